@@ -1,0 +1,49 @@
+# Two commands do everything: `make demo` and `make test`. Both build .venv when it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
+
+.PHONY: help demo test slow check format bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+demo: $(VENV)/demo  ## positions of a text with two photographs, printed and drawn
+	$(BIN)/mmpos demo -o out/demo.png
+
+test: $(VENV)/dev  ## the tests
+	$(BIN)/pytest -q -n 2
+
+slow: $(VENV)/dev  ## the tests that take longer
+	$(BIN)/pytest -q -n 2 -m slow
+
+check: $(VENV)/dev  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/dev  ## rewrite the files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/dev  ## the benchmarks, as tables
+	$(BIN)/python benchmarks/bench_positions.py
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build out dist mmpos.egg-info
+
+$(VENV)/uv: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@touch $@
+
+$(VENV)/demo: $(VENV)/uv pyproject.toml
+	$(UV) --editable '.[cli]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/uv pyproject.toml
+	$(UV) --editable '.[dev]'
+	@touch $@ $(VENV)/demo

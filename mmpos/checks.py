@@ -1,0 +1,101 @@
+"""Checks for the doors of the house: each returns the checked value or says what, got and want."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+IntArray = npt.NDArray[np.int64]
+
+
+def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
+    """An int from anything that is an integer (never a bool or a float), within bounds."""
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool | np.bool_):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise InvalidInputError(f"{name}: got {value!r}, want an integer") from None
+    if minimum is not None and value < minimum:
+        raise InvalidInputError(f"{name}: got {value}, want >= {minimum}")
+    if maximum is not None and value > maximum:
+        raise InvalidInputError(f"{name}: got {value}, want <= {maximum}")
+    result: int = value
+    return result
+
+
+def boolean(name: str, value: Any) -> bool:
+    """A bool, and nothing that merely is true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInputError(f"{name}: got {value!r}, want True or False")
+    return bool(value)
+
+
+def host_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """A numpy view or copy of a list, an array or a tensor that lies on the host."""
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(f"{name}: got {_kind(value)}, want an array of numbers on the host ({error})") from None
+
+
+def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
+    """An int64 array of the given shape (None: any length) from integers only, never from floats or bools."""
+    array = host_array(name, value)
+    empty = tuple(0 if n is None else n for n in shape)
+    if array.size == 0 and array.ndim == 1 and 0 in empty:
+        array = array.reshape(empty)
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInputError(f"{name}: got {array.max()}, want integers within int64")
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")
+    if array.ndim != len(shape) or any(want not in (None, got) for got, want in zip(array.shape, shape, strict=True)):
+        want = ", ".join("n" if n is None else str(n) for n in shape)
+        raise InvalidInputError(f"{name}: got shape {array.shape}, want ({want}{',' if len(shape) == 1 else ''})")
+    return array.astype(np.int64, copy=False)
+
+
+def first_bad(
+    name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None, field: str = ""
+) -> None:
+    """Raise for the first element outside the bounds, with its index in the name."""
+    low = values < minimum if minimum is not None else np.zeros(values.shape, np.bool_)
+    high = values > maximum if maximum is not None else np.zeros(values.shape, np.bool_)
+    bad = low | high
+    if bad.any():
+        at = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), values.shape))
+        want = f">= {minimum}" if low[at] else f"<= {maximum}"
+        index = ", ".join(map(str, at))
+        raise InvalidInputError(f"{name}[{index}]{field}: got {values[at]}, want {want}")
+
+
+def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
+    """(documents,) integers within bounds, from one for all or one for each document."""
+    if isinstance(value, int) or host_array(name, value).ndim == 0:
+        return np.full(num_documents, integer(name, value, minimum=minimum, maximum=maximum), np.int64)
+    array = int_array(name, value, (num_documents,))
+    first_bad(name, array, minimum=minimum, maximum=maximum)
+    return array
+
+
+def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
+    """The value, if it is one of the options."""
+    if value not in options:
+        raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    device = getattr(value, "device", None)
+    return type(value).__name__ + (f" on {device}" if device is not None else "")

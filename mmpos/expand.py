@@ -1,0 +1,138 @@
+"""Expansion of a placed table into one id per token: rows of patches become runs, and runs become tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import IntArray
+from mmpos.columns import AXES, HEIGHT, OFFSET, SKIP, WIDTH, Columns
+from mmpos.errors import InvalidInputError
+
+Array = npt.NDArray[Any]
+
+
+BLOCK = 16384
+"""Tokens expanded at a time: temporaries stay in the cache and below malloc's threshold for mapping pages."""
+
+
+class Runs(NamedTuple):
+    """Consecutive tokens of one row of one segment, whose numerators are value + step · token.
+
+    Args:
+        start: (runs,) first token.
+        length: (runs,) tokens.
+        value: (axes, runs) numerator that the run would have at token 0 of the table.
+        step: (axes, runs) numerator per token.
+    """
+
+    start: IntArray
+    length: IntArray
+    value: IntArray
+    step: IntArray
+
+
+def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: tuple[int, ...] | None) -> Array:
+    """Ids of all tokens; see PositionTable.dense."""
+    rows = _axes(table, axes)
+    ids = _target(table, out, dtype, len(rows))
+    cut = runs(table)
+    exact = ids.dtype.kind == "i"
+    divisor = _denominators(table) if table.fractional else 1
+    for i, axis in enumerate(rows):
+        if axis in rows[:i]:
+            ids[i] = ids[rows.index(axis)]
+        elif exact:
+            _fill(cut, axis, ids[i])
+        else:
+            np.divide(_fill(cut, axis, np.empty(table.num_tokens, np.int64)), divisor, out=ids[i])
+    return ids
+
+
+def rationals(table: Columns) -> tuple[IntArray, IntArray]:
+    """Numerators and denominators of all tokens; see PositionTable.rationals."""
+    numerators = np.empty((table.axes, table.num_tokens), np.int64)
+    cut = runs(table)
+    for axis in range(table.axes):
+        _fill(cut, axis, numerators[axis])
+    return numerators, _denominators(table)
+
+
+def runs(table: Columns) -> Runs:
+    """Cut every segment into the rows of its grid; the first and the last row of a segment may be partial."""
+    skip, height, width = table.skip, table.height, table.width
+    first_row = skip // width
+    stop_row = (skip + table.segment_lengths + (width - 1)) // width
+    count = stop_row - first_row
+    per_run = table.table.repeat(count, axis=1)
+    row = np.arange(per_run.shape[1]) - (count.cumsum() - count - first_row).repeat(count)
+    begin = row * per_run[WIDTH]
+    col = np.maximum(per_run[SKIP] - begin, 0)
+    start = begin + col + (per_run[OFFSET] - per_run[SKIP])
+    origin, step_frame, step_row, step_col = (per_run[AXES + i :: 4] for i in range(4))
+    value = origin + (col - start) * step_col
+    if (stop_row > height).any():
+        frame, row = np.divmod(row, per_run[HEIGHT])
+        value += frame * step_frame
+    value += row * step_row
+    length = np.empty_like(start)
+    length[:-1] = start[1:] - start[:-1]
+    length[-1:] = table.num_tokens - start[-1:]
+    return Runs(start, length, value, step_col)
+
+
+def _fill(cut: Runs, axis: int, out: Array) -> Array:
+    """Write the (tokens,) numerators of one axis, a block of whole runs at a time."""
+    # Narrow integers wrap around on the way and come out right, since the ids themselves fit.
+    value, step = cut.value[axis].astype(out.dtype), cut.step[axis].astype(out.dtype)
+    edges = [0, cut.start.size]
+    if out.size > BLOCK:
+        edges[1:1] = sorted({*cut.start.searchsorted(np.arange(BLOCK, out.size, BLOCK)).tolist()} - {*edges})
+    for first, stop in pairwise(edges):
+        length = cut.length[first:stop]
+        begin = cut.start[first:stop][:1].sum()
+        end = begin + length.sum()
+        block = out[begin:end]
+        np.multiply(step[first:stop].repeat(length), np.arange(begin, end, dtype=out.dtype), out=block)
+        block += value[first:stop].repeat(length)
+    return out
+
+
+def _denominators(table: Columns) -> IntArray:
+    return table.denominator.repeat(table.segment_lengths)
+
+
+def _axes(table: Columns, axes: tuple[int, ...] | None) -> tuple[int, ...]:
+    if axes is None:
+        return tuple(range(table.axes))
+    rows = tuple(axes)
+    if not all(isinstance(a, int | np.integer) and 0 <= a < table.axes for a in rows):
+        raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {table.axes - 1}")
+    return rows
+
+
+def _target(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
+    shape = (rows, table.num_tokens)
+    if out is None:
+        kind = np.dtype(np.float64 if table.fractional else np.int32) if dtype is None else np.dtype(dtype)
+        name, target = "dtype", None
+    else:
+        if not isinstance(out, np.ndarray) or out.shape != shape:
+            raise InvalidInputError(f"out: got {_described(out)}, want an array of shape {shape}")
+        if not out.flags.writeable:
+            raise InvalidInputError("out: got a read-only array, want a writeable one")
+        if dtype is not None and np.dtype(dtype) != out.dtype:
+            raise InvalidInputError(f"dtype: got {np.dtype(dtype)} with out of {out.dtype}, want the same or none")
+        name, kind, target = "out", out.dtype, out
+    wanted = (np.float64,) if table.fractional else (np.int32, np.int64, np.float64)
+    if kind not in wanted:
+        names = ", ".join(t.__name__ for t in wanted)
+        raise InvalidInputError(f"{name}: got dtype {kind}, want {names} for ids of scheme {table.scheme!r}")
+    return np.empty(shape, kind) if target is None else target
+
+
+def _described(out: object) -> str:
+    return f"shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__

@@ -1,0 +1,249 @@
+"""What follows from the placed table: dense ids, token ranges, windows, decoding, shards and padding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos import expand, ranges
+from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer, one_of, per_document
+from mmpos.columns import FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, OFFSET, WIDTH, Columns
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.explain import explain
+from mmpos.padding import insert_padding
+
+__all__ = ["PositionTable"]
+
+Side = Literal["left", "right"]
+Layout = Literal["zigzag", "contiguous"]
+
+
+class PositionTable(Columns):
+    """Positions of a packed batch, and all that follows from them; the fields are those of Columns."""
+
+    def dense(
+        self,
+        out: npt.NDArray[Any] | None = None,
+        dtype: npt.DTypeLike | None = None,
+        axes: tuple[int, ...] | None = None,
+    ) -> npt.NDArray[Any]:
+        """Ids of all tokens.
+
+        Args:
+            out: (axes, tokens) array to write into, with any strides.
+            dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
+            axes: which axes, in which order, repeats allowed: (0, 0, 1) gives three rows. Default: all.
+
+        Returns:
+            (axes, tokens) ids: ``out`` if given, else a new array.
+
+        Raises:
+            InvalidInputError: out, dtype or axes do not fit.
+        """
+        return expand.dense(self, out, dtype, axes)
+
+    def rationals(self) -> tuple[IntArray, IntArray]:
+        """Exact ids of all tokens.
+
+        Returns:
+            (axes, tokens) int64 numerators and (tokens,) int64 denominators, new arrays.
+        """
+        return expand.rationals(self)
+
+    def take(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> PositionTable:
+        """The tokens of several ranges, in the order given; documents stay, and may become empty.
+
+        Args:
+            starts: (ranges,) first token of each range.
+            stops: (ranges,) one past the last token; equal to the start for an empty range.
+
+        Raises:
+            InvalidInputError: a range leaves the table, runs backwards, or returns to an earlier document.
+        """
+        starts = int_array("starts", starts, (None,))
+        stops = int_array("stops", stops, (starts.size,))
+        first_bad("starts", starts, minimum=0, maximum=self.num_tokens)
+        first_bad("stops", stops, maximum=self.num_tokens)
+        if (stops < starts).any():
+            i = int((stops < starts).argmax())
+            raise InvalidInputError(f"stops[{i}]: got {stops[i]}, want >= starts[{i}] = {starts[i]}")
+        columns, segment, owner = ranges.cut(self.table, self.num_tokens, starts, stops)
+        document = np.searchsorted(self.documents[FIRST_SEGMENT], segment, side="right") - 1
+        back = np.diff(document) < 0
+        if back.any():
+            i = int(owner[int(back.argmax()) + 1])
+            raise InvalidInputError(f"starts[{i}]: got {starts[i]}, in a document before that of the range before it")
+        return self._view(columns, document, self.documents[NEXT_POSITION:])
+
+    def slice(self, start: int, stop: int) -> PositionTable:
+        """Tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
+        start = integer("start", start, minimum=0, maximum=self.num_tokens)
+        return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
+
+    def window(self, documents: npt.ArrayLike, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> PositionTable:
+        """One window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
+
+        Args:
+            documents: (windows,) the document of each window, in any order.
+            starts: (windows,) first token, counted from the document's first token.
+            lengths: (windows,) tokens; those past the document's end are text at its next position.
+
+        Raises:
+            UnsupportedError: a window passes the end and the scheme has no next position.
+        """
+        documents = int_array("documents", documents, (None,))
+        first_bad("documents", documents, minimum=0, maximum=self.num_documents - 1)
+        starts = int_array("starts", starts, (documents.size,))
+        first_bad("starts", starts, minimum=0, maximum=INT32_MAX)
+        lengths = int_array("lengths", lengths, (documents.size,))
+        first_bad("lengths", lengths, minimum=0, maximum=INT32_MAX)
+        first, known = self.documents[FIRST_TOKEN][documents], self.lengths[documents]
+        stops = starts + lengths
+        columns, _, owner = ranges.cut(
+            self.table, self.num_tokens, first + np.minimum(starts, known), first + np.minimum(stops, known)
+        )
+        header = self.documents[NEXT_POSITION:, documents]
+        beyond = np.flatnonzero((stops > known) & (lengths > 0))
+        if beyond.size:
+            skipped = np.maximum(starts - known, 0)[beyond]
+            begin = self.next_positions[documents[beyond]] + skipped
+            count = np.minimum(lengths, stops - known)[beyond]
+            header[0, beyond] = begin + count
+            _check_ids(begin + count - 1, documents[beyond])
+            columns = np.concatenate([columns, ranges.text(self.axes, begin, count)], axis=1)
+            owner = np.concatenate([owner, beyond])
+            order = np.argsort(owner, kind="stable")
+            columns, owner = columns[:, order], owner[order]
+        return self._view(columns, owner, header)
+
+    def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
+        """The next tokens of every document, grouped per document: all text, ids equal on all axes.
+
+        Args:
+            steps: tokens per document, one integer for all or (documents,).
+        """
+        steps = per_document("steps", steps, self.num_documents, minimum=0)
+        return self.window(np.arange(self.num_documents), self.lengths, steps)
+
+    def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
+        """The tokens of one context-parallel rank, taken from every document.
+
+        Args:
+            rank: 0 to world_size − 1.
+            world_size: context-parallel ranks C.
+            layout: "zigzag" gives rank r the blocks r and 2C−1−r of 2C, which balances causal attention;
+                "contiguous" gives it block r of C.
+
+        Raises:
+            InvalidInputError: a document's length is not a multiple of 2C (zigzag) or C.
+        """
+        return self.take(*self._shard_ranges(rank, world_size, layout))
+
+    def shard_indices(self, rank: int, world_size: int, layout: Layout = "zigzag") -> IntArray:
+        """(tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
+        starts, stops = self._shard_ranges(rank, world_size, layout)
+        lengths = stops - starts
+        before = np.cumsum(lengths) - lengths
+        return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+    def pad(self, length: npt.ArrayLike | None = None, side: Side = "right") -> PositionTable:
+        """Every document padded with id 0, which moves no other id.
+
+        Args:
+            length: tokens of every document, or (documents,); None is the longest document.
+            side: "left" or "right".
+
+        Raises:
+            InvalidInputError: a document is longer than its length.
+        """
+        one_of("side", side, ("left", "right"))
+        length = self.max_seqlen if length is None else length
+        lengths = per_document("length", length, self.num_documents, minimum=0)
+        missing = lengths - self.lengths
+        if (missing < 0).any():
+            d = int((missing < 0).argmax())
+            raise InvalidInputError(f"length: got {lengths[d]}, want >= {self.lengths[d]}, the length of document {d}")
+        none = np.zeros_like(missing)
+        columns = self.table.copy()
+        columns[OFFSET] = self.segment_lengths
+        left, right = (missing, none) if side == "left" else (none, missing)
+        offsets = np.append(self.documents[FIRST_SEGMENT], self.num_segments)
+        pad = ranges.padding(self.axes)
+        columns, offsets = insert_padding(columns, offsets, left, right, pad, length_rows=(OFFSET, WIDTH))
+        owner = np.repeat(np.arange(self.num_documents), np.diff(offsets))
+        return self._view(columns, owner, self.documents[NEXT_POSITION:])
+
+    def padded(
+        self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
+    ) -> tuple[npt.NDArray[Any], IntArray]:
+        """Dense ids of a padded batch.
+
+        Args:
+            length: tokens of every document; None is the longest document.
+            side: "left" or "right".
+            dtype: as for ``dense``.
+
+        Returns:
+            (axes, batch, length) ids and (batch, length) int64 attention_mask, 0 on padding; new arrays.
+        """
+        length = self.max_seqlen if length is None else integer("length", length, minimum=0)
+        table, shape = self.pad(length, side), (self.num_documents, length)
+        mask = np.repeat(~table.is_padding, table.segment_lengths).astype(np.int64)
+        return table.dense(dtype=dtype).reshape(self.axes, *shape), mask.reshape(shape)
+
+    def explain(self, token: int) -> str:
+        """One sentence on where a token lies and why its position is what it is."""
+        return explain(self, integer("token", token, minimum=0, maximum=self.num_tokens - 1))
+
+    def __repr__(self) -> str:
+        return (
+            f"PositionTable({self.num_documents} documents, {self.num_segments} segments, "
+            f"{self.num_tokens} tokens, {self.axes} axes, scheme={self.scheme!r})"
+        )
+
+    def _view(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
+        return assemble(columns, document, header, self.fractional, self.scheme)
+
+    def _shard_ranges(self, rank: int, world_size: int, layout: Layout) -> tuple[IntArray, IntArray]:
+        one_of("layout", layout, ("zigzag", "contiguous"))
+        world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
+        rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
+        blocks = [rank, 2 * world_size - 1 - rank] if layout == "zigzag" else [rank]
+        multiple = world_size * len(blocks)
+        odd = self.lengths % multiple
+        if odd.any():
+            d = int((odd > 0).argmax())
+            fit = -(-self.max_seqlen // multiple) * multiple
+            raise InvalidInputError(
+                f"documents[{d}]: got {self.lengths[d]} tokens, want a multiple of {multiple} for world_size="
+                f"{world_size} and layout={layout!r}; pad first: positions.pad({fit}).shard(…)"
+            )
+        block = self.lengths // multiple
+        starts = (self.documents[FIRST_TOKEN] + np.multiply.outer(blocks, block)).T.ravel()
+        return starts, starts + np.repeat(block, len(blocks))
+
+
+def assemble(columns: IntArray, document: IntArray, header: IntArray, fractional: bool, scheme: str) -> PositionTable:
+    """A table from its pieces.
+
+    Args:
+        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; becomes the table, not copied.
+        document: (pieces,) ascending document of each piece.
+        header: (2, documents) next position and delta.
+        fractional: whether ids may be fractions.
+        scheme: name of the scheme.
+    """
+    tokens = ranges.lengths_to_offsets(columns)
+    documents = np.empty((4, header.shape[1]), np.int64)
+    documents[FIRST_SEGMENT] = document.searchsorted(np.arange(header.shape[1]))
+    documents[FIRST_TOKEN] = np.append(columns[OFFSET], tokens)[documents[FIRST_SEGMENT]]
+    documents[NEXT_POSITION:] = header
+    return PositionTable(columns, documents, tokens, fractional, scheme)
+
+
+def _check_ids(last: IntArray, documents: IntArray) -> None:
+    if last.max() > INT32_MAX:
+        i = int(last.argmax())
+        raise LimitExceededError(f"documents[{documents[i]}]: got id {last[i]}, want at most 2**31 - 1")

@@ -1,0 +1,59 @@
+"""Token ranges of a placed table: a table is closed under them, since a segment keeps its grid and skips tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmpos.checks import IntArray
+from mmpos.columns import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
+
+
+def cut(table: IntArray, tokens: int, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The pieces of segments inside token ranges, in the order of the ranges.
+
+    Args:
+        table: (5 + 4·axes, segments).
+        tokens: tokens of the table.
+        starts: (ranges,) first token, within the table.
+        stops: (ranges,) one past the last token, never before its start.
+
+    Returns:
+        (5 + 4·axes, pieces) columns whose OFFSET row holds their lengths, (pieces,) the segment of each,
+        and (pieces,) the range of each.
+    """
+    offset = table[OFFSET]
+    ends = np.append(offset[1:], tokens)
+    first = np.searchsorted(offset, starts, side="right") - 1
+    last = np.searchsorted(offset, stops, side="left")
+    count = np.where(stops > starts, last - first, 0)
+    owner = np.repeat(np.arange(starts.size), count)
+    segment = np.arange(owner.size) - (np.cumsum(count) - count - first)[owner]
+    begin = np.maximum(offset[segment], starts[owner])
+    columns = table[:, segment]
+    columns[SKIP] += begin - offset[segment]
+    columns[OFFSET] = np.minimum(ends[segment], stops[owner]) - begin
+    return columns, segment, owner
+
+
+def text(axes: int, first: IntArray, lengths: IntArray) -> IntArray:
+    """(5 + 4·axes, runs) columns of text from id ``first`` on every axis; the OFFSET row holds lengths."""
+    columns = np.zeros((AXES + 4 * axes, first.size), np.int64)
+    columns[OFFSET] = columns[WIDTH] = lengths
+    columns[[HEIGHT, DENOMINATOR]] = 1
+    columns[AXES::4] = first
+    columns[AXES + 3 :: 4] = 1
+    return columns
+
+
+def padding(axes: int) -> IntArray:
+    """(5 + 4·axes,) a padding column: id 0 on every axis."""
+    column = np.zeros(AXES + 4 * axes, np.int64)
+    column[[HEIGHT, WIDTH, DENOMINATOR]] = 1
+    return column
+
+
+def lengths_to_offsets(columns: IntArray) -> int:
+    """Turn the lengths in the OFFSET row into offsets, in place; returns the number of tokens."""
+    total = columns[OFFSET].cumsum()
+    columns[OFFSET] = total - columns[OFFSET]
+    return int(total[-1]) if total.size else 0

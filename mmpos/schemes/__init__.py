@@ -1,0 +1,72 @@
+"""How a scheme places text and grids: one file per family, each scheme a few lines of formula."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mmpos.errors import InvalidInputError
+from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
+from mmpos.schemes.flat import V2PE, Flatten
+from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQwen25, MRopeTransformers
+from mmpos.schemes.planar import Grid2D, Naive2D, Rows
+from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
+from mmpos.schemes.video import VideoRope, VRope
+
+__all__ = [
+    "SCHEMES",
+    "V2PE",
+    "Flatten",
+    "Grid2D",
+    "Grids",
+    "MRope",
+    "MRopeInterleaveReset",
+    "MRopeQwen3",
+    "MRopeQwen25",
+    "MRopeTransformers",
+    "Naive2D",
+    "Pieces",
+    "Placement",
+    "RopeTie",
+    "RopeTieFractional",
+    "RopeTieLcm",
+    "RopeTieV2",
+    "Rows",
+    "Scheme",
+    "TextRuns",
+    "VRope",
+    "VideoRope",
+    "get_scheme",
+]
+
+SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
+    {
+        scheme.name: scheme
+        for scheme in (
+            RopeTie,
+            RopeTieFractional,
+            RopeTieV2,
+            RopeTieLcm,
+            Flatten,
+            Rows,
+            Naive2D,
+            Grid2D,
+            MRope,
+            MRopeTransformers,
+            MRopeQwen25,
+            MRopeQwen3,
+            MRopeInterleaveReset,
+            V2PE,
+            VideoRope,
+            VRope,
+        )
+    }
+)
+"""Every scheme by its name."""
+
+
+def get_scheme(scheme: str | Scheme) -> Scheme:
+    """The scheme of this name with its default parameters, or the scheme itself."""
+    if isinstance(scheme, Scheme):
+        return scheme
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
+        raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
+    return SCHEMES[scheme]()

@@ -1,0 +1,184 @@
+"""What a scheme is: it says how many ids text and grids consume, and where their tokens lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import IntArray
+
+Steps = Sequence[IntArray | int]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The grids of a batch, arrays of one entry per grid.
+
+    Args:
+        extents: (3, grids) frames, height, width, without row separators.
+        start: (grids,) first id of the grid's document.
+        row_separator: (grids,) whether every row ends in one more token; None if none does.
+        seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
+    """
+
+    extents: IntArray
+    start: IntArray
+    row_separator: npt.NDArray[np.bool_] | None = None
+    seconds_per_frame: IntArray | None = None
+
+    @property
+    def frames(self) -> IntArray:
+        """(grids,) frames."""
+        return self.extents[0]
+
+    @property
+    def height(self) -> IntArray:
+        """(grids,) rows of patches."""
+        return self.extents[1]
+
+    @property
+    def width(self) -> IntArray:
+        """(grids,) columns of patches, without separators."""
+        return self.extents[2]
+
+    @property
+    def row_tokens(self) -> IntArray:
+        """(grids,) tokens of one row, its separator included."""
+        return self.width if self.row_separator is None else self.width + self.row_separator
+
+    @property
+    def tokens(self) -> IntArray:
+        """(grids,) tokens, separators included."""
+        return self.frames * self.height * self.row_tokens
+
+    @property
+    def seconds(self) -> IntArray:
+        """(2, grids) numerator and denominator of the seconds per frame, one second where not given."""
+        if self.seconds_per_frame is None:
+            return np.ones((2, self.frames.size), np.int64)
+        return np.where(self.seconds_per_frame[0] > 0, self.seconds_per_frame, 1)
+
+
+@dataclass(frozen=True)
+class TextRuns:
+    """The text segments of a batch; adjacent ones form a line, as typographic schemes need.
+
+    Args:
+        lengths: (runs,) tokens.
+        segment: (runs,) index of the segment in the table.
+        document: (runs,) index of the document.
+        start: (runs,) first id of the run's document.
+    """
+
+    lengths: IntArray
+    segment: IntArray
+    document: IntArray
+    start: IntArray
+
+    @cached_property
+    def continues(self) -> npt.NDArray[np.bool_]:
+        """(runs,) whether the run goes on in the line of the run before it."""
+        joined = (np.diff(self.segment) == 1) & (np.diff(self.document) == 0)
+        return np.concatenate([np.zeros(min(1, joined.size + 1), np.bool_), joined])[: self.lengths.size]
+
+    @cached_property
+    def ends_line(self) -> npt.NDArray[np.bool_]:
+        """(runs,) whether the run is the last of its line."""
+        return ~np.append(self.continues[1:], np.False_)[: self.lengths.size]
+
+    @cached_property
+    def column(self) -> IntArray:
+        """(runs,) tokens before the run in its line."""
+        before = np.cumsum(self.lengths) - self.lengths
+        first = np.maximum.accumulate(np.where(self.continues, 0, np.arange(before.size)))
+        return before - before[first]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where tokens lie: id = (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
+
+    Args:
+        origin: one (grids,) array or integer per axis.
+        step_frame: likewise; None is 0 on every axis.
+        step_row: likewise.
+        step_col: likewise.
+        denominator: (grids,) or one integer.
+        pieces: set by schemes that cut a grid into several affine pieces; every array above then has
+            one entry per piece.
+    """
+
+    origin: Steps
+    step_frame: Steps | None = None
+    step_row: Steps | None = None
+    step_col: Steps | None = None
+    denominator: IntArray | int = 1
+    pieces: Pieces | None = None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Grids cut into pieces, in token order.
+
+    Args:
+        owner: (pieces,) index of the grid, ascending.
+        tokens: (pieces,) tokens of each piece.
+        skip: (pieces,) raster index of the piece's first token in the height and width below.
+        height: (pieces,) rows to count in.
+        width: (pieces,) columns to count in.
+    """
+
+    owner: IntArray
+    tokens: IntArray
+    skip: IntArray
+    height: IntArray
+    width: IntArray
+
+
+class Scheme(ABC):
+    """A placement of text and grids; subclass it as a frozen dataclass to add your own.
+
+    Ids must be affine in frame, row and column, exact (integers over a denominator), and
+    translation-equivariant in the cursor, the id that the next text token would get.
+    """
+
+    name: ClassVar[str]
+    axes: int
+    fractional: bool = False
+    """Whether ids may be fractions; dense ids are then float64."""
+    strict: bool = False
+    """Whether two grids must have text between them, by default."""
+    frames: bool = True
+    """Whether grids may have more than one frame."""
+    text: bool = True
+    """Whether documents may hold text."""
+    row_separators: bool = False
+    """Whether the rows of a grid may end in a separator token."""
+    resumable: bool = True
+    """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
+
+    @abstractmethod
+    def advance(self, grids: Grids) -> IntArray:
+        """(grids,) ids consumed: how far a grid moves the cursor."""
+
+    @abstractmethod
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        """Where the tokens of each grid lie when the cursor (grids,) stands before it."""
+
+    def advance_text(self, runs: TextRuns) -> IntArray:
+        """(runs,) ids consumed by text: one per token."""
+        return runs.lengths
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        """Where text lies: the same id on every axis, one more per token."""
+        return Placement(origin=[cursor] * self.axes, step_col=[1] * self.axes)
+
+    def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
+        """(grids,) lowest next position that each grid demands, where the cursor does not say it."""
+        return None

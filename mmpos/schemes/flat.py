@@ -1,0 +1,65 @@
+"""Schemes with one axis: patches in raster order, by whole or by fractional steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
+
+import numpy as np
+
+from mmpos.checks import IntArray, integer
+from mmpos.schemes.base import Grids, Placement, Scheme
+
+
+@dataclass(frozen=True)
+class Flatten(Scheme):
+    """Every token one more than the token before it, patches in raster order: plain RoPE-1D.
+
+    Source: Fuyu, DeepSeek-VL, Emu2, as kexue.fm 10040 describes them.
+    """
+
+    name: ClassVar[str] = "flatten"
+    axes = 1
+    row_separators = True
+
+    def advance(self, grids: Grids) -> IntArray:
+        return grids.tokens
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        row = grids.row_tokens
+        return Placement([cursor], [grids.height * row], [row], [1])
+
+
+@dataclass(frozen=True)
+class V2PE(Scheme):
+    """Patches advance by a fraction δ = stride/256 of a text step; text goes on at the next integer.
+
+    Source: InternVL3 (V2PE): p + δ per patch, then ⌈last⌉ + 1.
+
+    Args:
+        stride: δ in units of 1/256, from 1 to 256.
+    """
+
+    name: ClassVar[str] = "v2pe"
+    axes = 1
+    fractional = True
+    stride: int = 64
+
+    def __post_init__(self) -> None:
+        integer("V2PE.stride", self.stride, minimum=1, maximum=256)
+
+    def advance(self, grids: Grids) -> IntArray:
+        return -(-grids.tokens * self.stride // 256)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        common = gcd(self.stride, 256)
+        step, denominator = self.stride // common, 256 // common
+        row = step * grids.width
+        return Placement(
+            [(cursor - 1) * denominator + step],
+            [row * grids.height],
+            [row],
+            [np.full_like(cursor, step)],
+            denominator,
+        )

@@ -1,0 +1,138 @@
+"""The M-RoPE family of Qwen vision-language models: (frame, row, column) counted from the cursor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+
+from mmpos.checks import INT32_MAX, IntArray, integer
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.schemes.base import Grids, Pieces, Placement, Scheme
+
+
+@dataclass(frozen=True)
+class MRope(Scheme):
+    """Patch (t, i, j), counted from zero, at (c + t, c + i, c + j); next text at c + max(f, h, w).
+
+    Source: Qwen2-VL; the form of vLLM and SGLang.
+    """
+
+    name: ClassVar[str] = "mrope"
+    axes = 3
+
+    def advance(self, grids: Grids) -> IntArray:
+        return grids.extents.max(axis=0)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor] * 3, [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class MRopeQwen3(MRope):
+    """M-RoPE where every frame of a video is a grid of its own with timestamp text between.
+
+    Source: Qwen3-VL. Build tables with ``frames_apart=True`` or one Grid per frame.
+    """
+
+    name: ClassVar[str] = "mrope-qwen3"
+    frames = False
+
+
+@dataclass(frozen=True)
+class MRopeInterleaveReset(MRope):
+    """M-RoPE whose rows and columns restart at zero in every grid: (c, i, j), next text at c + 1 + max(local).
+
+    Only text and the frame axis follow the cursor. Source: arXiv 2510.23095.
+    """
+
+    name: ClassVar[str] = "mrope-interleave-reset"
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1])
+
+
+@dataclass(frozen=True)
+class MRopeTransformers(MRope):
+    """M-RoPE as Transformers 5 computes it: text goes on at c + max(h, w), frames ignored.
+
+    The next position is the maximum of all ids plus one, which on long videos is beyond the next text id.
+
+    Args:
+        tokens_per_second: of Qwen2.5-VL: frames are tokens_per_second · ⌊seconds_per_frame⌋ ids apart
+            (one second where not given); None, as for Qwen2-VL and Qwen3-VL: frames are one id apart.
+    """
+
+    name: ClassVar[str] = "mrope-transformers"
+    tokens_per_second: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_second is not None:
+            integer("MRopeTransformers.tokens_per_second", self.tokens_per_second, minimum=1, maximum=INT32_MAX)
+
+    def advance(self, grids: Grids) -> IntArray:
+        return grids.extents[1:].max(axis=0)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor] * 3, [self._interval(grids), 0, 0], [0, 1, 0], [0, 0, 1])
+
+    def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
+        return cursor + np.maximum((grids.frames - 1) * self._interval(grids) + 1, self.advance(grids))
+
+    def _interval(self, grids: Grids) -> IntArray:
+        if self.tokens_per_second is None:
+            return np.ones_like(grids.frames)
+        seconds, per = grids.seconds
+        return self.tokens_per_second * (seconds // per)
+
+
+@dataclass(frozen=True)
+class MRopeQwen25(MRope):
+    """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
+
+    The floor is that of the exact product. Grids without a time count one second per frame.
+    Source: Qwen2.5-VL; the form of the serving engines.
+
+    Args:
+        tokens_per_second: ids per second, an integer or a Fraction.
+    """
+
+    name: ClassVar[str] = "mrope-qwen2.5"
+    tokens_per_second: int | Fraction = 2
+
+    def __post_init__(self) -> None:
+        rate = self.tokens_per_second
+        if isinstance(rate, bool) or not isinstance(rate, int | Fraction) or rate <= 0:
+            raise InvalidInputError(f"MRopeQwen25.tokens_per_second: got {rate!r}, want an integer or Fraction > 0")
+        if max(rate.numerator, rate.denominator) > INT32_MAX:
+            raise LimitExceededError(f"MRopeQwen25.tokens_per_second: got {rate}, want terms below 2**31")
+
+    def advance(self, grids: Grids) -> IntArray:
+        last = self._time(grids, grids.frames - 1, np.arange(grids.frames.size))
+        if last.max(initial=0) > 2 * INT32_MAX:  # said before place makes a piece of every frame
+            raise LimitExceededError(f"got a last frame {last.max()} ids after the first, want ids within int32")
+        return np.maximum(grids.extents[1:].max(axis=0), last + 1)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        """One piece per frame, since floored times are not affine."""
+        owner = np.repeat(np.arange(grids.frames.size), grids.frames)
+        frame = np.arange(owner.size) - (np.cumsum(grids.frames) - grids.frames)[owner]
+        height, width = grids.height[owner], grids.width[owner]
+        pieces = Pieces(owner, height * width, frame * height * width, height, width)
+        start = cursor[owner]
+        return Placement(
+            [start + self._time(grids, frame, owner), start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces
+        )
+
+    def _time(self, grids: Grids, frame: IntArray, owner: IntArray) -> IntArray:
+        """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
+        rate = Fraction(self.tokens_per_second)
+        seconds, per = grids.seconds
+        numerator, denominator = seconds * rate.numerator, per * rate.denominator
+        common = np.gcd(numerator, denominator)
+        numerator, denominator = (numerator // common)[owner], (denominator // common)[owner]
+        if frame.size and (frame.astype(np.float64) * numerator).max() > 2.0**62:
+            raise LimitExceededError("seconds_per_frame: frame · seconds · tokens_per_second is beyond 2**62")
+        return frame * numerator // denominator

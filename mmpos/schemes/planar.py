@@ -1,0 +1,103 @@
+"""Schemes with plain row and column numbers: unscaled, typographic, and those of vision encoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from mmpos.checks import IntArray, integer, one_of
+from mmpos.errors import UnsupportedError
+from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
+
+
+@dataclass(frozen=True)
+class Naive2D(Scheme):
+    """Strides of one from the text before: patch (i, j) at (L + i, L + j), next text at L + max(h, w) + 1.
+
+    Symmetric only for h = w. Source: kexue.fm 10040, the form before the strides.
+    """
+
+    name: ClassVar[str] = "naive-2d"
+    axes = 2
+    frames = False
+
+    def advance(self, grids: Grids) -> IntArray:
+        return np.maximum(grids.height, grids.width)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Rows(Scheme):
+    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, place in the line).
+
+    Text alone is not RoPE-1D. Its state is a line and a column, so there is no next position.
+    Source: kexue.fm 10040, the unified two-dimensional form.
+    """
+
+    name: ClassVar[str] = "rows"
+    axes = 2
+    frames = False
+    resumable = False
+
+    def advance(self, grids: Grids) -> IntArray:
+        return grids.height
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        return Placement([cursor, grids.start], step_row=[1, 0], step_col=[0, 1])
+
+    def advance_text(self, runs: TextRuns) -> IntArray:
+        return runs.ends_line.astype(np.int64)
+
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
+        return Placement([cursor, runs.start + runs.column], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Grid2D(Scheme):
+    """The positions of a vision encoder: every grid starts anew at (start, start), every frame alike.
+
+    Source: the rotary embeddings of Pixtral ("raster") and Qwen-VL ("merged") encoders.
+
+    Args:
+        order: "raster", or "merged" when the patches that will be merged stand together.
+        spatial_merge_size: side of these blocks; grids are then given before merging.
+    """
+
+    name: ClassVar[str] = "grid-2d"
+    axes = 2
+    text = False
+    resumable = False
+    order: Literal["raster", "merged"] = "raster"
+    spatial_merge_size: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("Grid2D.order", self.order, ("raster", "merged"))
+        integer("Grid2D.spatial_merge_size", self.spatial_merge_size, minimum=1)
+
+    def advance(self, grids: Grids) -> IntArray:
+        return np.zeros_like(grids.height)
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        if self.order == "raster":
+            return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, 1])
+        return self._place_merged(grids, cursor)
+
+    def _place_merged(self, grids: Grids, cursor: IntArray) -> Placement:
+        """One piece per row of blocks: its frame counts blocks, its row and column lie inside a block."""
+        side = self.spatial_merge_size
+        if (grids.extents[1:] % side).any():
+            raise UnsupportedError(
+                f"grid-2d: got a grid whose sides spatial_merge_size={side} does not divide, want whole blocks"
+            )
+        bands = grids.height // side
+        owner = np.repeat(np.arange(bands.size), grids.frames * bands)
+        first = np.cumsum(grids.frames * bands) - grids.frames * bands
+        band = (np.arange(owner.size) - first[owner]) % bands[owner]
+        sides = np.full(owner.size, side, np.int64)
+        pieces = Pieces(owner, side * grids.width[owner], np.zeros(owner.size, np.int64), sides, sides)
+        start = cursor[owner]
+        return Placement([start + side * band, start], [0, side], [1, 0], [0, 1], pieces=pieces)

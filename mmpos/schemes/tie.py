@@ -1,0 +1,152 @@
+"""The Tie family (Su Jianlin, kexue.fm 10040 and 10352): every grid symmetric between the texts around it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from mmpos.checks import IntArray, integer, one_of
+from mmpos.errors import InvalidInputError
+from mmpos.schemes.base import Grids, Placement, Scheme, Steps
+
+
+@dataclass(frozen=True)
+class _Tie(Scheme):
+    """A grid centred on every axis between the text ids L before it and K = L + E + 1 after it.
+
+    With n_a tokens along axis a, counted i = 1..n_a, and E ids consumed, the id on axis a is
+    (L + K)/2 + γ_a·(i − (n_a + 1)/2). A member of the family chooses E and the strides γ.
+    """
+
+    axes: int = 2
+    strict = True
+    row_separators = True
+
+    def __post_init__(self) -> None:
+        if integer(f"{type(self).__name__}.axes", self.axes) not in (2, 3):
+            raise InvalidInputError(f"{type(self).__name__}.axes: got {self.axes!r}, want 2 or 3")
+        object.__setattr__(self, "frames", self.axes == 3)
+
+    @abstractmethod
+    def consumed(self, sides: IntArray) -> IntArray:
+        """(grids,) ids consumed E, from (axes, grids) sides n_a."""
+
+    @abstractmethod
+    def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
+        """Strides γ as (axes, grids) numerators and a denominator that makes every id exact."""
+
+    def advance(self, grids: Grids) -> IntArray:
+        return self.consumed(self._sides(grids))
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        sides = self._sides(grids)
+        stride, denominator = self.strides(sides)
+        # (L + K)/2 − γ(n + 1)/2, over the denominator; the difference is even for every member.
+        slack = denominator * (self.consumed(sides) + 1) - stride * (sides + 1)
+        origin = (cursor - 1) * denominator + slack // 2 + stride
+        step = [[stride[a] if a == axis else 0 for a in range(self.axes)] for axis in range(self.axes)]
+        return Placement(list(origin), step[0] if self.axes == 3 else None, step[-2], step[-1], denominator)
+
+    def _sides(self, grids: Grids) -> IntArray:
+        return grids.extents[3 - self.axes :]
+
+
+@dataclass(frozen=True)
+class RopeTie(_Tie):
+    """RoPE-Tie: patch (i, j) at (L + (w+1)·i, L + (h+1)·j), next text at L + (w+1)(h+1).
+
+    Source: kexue.fm 10040, (h+1)s = (w+1)t with the simplest integers s = w+1, t = h+1.
+
+    Args:
+        axes: 2, or 3 with a frame axis, strides the product of the other sides plus one.
+    """
+
+    name: ClassVar[str] = "rope-tie"
+
+    def consumed(self, sides: IntArray) -> IntArray:
+        return np.multiply.reduce(sides + 1) - 1
+
+    def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
+        return np.multiply.reduce(sides + 1) // (sides + 1), 1
+
+
+@dataclass(frozen=True)
+class RopeTieFractional(_Tie):
+    """RoPE-Tie where an image of h × w patches is worth h·w ids: s = (wh+1)/(h+1), t = (wh+1)/(w+1).
+
+    Source: kexue.fm 10040, the form with fractional ids. Denominators are lcm(h+1, w+1).
+
+    Args:
+        axes: 2, or 3 with a frame axis.
+    """
+
+    name: ClassVar[str] = "rope-tie-fractional"
+    fractional = True
+
+    def consumed(self, sides: IntArray) -> IntArray:
+        return np.multiply.reduce(sides)
+
+    def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
+        denominator = np.lcm.reduce(sides + 1)
+        return (np.multiply.reduce(sides) + 1) * (denominator // (sides + 1)), denominator
+
+
+@dataclass(frozen=True)
+class RopeTieLcm(_Tie):
+    """RoPE-Tie with the smallest integer strides that keep the symmetry: lcm(h+1, w+1)/(n+1).
+
+    The advance lcm − 1 jumps with the sizes: 24×24 consumes 24 ids, 24×25 consumes 649.
+    Source: the smallest integer solution of (h+1)s = (w+1)t in kexue.fm 10040.
+
+    Args:
+        axes: 2, or 3 with a frame axis.
+    """
+
+    name: ClassVar[str] = "rope-tie-lcm"
+
+    def consumed(self, sides: IntArray) -> IntArray:
+        return np.lcm.reduce(sides + 1) - 1
+
+    def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
+        return np.lcm.reduce(sides + 1) // (sides + 1), 1
+
+
+@dataclass(frozen=True)
+class RopeTieV2(_Tie):
+    """RoPE-Tie-v2: strides of one, centred, h·w ids consumed; ids are half-integers.
+
+    Source: kexue.fm 10352; ships in HunyuanImage-3.0, which truncates the halves.
+
+    Args:
+        axes: 2, or 3 with a frame axis.
+        rounding: "floor" for checkpoints trained on truncated ids; it loses the symmetry.
+    """
+
+    name: ClassVar[str] = "rope-tie-v2"
+    fractional = True
+    rounding: Literal["floor"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("RopeTieV2.rounding", self.rounding, (None, "floor"))
+        object.__setattr__(self, "fractional", self.rounding is None)
+
+    def consumed(self, sides: IntArray) -> IntArray:
+        return np.multiply.reduce(sides)
+
+    def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
+        return np.full_like(sides, 2), 2
+
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        exact = super().place(grids, cursor)
+        if self.rounding is None:
+            return exact
+
+        def half(steps: Steps | None) -> Steps | None:
+            return None if steps is None else [step // 2 for step in steps]
+
+        origin = [value // 2 for value in exact.origin]
+        return Placement(origin, half(exact.step_frame), half(exact.step_row), half(exact.step_col))

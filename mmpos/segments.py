@@ -1,0 +1,273 @@
+"""The shape of a packed batch of documents: text runs and grids of patches, before any scheme places them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos import placeholders, spans
+from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, host_array, int_array
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.padding import insert_padding
+from mmpos.parts import Grid, Text, rationals
+
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
+
+TEXT, GRID, PAD = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """The segments of a packed batch of documents, one column each; positions are not in it yet.
+
+    Args:
+        kind: (segments,) uint8: TEXT, GRID or PAD.
+        extents: (3, segments) int64: frames, height, width; text and padding: 1, 1, length.
+        segment_offsets: (documents + 1,) int64: the first segment of each document, then the total.
+        seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) where none is given; or None.
+        row_separator: (segments,) bool: the rows of this grid end in one more token; or None.
+    """
+
+    kind: npt.NDArray[np.uint8]
+    extents: IntArray
+    segment_offsets: IntArray
+    seconds_per_frame: IntArray | None = None
+    row_separator: npt.NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
+            array = getattr(self, name)
+            if array is not None:
+                view = array.view()
+                view.flags.writeable = False
+                object.__setattr__(self, name, view)
+
+    @classmethod
+    def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
+        """The table of documents given as lists of Text and Grid.
+
+        >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
+        [3, 6, 2]
+        """
+        try:
+            parts = list(chain.from_iterable(documents))
+            offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
+            foreign = not {Text, Grid}.issuperset(map(type, parts))
+        except TypeError:
+            foreign = True
+        if foreign:
+            raise _foreign_part(documents)
+        extents = np.fromiter(chain.from_iterable([part.extents for part in parts]), np.int64, 3 * len(parts))
+        is_grid = [type(part) is Grid for part in parts]
+        grids = [(i, part) for i, part in enumerate(parts) if is_grid[i] and not part.plain]
+        seconds = separator = None
+        if any(grid.seconds_per_frame for _, grid in grids):
+            seconds = spans.seconds_columns(len(parts), ((i, grid.seconds_per_frame) for i, grid in grids))
+        if any(grid.row_separator for _, grid in grids):
+            separator = np.zeros(len(parts), np.bool_)
+            separator[[i for i, grid in grids if grid.row_separator]] = True
+        return cls(np.array(is_grid, np.uint8), extents.reshape(-1, 3).T, offsets, seconds, separator)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        kind: npt.ArrayLike,
+        extents: npt.ArrayLike,
+        segment_offsets: npt.ArrayLike,
+        *,
+        seconds_per_frame: npt.ArrayLike | None = None,
+        row_separator: npt.ArrayLike | None = None,
+    ) -> SegmentTable:
+        """The table from arrays as its fields describe them; int64 arrays are not copied."""
+        separator = None if row_separator is None else host_array("row_separator", row_separator)
+        if separator is not None and separator.dtype != np.bool_:
+            raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
+        kind = int_array("kind", kind, (None,))
+        first_bad("kind", kind, minimum=TEXT, maximum=PAD)
+        return cls(
+            kind.astype(np.uint8),
+            int_array("extents", extents, (3, None)),
+            int_array("segment_offsets", segment_offsets, (None,)),
+            None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)),
+            separator,
+        )
+
+    @classmethod
+    def from_spans(
+        cls,
+        lengths: npt.ArrayLike,
+        offsets: npt.ArrayLike,
+        grid_thw: npt.ArrayLike,
+        documents: npt.ArrayLike | None = None,
+        *,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        row_separator: bool = False,
+    ) -> SegmentTable:
+        """The table from placeholder spans, as inference engines hold them: no token is read.
+
+        Args:
+            lengths: (documents,) tokens of each document.
+            offsets: (spans,) first token of each span, counted from its document's first token,
+                ascending within a document.
+            grid_thw: (spans, 3) frames, height, width after spatial merging.
+            documents: (spans,) ascending document of each span; may be left out for one document.
+            seconds_per_frame: one per span, or None.
+            row_separator: whether the rows of all these grids end in one more token.
+
+        Raises:
+            InvalidInputError: a span overlaps the one before it or does not fit its document.
+        """
+        separators = int(boolean("row_separator", row_separator))
+        layout = spans.layout(lengths, offsets, grid_thw, documents, separators=separators)
+        times = rationals("seconds_per_frame", seconds_per_frame)
+        if seconds_per_frame is not None and len(times) != len(layout.span_segments):
+            raise InvalidInputError(
+                f"seconds_per_frame: got {len(times)} values, want {len(layout.span_segments)}, one per span"
+            )
+        seconds = separator = None
+        if any(times):
+            pairs = zip(layout.span_segments.tolist(), times, strict=True)
+            seconds = spans.seconds_columns(layout.kind.size, pairs)
+        if row_separator:
+            separator = layout.kind == GRID
+        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator)
+
+    @classmethod
+    def from_input_ids(
+        cls,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        video_grid_thw: npt.ArrayLike | None = None,
+        *,
+        image_token_id: int,
+        video_token_id: int | None = None,
+        spatial_merge_size: int = 1,
+        cu_seqlens: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        frames_apart: bool = False,
+    ) -> SegmentTable:
+        """The table of a tokenised batch, found by matching runs of placeholders with the grids in order.
+
+        Args:
+            input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
+            image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
+            video_grid_thw: (videos, 3) likewise.
+            image_token_id: the placeholder of image patches.
+            video_token_id: the placeholder of video patches.
+            spatial_merge_size: patches merged along each side; divides heights and widths.
+            cu_seqlens: (documents + 1,) first token of each packed document, then the total.
+            attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,
+                and a placeholder id under a 0 is padding.
+            seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
+            frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
+
+        Raises:
+            InvalidInputError: the first grid that does not fit its run of placeholders, with both
+                counts; missing or surplus grids; a mask with holes.
+        """
+        found = placeholders.find(
+            input_ids,
+            placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
+            placeholders.Modality("video_grid_thw", video_grid_thw, video_token_id, frames_apart),
+            spatial_merge_size=spatial_merge_size,
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+        )
+        times = rationals("seconds_per_frame", seconds_per_frame)
+        per_span = None if seconds_per_frame is None else found.per_span("seconds_per_frame", times)
+        table = cls.from_spans(
+            found.lengths, found.offsets, found.grid_thw, found.documents, seconds_per_frame=per_span
+        )
+        return table if found.padding is None else table._with_padding(*found.padding)
+
+    def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
+        columns = np.vstack([self.kind.astype(np.int64), self.extents])
+        if self.seconds_per_frame is not None:
+            columns = np.vstack([columns, self.seconds_per_frame])
+        pad = np.array([PAD, 1, 1, 0, 0, 1][: len(columns)], np.int64)
+        columns, offsets = insert_padding(columns, self.segment_offsets, left, right, pad, length_rows=(3,))
+        return SegmentTable(columns[0].astype(np.uint8), columns[1:4], offsets, columns[4:] if len(pad) > 4 else None)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.segment_offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """(segments,) tokens of each segment, row separators included."""
+        frames, height, width = self.extents
+        return frames * height * (width if self.row_separator is None else width + self.row_separator)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole batch, padding included."""
+        return int(self.lengths.sum())
+
+    def __repr__(self) -> str:
+        grids = int((self.kind == GRID).sum())
+        return (
+            f"SegmentTable({self.num_documents} documents, {self.kind.size} segments ({grids} grids), "
+            f"{self.num_tokens} tokens)"
+        )
+
+
+def _foreign_part(documents: Sequence[Sequence[Text | Grid]]) -> InvalidInputError:
+    """The error for the first thing that is not a list of Text and Grid."""
+    for d, document in enumerate(documents if isinstance(documents, Sequence) else ()):
+        if isinstance(document, Text | Grid | str) or not isinstance(document, Sequence):
+            return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of Text and Grid")
+        for i, part in enumerate(document):
+            if type(part) is not Text and type(part) is not Grid:
+                return InvalidInputError(f"documents[{d}][{i}]: got {type(part).__name__}, want Text or Grid")
+    return InvalidInputError(f"documents: got {type(documents).__name__}, want a list of documents")
+
+
+def _check(table: SegmentTable) -> None:
+    kind, extents, offsets = table.kind, table.extents, table.segment_offsets
+    if kind.ndim != 1 or extents.shape != (3, kind.size):
+        raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != kind.size:
+        raise InvalidInputError(f"segment_offsets: got {offsets.tolist()}, want 0 first and {kind.size} last")
+    empty = offsets[1:] <= offsets[:-1]
+    if empty.any():
+        raise InvalidInputError(f"documents[{int(empty.argmax())}]: got an empty document, want at least one segment")
+    if kind.max(initial=0) > PAD:
+        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT}, {GRID} or {PAD}")
+    separator, seconds = table.row_separator, table.seconds_per_frame
+    for name, array, shape in (("row_separator", separator, kind.shape), ("seconds_per_frame", seconds, (2, kind.size))):
+        if array is not None and array.shape != shape:
+            raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
+    if seconds is not None:
+        first_bad("seconds_per_frame", seconds, minimum=0, maximum=INT32_MAX)
+        first_bad("seconds_per_frame[1]", seconds[1], minimum=1)
+    if separator is not None and (separator & (kind != GRID)).any():
+        segment = int((separator & (kind != GRID)).argmax())
+        raise InvalidInputError(f"row_separator[{segment}]: got True, want False outside grids")
+    if kind.size:
+        _check_extents(kind, extents, separator)
+
+
+def _check_extents(kind: npt.NDArray[np.uint8], extents: IntArray, row_separator: npt.NDArray[np.bool_] | None) -> None:
+    lowest = extents.min()
+    if lowest < 1:
+        axis, segment = divmod(int(extents.argmin()), kind.size)
+        raise InvalidInputError(f"extents[{axis}, {segment}]: got {lowest}, want >= 1")
+    tall = extents[0].astype(np.float64) * extents[1]
+    if (tall[kind != GRID] != 1).any():
+        segment = int(((tall != 1) & (kind != GRID)).argmax())
+        got = extents[:, segment].tolist()
+        raise InvalidInputError(f"extents[:, {segment}]: got {got}, want [1, 1, length] outside grids")
+    tokens = tall * extents[2] if row_separator is None else tall * extents[2] + tall * row_separator
+    if tokens.max() > INT32_MAX:
+        segment = int(tokens.argmax())
+        raise LimitExceededError(
+            f"segment {segment}: got {tokens[segment]:.0f} tokens, want at most 2**31 - 1 in one segment"
+        )

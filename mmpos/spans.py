@@ -1,0 +1,103 @@
+"""From placeholder spans to segments: the gaps between the spans of a document are its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array
+from mmpos.errors import InvalidInputError, LimitExceededError
+
+
+class Layout(NamedTuple):
+    """Arrays of a segment table, and the segment that each span became."""
+
+    kind: npt.NDArray[np.uint8]
+    extents: IntArray
+    segment_offsets: IntArray
+    span_segments: IntArray
+
+
+def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separators: int) -> Layout:
+    """Segments of documents that hold the given spans; see SegmentTable.from_spans."""
+    lengths = int_array("lengths", lengths, (None,))
+    first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
+    offsets = int_array("offsets", offsets, (None,))
+    first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
+    grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
+    first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
+    documents = _documents(documents, offsets.size, lengths.size)
+    tokens = span_tokens(grid_thw, separators)
+    before = _gaps_before(lengths, offsets, tokens, documents)
+
+    # Every document is (gap, span) (gap, span) … gap: span k of document d is candidate 2k + d + 1.
+    num_spans, num_documents = offsets.size, lengths.size
+    at = 2 * np.arange(num_spans) + documents + 1
+    last = 2 * np.cumsum(np.bincount(documents, minlength=num_documents)) + np.arange(num_documents)
+    extents = np.ones((3, 2 * num_spans + num_documents), np.int64)
+    extents[:, at] = grid_thw.T
+    extents[2, at - 1] = before
+    used = np.bincount(documents, weights=tokens + before, minlength=num_documents).astype(np.int64)
+    extents[2, last] = lengths - used
+    kind = np.zeros(extents.shape[1], np.uint8)
+    kind[at] = 1
+
+    keep = extents[2] > 0
+    new_index = np.concatenate([[0], np.cumsum(keep)])
+    segment_offsets = new_index[np.concatenate([[0], last + 1])] if num_documents else new_index[:1]
+    return Layout(kind[keep], extents[:, keep], segment_offsets, new_index[at])
+
+
+def span_tokens(grid_thw: IntArray, separators: int = 0) -> IntArray:
+    """(spans,) tokens of each grid, checked against the limit of one segment."""
+    exact = grid_thw[:, 0].astype(np.float64) * grid_thw[:, 1] * (grid_thw[:, 2] + separators)
+    if exact.size and exact.max() > INT32_MAX:
+        i = int(exact.argmax())
+        raise LimitExceededError(f"grid_thw[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
+    return exact.astype(np.int64)
+
+
+def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:
+    """(2, segments) numerators and denominators; (0, 1) where no time is given."""
+    columns = np.array([[0], [1]], np.int64).repeat(segments, axis=1)
+    for s, time in times:
+        if time is not None:
+            columns[:, s] = time.numerator, time.denominator
+    return columns
+
+
+def _documents(documents: Any, num_spans: int, num_documents: int) -> IntArray:
+    if documents is None:
+        if num_documents != 1 and num_spans:
+            raise InvalidInputError(f"documents: got None, want the document of each span for {num_documents} lengths")
+        return np.zeros(num_spans, np.int64)
+    array = int_array("documents", documents, (num_spans,))
+    first_bad("documents", array, minimum=0, maximum=num_documents - 1)
+    if (np.diff(array) < 0).any():
+        i = int((np.diff(array) < 0).argmax()) + 1
+        raise InvalidInputError(f"documents[{i}]: got {array[i]} after {array[i - 1]}, want ascending")
+    return array
+
+
+def _gaps_before(lengths: IntArray, offsets: IntArray, tokens: IntArray, documents: IntArray) -> IntArray:
+    stops = offsets + tokens
+    previous = np.zeros_like(stops)
+    previous[1:] = np.where(documents[1:] == documents[:-1], stops[:-1], 0)
+    gaps = offsets - previous
+    if (gaps < 0).any():
+        i = int((gaps < 0).argmax())
+        raise InvalidInputError(
+            f"offsets[{i}]: got {offsets[i]} in document {documents[i]}, "
+            f"want >= {previous[i]}, the end of the span before it"
+        )
+    if (stops > lengths[documents]).any():
+        i = int((stops > lengths[documents]).argmax())
+        raise InvalidInputError(
+            f"offsets[{i}]: the span of {tokens[i]} tokens ends at {stops[i]}, "
+            f"want <= {lengths[documents[i]]}, the length of document {documents[i]}"
+        )
+    return gaps

@@ -1,0 +1,65 @@
+"""Multimodal position ids: one small table of segments is the truth, and everything else follows from it.
+
+Shapes used throughout:
+    input_ids      (tokens,) packed, or (batch, seq)
+    position_ids   (axes, tokens) packed, or (axes, batch, seq); axes are (row, col) or (frame, row, col)
+    grid_thw       (images, 3) frames, height, width in patches after spatial merging
+    cu_seqlens     (documents + 1,) int32, leading 0
+    table          (5 + 4·axes, segments) int64, see PositionTable
+"""
+
+from typing import TYPE_CHECKING
+
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
+from mmpos.placing import place
+from mmpos.positions import PositionTable
+from mmpos.schemes import SCHEMES, Scheme
+from mmpos.segments import Grid, SegmentTable, Text
+
+if TYPE_CHECKING:
+    from mmpos.images import ImageProcessor, ImageSize
+    from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
+    from mmpos.tokenizers import ByteTokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCHEMES",
+    "ByteTokenizer",
+    "Grid",
+    "ImageProcessor",
+    "ImageSize",
+    "InterleavedSequence",
+    "InvalidInputError",
+    "LimitExceededError",
+    "Markers",
+    "MmposError",
+    "PositionTable",
+    "Scheme",
+    "SegmentTable",
+    "SequenceBuilder",
+    "Text",
+    "UnsupportedError",
+    "place",
+]
+
+_LAZY = {
+    "ByteTokenizer": "mmpos.tokenizers",
+    "ImageProcessor": "mmpos.images",
+    "ImageSize": "mmpos.images",
+    "InterleavedSequence": "mmpos.sequence",
+    "Markers": "mmpos.sequence",
+    "SequenceBuilder": "mmpos.sequence",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *_LAZY])

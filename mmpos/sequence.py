@@ -1,0 +1,219 @@
+"""From interleaved parts to a sequence: input_ids with [IMG] patches [/IMG], its segments and its positions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import IntArray, int_array, integer
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.images import ImageProcessor, ProcessedImage
+from mmpos.parts import Grid, Text
+from mmpos.placing import place
+from mmpos.positions import PositionTable
+from mmpos.schemes import Scheme, get_scheme
+from mmpos.segments import SegmentTable
+from mmpos.tokenizers import ByteTokenizer, Tokenizer, adapt
+
+__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder"]
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The special tokens around and inside an image, by name or by id.
+
+    Args:
+        begin: stands before the patches of an image.
+        end: stands after them.
+        patch: stands for every patch in input_ids, where its embedding will go.
+    """
+
+    begin: str | int = "[IMG]"
+    end: str | int = "[/IMG]"
+    patch: str | int = "[PATCH]"
+
+    def ids(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
+        """Ids of begin, end and patch.
+
+        Raises:
+            InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
+        """
+        found = []
+        for name in ("begin", "end", "patch"):
+            marker = getattr(self, name)
+            token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
+            if token_id is None:
+                raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
+            found.append(integer(f"markers.{name}", token_id, minimum=0))
+        begin, end, patch = found
+        if len({begin, end, patch}) < 3:
+            raise InvalidInputError(f"markers: got ids {begin}, {end} and {patch}, want three different ids")
+        return begin, end, patch
+
+
+@dataclass(frozen=True, eq=False)
+class InterleavedSequence:
+    """Text and images as a model reads them.
+
+    Args:
+        input_ids: (tokens,) int64; patches are the patch marker's id.
+        token_type_ids: (tokens,) uint8, 0 for text and markers, 1 for patches.
+        segments: the shape of the sequence, one document.
+        positions: its position table.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
+            the images are known only by size.
+        grid_thw: (images, 3) int64 frames, height, width after merging.
+        image_spans: (images, 2) int64 first token of each image's patches and one past the last.
+        image_hashes: content hash of each image; None where only the size is known.
+    """
+
+    input_ids: IntArray
+    token_type_ids: npt.NDArray[np.uint8]
+    segments: SegmentTable
+    positions: PositionTable
+    patches: npt.NDArray[Any] | None
+    grid_thw: IntArray
+    image_spans: IntArray
+    image_hashes: tuple[str | None, ...]
+
+    def __repr__(self) -> str:
+        patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
+        return f"InterleavedSequence({self.input_ids.size} tokens, {len(self.grid_thw)} images, patches={patches})"
+
+
+@dataclass(frozen=True)
+class SequenceBuilder:
+    """Builds sequences from parts: str, token ids, and images of any sort that the ImageProcessor takes.
+
+    A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known
+    only by its size. Text that spells a marker stays text.
+
+    >>> builder = SequenceBuilder()
+    >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
+    [97, 256, 258, 258, 257, 98]
+
+    Args:
+        tokenizer: a tokenizers or transformers object, or anything with encode and decode.
+        images: how images become patches; may be left out when every image is a Grid.
+        scheme: a name from mmpos.SCHEMES or a scheme object.
+        markers: the special tokens of images.
+        start: id of the first token.
+    """
+
+    tokenizer: Any = field(default_factory=ByteTokenizer)
+    images: ImageProcessor | None = None
+    scheme: str | Scheme = "rope-tie"
+    markers: Markers = field(default_factory=Markers)
+    start: int = 0
+    marker_ids: tuple[int, int, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", adapt(self.tokenizer))
+        object.__setattr__(self, "scheme", get_scheme(self.scheme))
+        object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
+
+    def build(self, parts: Sequence[Any]) -> InterleavedSequence:
+        """The sequence of these parts, in order.
+
+        Raises:
+            InvalidInputError: a part is of no known kind, or an image is broken; the message names
+                ``parts[i]``.
+            LimitExceededError: an image or an id is beyond its limit.
+        """
+        if isinstance(parts, str | bytes):
+            raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
+        begin, end, patch = self.marker_ids
+        text: list[int] = []
+        chunks: list[IntArray] = []
+        document: list[Text | Grid] = []
+        images: list[ProcessedImage] = []
+        for i, part in enumerate(parts):
+            found = self._read(f"parts[{i}]", part)
+            if isinstance(found, list):
+                text += found
+                continue
+            images.append(found)
+            text.append(begin)
+            chunks += [np.array(text, np.int64), np.full(math.prod(found.grid.extents), patch)]
+            document += [Text(len(text)), found.grid]
+            text = [end]
+        if text:
+            chunks.append(np.array(text, np.int64))
+            document.append(Text(len(text)))
+        if not document:
+            raise InvalidInputError("parts: got no tokens, want at least one")
+        return self._assemble(np.concatenate(chunks), document, images)
+
+    def build_batch(self, documents: Sequence[Sequence[Any]]) -> list[InterleavedSequence]:
+        """The sequences of several documents; errors name ``documents[d].parts[i]``."""
+        return [_naming(f"documents[{d}]", self.build, parts, joint=".") for d, parts in enumerate(documents)]
+
+    def _assemble(
+        self, input_ids: IntArray, document: list[Text | Grid], images: list[ProcessedImage]
+    ) -> InterleavedSequence:
+        segments = SegmentTable.from_documents([document])
+        ends = np.cumsum(segments.lengths)
+        spans = np.stack([ends - segments.lengths, ends], axis=1)[segments.kind == 1]
+        pixels = [image.patches for image in images if image.patches is not None]
+        if pixels and len(pixels) < len(images):
+            raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
+        return InterleavedSequence(
+            input_ids=input_ids,
+            token_type_ids=np.repeat(segments.kind, segments.lengths),
+            segments=segments,
+            positions=place(segments, self.scheme, self.start),
+            patches=np.concatenate(pixels) if pixels else None,
+            grid_thw=segments.extents[:, segments.kind == 1].T.copy(),
+            image_spans=spans,
+            image_hashes=tuple(image.content_hash for image in images),
+        )
+
+    def _read(self, name: str, part: Any) -> list[int] | ProcessedImage:
+        """Token ids, or an image."""
+        if isinstance(part, str):
+            return self._encode(name, part)
+        if isinstance(part, list | tuple) or getattr(part, "ndim", 0) == 1:
+            ids = int_array(name, part, (None,)).tolist()
+            if self.marker_ids[2] in ids:
+                raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
+            return ids
+        if isinstance(part, Grid):
+            if part.row_separator:
+                raise UnsupportedError(f"{name}: got a grid with row separators, want one without")
+            return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
+        if self.images is None:
+            raise InvalidInputError(
+                f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
+            )
+        return _naming(name, self.images.process, part)
+
+    def _encode(self, name: str, text: str) -> list[int]:
+        """Ids of user text; a marker spelled in it is cut after its first character, so it stays text."""
+        ids = [token for piece in self._pieces(text) for token in self.tokenizer.encode(piece)]
+        for marker in self.marker_ids:
+            if marker in ids:
+                raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
+        return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        names = [m for m in (self.markers.begin, self.markers.end, self.markers.patch) if isinstance(m, str)]
+        done = 0
+        for match in re.finditer("|".join(map(re.escape, names)), text) if names else ():
+            yield text[done : match.start() + 1]
+            done = match.start() + 1
+        if done < len(text):
+            yield text[done:]
+
+
+def _naming(name: str, call: Any, argument: Any, joint: str = ": ") -> Any:
+    """Call, and put the name of the part before the message of any error of ours."""
+    try:
+        return call(argument)
+    except MmposError as error:
+        raise type(error)(f"{name}{joint}{error}") from error

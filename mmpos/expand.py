@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ def _fill(cut: Runs, axis: int, out: Array) -> Array:
         begin = cut.start[first:stop][:1].sum()
         end = begin + length.sum()
         block = out[begin:end]
-        np.multiply(step[first:stop].repeat(length), np.arange(begin, end, dtype=out.dtype), out=block)
+        token = np.arange(begin, end).astype(out.dtype, copy=False)
+        np.multiply(step[first:stop].repeat(length), token, out=block)
         block += value[first:stop].repeat(length)
     return out
 
@@ -108,30 +110,39 @@ def _denominators(table: Columns) -> IntArray:
 def _axes(table: Columns, axes: tuple[int, ...] | None) -> tuple[int, ...]:
     if axes is None:
         return tuple(range(table.axes))
-    rows = tuple(axes)
-    if not all(isinstance(a, int | np.integer) and 0 <= a < table.axes for a in rows):
+    rows = list(axes) if isinstance(axes, Sequence) else [None]
+    if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < table.axes for a in rows):
         raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {table.axes - 1}")
-    return rows
+    return tuple(rows)
 
 
 def _target(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
     shape = (rows, table.num_tokens)
     if out is None:
-        kind = np.dtype(np.float64 if table.fractional else np.int32) if dtype is None else np.dtype(dtype)
-        name, target = "dtype", None
-    else:
-        if not isinstance(out, np.ndarray) or out.shape != shape:
-            raise InvalidInputError(f"out: got {_described(out)}, want an array of shape {shape}")
-        if not out.flags.writeable:
-            raise InvalidInputError("out: got a read-only array, want a writeable one")
-        if dtype is not None and np.dtype(dtype) != out.dtype:
-            raise InvalidInputError(f"dtype: got {np.dtype(dtype)} with out of {out.dtype}, want the same or none")
-        name, kind, target = "out", out.dtype, out
+        return np.empty(
+            shape, _checked(table, "dtype", (np.int32, np.float64)[table.fractional] if dtype is None else dtype)
+        )
+    if not isinstance(out, np.ndarray) or out.shape != shape:
+        raise InvalidInputError(f"out: got {_described(out)}, want an array of shape {shape}")
+    if not out.flags.writeable:
+        raise InvalidInputError("out: got a read-only array, want a writeable one")
+    kind = _checked(table, "out", out.dtype)
+    if dtype is not None and _checked(table, "dtype", dtype) != kind:
+        raise InvalidInputError(f"dtype: got {np.dtype(dtype)} with out of {kind}, want the same or none")
+    return out
+
+
+def _checked(table: Columns, name: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
     wanted = (np.float64,) if table.fractional else (np.int32, np.int64, np.float64)
+    try:
+        kind = np.dtype(dtype)
+        described = f"dtype {kind}"
+    except TypeError:
+        kind, described = np.dtype(np.void), repr(dtype)
     if kind not in wanted:
         names = ", ".join(t.__name__ for t in wanted)
-        raise InvalidInputError(f"{name}: got dtype {kind}, want {names} for ids of scheme {table.scheme!r}")
-    return np.empty(shape, kind) if target is None else target
+        raise InvalidInputError(f"{name}: got {described}, want {names} for ids of scheme {table.scheme!r}")
+    return kind
 
 
 def _described(out: object) -> str:

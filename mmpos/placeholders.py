@@ -75,7 +75,10 @@ def find(input_ids: Any, *modalities: Modality, spatial_merge_size: int, cu_seql
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
     batch = _batch(input_ids, cu_seqlens, attention_mask)
-    spans = [_match(batch, modality, merge) for modality in modalities if _wanted(modality)]
+    wanted = [modality for modality in modalities if _wanted(modality)]
+    if len({modality.token_id for modality in wanted}) < len(wanted):
+        raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
+    spans = [_match(batch, modality, merge) for modality in wanted]
     first = np.concatenate([np.zeros(0, np.int64), *(s.first for s in spans)])
     order = np.argsort(first, kind="stable")
     first = first[order]
@@ -115,12 +118,12 @@ def _match(batch: _Batch, modality: Modality, merge: int) -> _Spans:
     token_id = integer(name.replace("grid_thw", "token_id"), modality.token_id)
     raw = int_array(name, () if modality.grid_thw is None else modality.grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
+    at = batch.where(token_id)
     grids, owner = raw, np.arange(len(raw))
     if modality.frames_apart:
         owner = np.repeat(owner, np.minimum(raw[:, 0], at.size + 1))  # more cannot fit
         grids = raw[owner]
         grids[:, 0] = 1
-    at = batch.where(token_id)
     odd = (grids[:, 1:] % merge).any(axis=1)
     if odd.any():
         g = int(odd.argmax())
@@ -129,10 +132,11 @@ def _match(batch: _Batch, modality: Modality, merge: int) -> _Spans:
             f"want height and width divisible by spatial_merge_size={merge}"
         )
     merged = _merged(grids, merge)
-    fits, ends = _fits(batch, at, span_tokens(merged))
+    tokens = span_tokens(name, merged)
+    fits, ends = _fits(batch, at, tokens)
     if not fits.all() or (ends[-1] if len(ends) else 0) != at.size:
         raise InvalidInputError(_misfit(batch, at, name, grids, owner, merge))
-    return _Spans(name, len(raw), at[ends - span_tokens(merged)], merged, owner)
+    return _Spans(name, len(raw), at[ends - tokens], merged, owner)
 
 
 def _merged(grids: IntArray, merge: int) -> IntArray:
@@ -152,7 +156,7 @@ def _fits(batch: _Batch, at: IntArray, tokens: IntArray) -> tuple[BoolArray, Int
 
 def _misfit(batch: _Batch, at: IntArray, name: str, grids: IntArray, owner: IntArray, merge: int) -> str:
     merged = _merged(grids, merge)
-    tokens = span_tokens(merged)
+    tokens = span_tokens(name, merged)
     fits, ends = _fits(batch, at, tokens)
     hint = _merge_hint(batch, at, grids, merge)
     if fits.all():
@@ -174,8 +178,8 @@ def _merge_hint(batch: _Batch, at: IntArray, grids: IntArray, merge: int) -> str
     for other in (1, 2, 3, 4, 8):
         if other == merge or not len(grids) or (grids[:, 1:] % other).any():
             continue
-        fits, ends = _fits(batch, at, span_tokens(_merged(grids, other)))
-        if fits.all() and ends[-1] == at.size:
+        tokens = _merged(grids, other).prod(axis=1, dtype=np.float64)
+        if tokens.sum() == at.size and _fits(batch, at, tokens.astype(np.int64))[0].all():
             return f" (fits with spatial_merge_size={other})"
     return ""
 
@@ -195,7 +199,7 @@ def _batch(input_ids: Any, cu_seqlens: Any, attention_mask: Any) -> _Batch:
     starts = np.arange(len(rows)) * rows.shape[1]
     if len(rows) and rows.shape[1] == 0:
         raise InvalidInputError(f"input_ids: got shape {ids.shape}, want at least one token in each document")
-    if attention_mask is None:
+    if attention_mask is None or not len(rows):
         return _Batch(ids.ravel(), None, starts, starts + rows.shape[1], None)
     real = _mask(attention_mask, ids).reshape(rows.shape)
     left = real.argmax(axis=1)

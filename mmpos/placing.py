@@ -112,7 +112,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, parts: _Parts) -> tuple[Int
     cursor = before + base[parts.document]
     if cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
         s = int(((cursor < INT32_MIN) | (cursor > INT32_MAX)).argmax())
-        _outside_int32(parts.document, s, cursor[s])
+        _outside_int32(_where(parts.document, parts.lengths, s), cursor[s])
     return cursor, after[segments.segment_offsets[1:] - 1] + base
 
 
@@ -191,9 +191,8 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
     denominator = columns[DENOMINATOR]
     if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
         s = int(denominator.argmax())
-        raise LimitExceededError(
-            f"documents[{document[s]}]: got denominator {denominator[s]} in segment {s}, want below 2**31"
-        )
+        where = _where(document, columns[OFFSET], s)
+        raise LimitExceededError(f"{where}: got denominator {denominator[s]}, want below 2**31")
     if np.count_nonzero(columns[AXES:].any(axis=0)) != document.size - padding:
         raise UnsupportedError(f"scheme {scheme.name!r}: got a segment with origin and steps 0, which mean padding")
     last = np.empty((3, document.size))
@@ -209,13 +208,17 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
     if bad.any():
         s = int(bad.argmax())
         low, high = lowest[:, s].min(), highest[:, s].max()
-        _outside_int32(document, s, high if high > INT32_MAX else low)
+        _outside_int32(_where(document, columns[OFFSET], s), high if high > INT32_MAX else low)
 
 
-def _outside_int32(document: IntArray, segment: int, got: float) -> None:
-    raise LimitExceededError(
-        f"documents[{document[segment]}]: got id {got:.0f} in segment {segment}, want ids within int32"
-    )
+def _where(document: IntArray, lengths: IntArray, segment: int) -> str:
+    """The document of a segment and the token that it begins with."""
+    d = document[segment]
+    return f"documents[{d}], token {lengths[:segment][document[:segment] == d].sum()}"
+
+
+def _outside_int32(where: str, got: float) -> None:
+    raise LimitExceededError(f"{where}: got id {got:.0f}, want ids within int32")
 
 
 def _place_of(segments: SegmentTable, segment: int) -> tuple[int, int]:

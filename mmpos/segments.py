@@ -20,6 +20,14 @@ __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
 
 TEXT, GRID, PAD = 0, 1, 2
 
+_DTYPES = {
+    "kind": np.dtype(np.uint8),
+    "extents": np.dtype(np.int64),
+    "segment_offsets": np.dtype(np.int64),
+    "seconds_per_frame": np.dtype(np.int64),
+    "row_separator": np.dtype(np.bool_),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
@@ -40,13 +48,16 @@ class SegmentTable:
     row_separator: npt.NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        _check(self)
-        for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
+        for name, dtype in _DTYPES.items():
             array = getattr(self, name)
             if array is not None:
+                if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                    got = getattr(array, "dtype", type(array).__name__)
+                    raise InvalidInputError(f"{name}: got {got}, want an array of {dtype}; from_arrays converts")
                 view = array.view()
                 view.flags.writeable = False
                 object.__setattr__(self, name, view)
+        _check(self)
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
@@ -65,7 +76,7 @@ class SegmentTable:
             raise _foreign_part(documents)
         extents = np.fromiter(chain.from_iterable([part.extents for part in parts]), np.int64, 3 * len(parts))
         is_grid = [type(part) is Grid for part in parts]
-        grids = [(i, part) for i, part in enumerate(parts) if is_grid[i] and not part.plain]
+        grids = [(i, part) for i, part in enumerate(parts) if isinstance(part, Grid) and not part.plain]
         seconds = separator = None
         if any(grid.seconds_per_frame for _, grid in grids):
             seconds = spans.seconds_columns(len(parts), ((i, grid.seconds_per_frame) for i, grid in grids))
@@ -175,7 +186,9 @@ class SegmentTable:
         found = placeholders.find(
             input_ids,
             placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
-            placeholders.Modality("video_grid_thw", video_grid_thw, video_token_id, frames_apart),
+            placeholders.Modality(
+                "video_grid_thw", video_grid_thw, video_token_id, boolean("frames_apart", frames_apart)
+            ),
             spatial_merge_size=spatial_merge_size,
             cu_seqlens=cu_seqlens,
             attention_mask=attention_mask,
@@ -242,7 +255,10 @@ def _check(table: SegmentTable) -> None:
     if kind.max(initial=0) > PAD:
         raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT}, {GRID} or {PAD}")
     separator, seconds = table.row_separator, table.seconds_per_frame
-    for name, array, shape in (("row_separator", separator, kind.shape), ("seconds_per_frame", seconds, (2, kind.size))):
+    for name, array, shape in (
+        ("row_separator", separator, kind.shape),
+        ("seconds_per_frame", seconds, (2, kind.size)),
+    ):
         if array is not None and array.shape != shape:
             raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
     if seconds is not None:

@@ -31,7 +31,7 @@ def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separat
     grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
     documents = _documents(documents, offsets.size, lengths.size)
-    tokens = span_tokens(grid_thw, separators)
+    tokens = span_tokens("grid_thw", grid_thw, separators)
     before = _gaps_before(lengths, offsets, tokens, documents)
 
     # Every document is (gap, span) (gap, span) … gap: span k of document d is candidate 2k + d + 1.
@@ -52,12 +52,12 @@ def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separat
     return Layout(kind[keep], extents[:, keep], segment_offsets, new_index[at])
 
 
-def span_tokens(grid_thw: IntArray, separators: int = 0) -> IntArray:
+def span_tokens(name: str, grid_thw: IntArray, separators: int = 0) -> IntArray:
     """(spans,) tokens of each grid, checked against the limit of one segment."""
     exact = grid_thw[:, 0].astype(np.float64) * grid_thw[:, 1] * (grid_thw[:, 2] + separators)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
-        raise LimitExceededError(f"grid_thw[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
+        raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
     return exact.astype(np.int64)
 
 

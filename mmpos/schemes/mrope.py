@@ -112,7 +112,9 @@ class MRopeQwen25(MRope):
     def advance(self, grids: Grids) -> IntArray:
         last = self._time(grids, grids.frames - 1, np.arange(grids.frames.size))
         if last.max(initial=0) > 2 * INT32_MAX:  # said before place makes a piece of every frame
-            raise LimitExceededError(f"got a last frame {last.max()} ids after the first, want ids within int32")
+            raise LimitExceededError(
+                f"{self.name}: got a last frame {last.max()} ids after the first, want ids within int32"
+            )
         return np.maximum(grids.extents[1:].max(axis=0), last + 1)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -134,5 +136,7 @@ class MRopeQwen25(MRope):
         common = np.gcd(numerator, denominator)
         numerator, denominator = (numerator // common)[owner], (denominator // common)[owner]
         if frame.size and (frame.astype(np.float64) * numerator).max() > 2.0**62:
-            raise LimitExceededError("seconds_per_frame: frame · seconds · tokens_per_second is beyond 2**62")
+            raise LimitExceededError(
+                f"{self.name}: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32"
+            )
         return frame * numerator // denominator

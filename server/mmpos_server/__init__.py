@@ -1,1 +1,1 @@
-"""The room of the gRPC service; the wheel ships this name beside mmpos, so that no bare ``server`` is ever installed."""
+"""The room of the gRPC service; the wheel ships this name beside mmpos, and never a bare ``server``."""

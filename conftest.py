@@ -1,0 +1,3 @@
+"""Import mmpos once, before doctests collect its modules one by one."""
+
+import mmpos  # noqa: F401

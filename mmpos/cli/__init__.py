@@ -1,0 +1,5 @@
+"""The command line: every command is a door to one thing the library does."""
+
+from mmpos.cli.commands import app
+
+__all__ = ["app"]

@@ -1,0 +1,203 @@
+"""What the commands say: tables for people, at most 100 columns wide, and one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
+from mmpos.errors import LimitExceededError, UnsupportedError
+from mmpos.parts import Grid
+from mmpos.placing import place
+from mmpos.positions import PositionTable
+from mmpos.schemes import SCHEMES
+from mmpos.segments import GRID, TEXT, SegmentTable
+from mmpos.specs import Document, to_json
+
+AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col"), 4: ("axis 0", "axis 1", "axis 2", "axis 3")}
+
+_WIDTH = 100
+_SHORT = 24  # tokens whose ids are all printed
+_MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
+_MAX_JSON_TOKENS = 2**22
+
+
+def console() -> Console:
+    """Where tables are printed; plain text of a fixed width where there is no terminal."""
+    found = Console()
+    width = min(found.width, _WIDTH) if found.is_terminal else _WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def show(out: Console, table: Table) -> None:
+    """Print a table without the spaces that pad its lines to one length."""
+    with out.capture() as capture:
+        out.print(table)
+    for line in capture.get().splitlines():
+        out.out(line.rstrip(), highlight=False)
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table without lines but one under its header; the columns in right hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:
+    """A table of segments per document, all ids of short ones, next position and delta."""
+    for d in range(min(positions.num_documents, _MAX_DOCUMENTS)):
+        if d:
+            out.print()
+        name = f"document {d + 1}: " if positions.num_documents > 1 else ""
+        out.print(f"{name}{heading(positions, d)}\n")
+        show(out, segment_table(segments, positions, d))
+        first, stop = positions.cu_seqlens[d : d + 2].tolist()
+        if stop - first <= _SHORT:
+            rows = _dense_rows(positions.slice(first, stop))
+            if max(map(len, rows)) <= out.width:
+                out.print("", *rows, sep="\n")
+        out.print(f"\n{_ending(positions, d)}")
+    if positions.num_documents > _MAX_DOCUMENTS:
+        out.print(f"\n… and {positions.num_documents - _MAX_DOCUMENTS} more documents (--json prints them all)")
+
+
+def heading(positions: PositionTable, document: int) -> str:
+    """Tokens, scheme and axes of a document."""
+    length = int(positions.lengths[document])
+    axes = ", ".join(AXIS_NAMES[positions.axes])
+    return f"{length:,} token{'' if length == 1 else 's'}, scheme {positions.scheme}, positions ({axes})"
+
+
+def segment_table(
+    segments: SegmentTable, positions: PositionTable, document: int, names: Sequence[str] | None = None
+) -> Table:
+    """One line per segment: its tokens, what it is, its first and last position, and its steps.
+
+    Args:
+        segments: what was placed.
+        positions: the placed table.
+        document: which document.
+        names: (segments,) what each segment of this document is; None counts tokens and patches.
+    """
+    begin, end = segments.segment_offsets[document : document + 2].tolist()
+    stops = np.cumsum(segments.lengths)[begin:end]
+    starts = stops - segments.lengths[begin:end]
+    corners = np.stack([starts, stops - 1], axis=1).ravel()
+    ids = exact(positions.take(corners, corners + 1))
+    start_of_document = int(positions.cu_seqlens[document])
+    table = new_table("tokens", "what", "first", "last", "steps")
+    skipped = range(_MAX_SEGMENTS - 4, end - begin - 4) if end - begin > _MAX_SEGMENTS else range(0)
+    for i in range(end - begin):
+        if i in skipped:
+            if i == skipped[0]:
+                table.add_row("…", f"{len(skipped)} more segments", "…", "…", "…")
+            continue
+        a, b = int(starts[i]) - start_of_document, int(stops[i]) - start_of_document - 1
+        what = names[i] if names else _what(segments, begin + i)
+        steps = _steps(positions, segments, begin + i, int(starts[i]))
+        table.add_row(f"{a}" if a == b else f"{a}–{b}", what, position(ids[2 * i]), position(ids[2 * i + 1]), steps)
+    return table
+
+
+def schemes_table() -> Table:
+    """Every scheme: its axes, the ids that an image consumes, and the first line of its documentation."""
+    still = SegmentTable.from_documents([[Grid(24, 24)]])
+    table = new_table("scheme", "axes", "ids of\n24×24", "ids", "what it does", right=("axes", "ids of\n24×24"))
+    for name, scheme in SCHEMES.items():
+        try:
+            consumed = str(place(still, name).next_positions[0])
+        except UnsupportedError:
+            consumed = "–"
+        made = scheme()
+        summary = (scheme.__doc__ or "").strip().splitlines()[0]
+        table.add_row(name, str(made.axes), consumed, "fractions" if made.fractional else "integers", summary)
+    return table
+
+
+def to_json_text(documents: Sequence[Document], positions: PositionTable) -> str:
+    """Everything about a batch as a JSON object, one key per line.
+
+    Raises:
+        LimitExceededError: more tokens than a JSON text should hold.
+    """
+    if positions.num_tokens > _MAX_JSON_TOKENS:
+        raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
+    known = not (positions.documents[NEXT_POSITION] == NO_POSITION).any()
+    found: dict[str, Any] = {
+        "scheme": positions.scheme,
+        "axes": positions.axes,
+        "documents": to_json(documents),
+        "position_ids": positions.dense().tolist(),
+        "next_positions": positions.next_positions.tolist() if known else None,
+        "deltas": positions.deltas.tolist() if known else None,
+        "cu_seqlens": positions.cu_seqlens.tolist(),
+    }
+    if positions.fractional:
+        found["exact_position_ids"] = [[str(value) for value in axis] for axis in zip(*exact(positions), strict=True)]
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    return "{" + ",\n ".join(lines) + "}"
+
+
+def exact(positions: PositionTable) -> list[list[Fraction]]:
+    """(tokens, axes) the position of every token, exactly."""
+    numerators, denominators = positions.rationals()
+    rows = zip(*numerators.tolist(), denominators.tolist(), strict=True)
+    return [[Fraction(value, denominator) for value in values] for *values, denominator in rows]
+
+
+def position(values: Sequence[Fraction]) -> str:
+    """A position as people write it: a number, or several in brackets."""
+    return str(values[0]) if len(values) == 1 else f"({', '.join(map(str, values))})"
+
+
+def _ending(positions: PositionTable, document: int) -> str:
+    """Next position and delta of a document, or why there are none."""
+    following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
+    if following == NO_POSITION:
+        return f"no next position: {positions.scheme} has no single cursor to go on from"
+    return f"next position {following}, delta {delta}"
+
+
+def _what(segments: SegmentTable, s: int) -> str:
+    if segments.kind[s] != GRID:
+        return f"text {segments.lengths[s]}"
+    frames, height, width = segments.extents[:, s].tolist()
+    sides = f"{frames}×{height}×{width}" if frames > 1 else f"{height}×{width}"
+    return f"grid {sides}" + ("" if segments.row_separator is None or not segments.row_separator[s] else " + [SEP]")
+
+
+def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token: int) -> str:
+    """The moves inside a segment that starts at this token; those that move nothing are left out."""
+    s = int(np.searchsorted(positions.offset, token, side="right")) - 1
+    parts = [("col", positions.step_col)]
+    if segments.kind[segment] == TEXT:
+        parts = [("token", positions.step_col)]
+    else:
+        parts.insert(0, ("row", positions.step_row))
+    if segments.extents[0, segment] > 1:
+        parts.insert(0, ("frame", positions.step_frame))
+    moves = []
+    for name, part in parts:
+        values = [Fraction(value, int(positions.denominator[s])) for value in part[:, s].tolist()]
+        if any(values):
+            moves.append(f"{name} +{position(values[:1] if len(set(values)) == 1 else values)}")
+    return ", ".join(moves)
+
+
+def _dense_rows(positions: PositionTable) -> list[str]:
+    """The ids of a few tokens, one line per axis, columns flush right."""
+    ids = exact(positions)
+    lines = [["token", *map(str, range(len(ids)))]]
+    for axis, name in enumerate(AXIS_NAMES[positions.axes]):
+        lines.append([name, *(str(values[axis]) for values in ids)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)) for line in lines]

@@ -1,0 +1,223 @@
+"""The door of the room: from any image to the patches of a vision encoder and the grid they fill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import INT32_MAX, integer, one_of
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.images.backends import BACKENDS, resize
+from mmpos.images.decode import to_rgb
+from mmpos.images.patches import ORDERS, patchify
+from mmpos.images.sizes import Budget, ImageSize
+from mmpos.images.sources import open_source
+from mmpos.segments import Grid
+
+__all__ = ["ImageProcessor", "ProcessedImage"]
+
+# Mean and standard deviation of the images that OpenAI's CLIP was trained on, which Qwen-VL and others took over.
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessedImage:
+    """What `ImageProcessor.process` makes of an image.
+
+    Args:
+        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller; None of an ImageSize.
+        grid: the tokens after merging; patches are spatial_merge_size**2 times as many.
+        size: (height, width) in pixels after resizing; None where only the grid was given.
+        source_size: the size before resizing, after orientation; None where only the grid was given.
+        content_hash: SHA-256, in hex, of the file for paths and bytes, so that both agree; for pixels, of a header
+            (dtype and shape, channels last; for Pillow mode, size, orientation, palette, transparency) and the
+            pixels' bytes. Equal pixels from a file and from an array differ. None of an ImageSize.
+    """
+
+    patches: npt.NDArray[Any] | None
+    grid: Grid
+    size: tuple[int, int] | None
+    source_size: ImageSize | None
+    content_hash: str | None
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Decodes, resizes and cuts images; knows their grids from the size alone.
+
+    An image is a pathlib.Path or the bytes of a JPEG, PNG, WebP or GIF (first frame), a Pillow image, a numpy array
+    (h, w) or (h, w, 1 | 3 | 4) of uint8 or uint16, a torch tensor (h, w) or (1 | 3 | 4, h, w) of uint8 on the host,
+    or an `ImageSize`. EXIF orientation is applied to the first three.
+
+    Args:
+        backend: "torchvision" (fast) or "pillow"; pixels differ by a few levels between them.
+        patch_size: side of a patch in pixels.
+        spatial_merge_size: patches on a side of the square that becomes one token.
+        min_pixels: least pixels after resizing, unless rounding puts that over a maximum.
+        max_pixels: most pixels after resizing.
+        max_tokens: most tokens after merging; None for no limit but max_pixels.
+        order: "raster" for patches row by row, "merged" for the patches of a token side by side, as Qwen-VL wants.
+        dtype: "uint8", or "float32" for (x / 255 - mean) / std.
+        mean: of red, green and blue, as parts of 1.
+        std: of red, green and blue, as parts of 1.
+        background: what shows through transparent pixels: red, green and blue, 0 to 255.
+        max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent.
+        max_aspect_ratio: most times that the long side may be as long as the short one, before and after resizing.
+
+    Raises:
+        InvalidInputError: an argument is of the wrong type or out of range.
+    """
+
+    backend: str = "torchvision"
+    _: KW_ONLY
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 14 * 14 * 4 * 1280
+    max_tokens: int | None = None
+    order: str = "raster"
+    dtype: str = "uint8"
+    mean: tuple[float, float, float] = _CLIP_MEAN
+    std: tuple[float, float, float] = _CLIP_STD
+    background: tuple[int, int, int] = (255, 255, 255)
+    max_source_pixels: int = 89_478_485
+    max_aspect_ratio: int = 200
+
+    def __post_init__(self) -> None:
+        one_of("backend", self.backend, BACKENDS)
+        one_of("order", self.order, ORDERS)
+        one_of("dtype", self.dtype, ("uint8", "float32"))
+        checked = {
+            name: integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
+            for name in ("patch_size", "spatial_merge_size", "max_source_pixels", "max_aspect_ratio")
+        }
+        factor = checked["patch_size"] * checked["spatial_merge_size"]
+        checked["min_pixels"] = integer("min_pixels", self.min_pixels, minimum=0)
+        least = max(factor**2, checked["min_pixels"])
+        checked["max_pixels"] = integer("max_pixels", self.max_pixels, minimum=least, maximum=INT32_MAX)
+        if self.max_tokens is not None:
+            checked["max_tokens"] = integer("max_tokens", self.max_tokens, minimum=1)
+        colours = {
+            "mean": tuple(map(float, _three("mean", self.mean))),
+            "std": tuple(map(float, _three("std", self.std, above=0))),
+            "background": tuple(
+                integer("background", level, minimum=0, maximum=255) for level in _three("background", self.background)
+            ),
+        }
+        for name, value in (checked | colours).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def _budget(self) -> Budget:
+        factor = self.patch_size * self.spatial_merge_size
+        most = self.max_pixels if self.max_tokens is None else min(self.max_pixels, self.max_tokens * factor**2)
+        return Budget(factor, self.min_pixels, most, self.max_aspect_ratio)
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """The size of an image after resizing, from its size alone.
+
+        Both sides are the nearest multiples of patch_size * spatial_merge_size; where that leaves the range from
+        min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to the inside of it.
+
+        Args:
+            height: rows of pixels.
+            width: columns of pixels.
+
+        Returns:
+            (height, width) in pixels; fitting them again changes nothing.
+
+        Raises:
+            InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
+        """
+        budget = self._budget
+        rows, columns = budget.fit(*ImageSize(height, width))
+        return rows * budget.factor, columns * budget.factor
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The tokens, after merging, of an image of the given size: no pixel is needed.
+
+        Args:
+            height: rows of pixels.
+            width: columns of pixels.
+
+        Returns:
+            The grid of `process` for any image of this size.
+
+        Raises:
+            InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
+        """
+        return Grid(*self._budget.fit(*ImageSize(height, width)))
+
+    def inspect(self, image: Any) -> ImageSize:
+        """The size of an image after EXIF orientation, from its header: no pixel is decoded.
+
+        Args:
+            image: any image, see the class.
+
+        Returns:
+            Its height and width in pixels.
+
+        Raises:
+            InvalidInputError: not an image, not readable, without pixels, or too thin.
+            LimitExceededError: more than max_source_pixels.
+        """
+        if isinstance(image, ImageSize):
+            return self._admitted(image)
+        with open_source(image) as source:
+            return self._admitted(source.size)
+
+    def process(self, image: Any) -> ProcessedImage:
+        """The patches of an image, and the grid they fill.
+
+        Args:
+            image: any image, see the class; it is not changed.
+
+        Returns:
+            New patches, and None for them of an `ImageSize`; the grid is `grid(*inspect(image))`.
+
+        Raises:
+            InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
+            LimitExceededError: more than max_source_pixels.
+            ImportError: the backend is not installed.
+        """
+        if isinstance(image, ImageSize):
+            size = self._admitted(image)
+            return ProcessedImage(None, self.grid(*size), self.fit(*size), size, None)
+        with open_source(image) as source:
+            size = self._admitted(source.size)
+            samples, content_hash = source.read(self.backend)
+        fitted = self.fit(*size)
+        pixels = resize(to_rgb(samples, self.background), *fitted, self.backend)
+        patches = patchify(pixels, self.patch_size, self.spatial_merge_size, self.order, self._normalisation)
+        return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
+
+    @property
+    def _normalisation(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
+        """(x / 255 - mean) / std as one factor and one summand."""
+        if self.dtype == "uint8":
+            return None
+        mean, std = np.array(self.mean), np.array(self.std)
+        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+    def _admitted(self, size: ImageSize) -> ImageSize:
+        """The size, if such an image may be decoded."""
+        if size.height * size.width > self.max_source_pixels:
+            got = f"{size.height} x {size.width} = {size.height * size.width} pixels"
+            raise LimitExceededError(f"image: got {got}, want <= {self.max_source_pixels} (max_source_pixels)")
+        self.fit(*size)
+        return size
+
+
+def _three(name: str, values: Iterable[Any], *, above: float = -math.inf) -> tuple[Any, ...]:
+    """Three finite numbers, one per colour."""
+    numbers: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else ()
+    if len(numbers) != 3 or not all(isinstance(v, Real) and above < float(v) < math.inf for v in numbers):
+        want = "three finite numbers" + (f" > {above}" if above > -math.inf else "")
+        raise InvalidInputError(f"{name}: got {values!r}, want {want}")
+    return numbers

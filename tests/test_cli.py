@@ -1,0 +1,401 @@
+"""The command line: what it prints word for word, and that every error is one line with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmpos.__main__ import main
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.parts import Grid, Text
+from mmpos.schemes import SCHEMES
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents, to_json
+
+testing = pytest.importorskip("typer.testing")
+app = pytest.importorskip("mmpos.cli").app
+
+PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No colours asked for by the surroundings, and an empty folder to work in."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> str:
+    result = testing.CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return str(result.stdout)
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the line that a wrong command line gives."""
+    code = main(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
+    assert "Traceback" not in captured.err
+    return code, captured.err.removeprefix("mmpos: error: ").rstrip("\n")
+
+
+def test_positions_of_a_short_document() -> None:
+    assert (
+        run("positions", "3,2x3,2")
+        == """\
+11 tokens, scheme rope-tie, positions (row, col)
+
+tokens   what       first      last       steps
+──────────────────────────────────────────────────────────────────
+0–2      text 3     (0, 0)     (2, 2)     token +1
+3–8      grid 2×3   (6, 5)     (10, 11)   row +(4, 0), col +(0, 3)
+9–10     text 2     (14, 14)   (15, 15)   token +1
+
+token  0  1  2  3  4   5   6   7   8   9  10
+  row  0  1  2  6  6   6  10  10  10  14  15
+  col  0  1  2  5  8  11   5   8  11  14  15
+
+next position 16, delta 5
+"""
+    )
+
+
+def test_positions_of_a_long_document_are_one_line_per_segment() -> None:
+    assert (
+        run("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7")
+        == """\
+1,552 tokens, scheme mrope, positions (frame, row, col)
+
+tokens      what           first             last              steps
+────────────────────────────────────────────────────────────────────────────────────────────────────
+0–99        text 100       (7, 7, 7)         (106, 106, 106)   token +1
+100–1251    grid 2×24×24   (107, 107, 107)   (108, 130, 130)   frame +(1, 0, 0), row +(0, 1, 0), col
+                                                               +(0, 0, 1)
+1252–1551   text 300       (131, 131, 131)   (430, 430, 430)   token +1
+
+next position 431, delta -1128
+"""
+    )
+
+
+def test_fractions_are_printed_as_fractions() -> None:
+    assert (
+        run("positions", "1,1x2", "--scheme", "v2pe")
+        == """\
+3 tokens, scheme v2pe, positions (id)
+
+tokens   what       first   last   steps
+─────────────────────────────────────────────────────
+0        text 1     0       0      token +1
+1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4
+
+token  0    1    2
+   id  0  1/4  1/2
+
+next position 2, delta -1
+"""
+    )
+
+
+def test_several_documents_and_a_scheme_without_next_positions() -> None:
+    lines = run("positions", "1", "2,1x1", "--scheme", "rows").splitlines()
+    assert lines[0] == "document 1: 1 token, scheme rows, positions (row, col)"
+    assert lines[12] == "document 2: 3 tokens, scheme rows, positions (row, col)"
+    assert [line for line in lines if line.startswith("no next")] == [
+        "no next position: rows has no single cursor to go on from"
+    ] * 2
+
+
+def test_many_segments_and_documents_are_elided() -> None:
+    lines = run("positions", ",".join(["1,1x1"] * 20)).splitlines()
+    assert lines[19:22] == [
+        "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
+        "…        20 more segments   …          …          …",
+        "36       text 1             (72, 72)   (72, 72)   token +1",
+    ]
+    assert run("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
+
+
+def test_json_holds_everything() -> None:
+    assert json.loads(run("positions", "1,2x3,1", "2", "--json", "--scheme", "rope-tie")) == {
+        "scheme": "rope-tie",
+        "axes": 2,
+        "documents": [[{"text": 1}, {"grid": [2, 3]}, {"text": 1}], [{"text": 2}]],
+        "position_ids": [[0, 4, 4, 4, 8, 8, 8, 12, 0, 1], [0, 3, 6, 9, 3, 6, 9, 12, 0, 1]],
+        "next_positions": [13, 2],
+        "deltas": [5, 0],
+        "cu_seqlens": [0, 8, 10],
+    }
+
+
+def test_json_of_fractional_schemes_is_exact_too() -> None:
+    found = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
+    assert found["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
+    assert found["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
+
+
+def test_json_of_a_scheme_without_next_positions() -> None:
+    found = json.loads(run("positions", "2", "--json", "--scheme", "rows"))
+    assert (found["next_positions"], found["deltas"]) == (None, None)
+
+
+def test_what_json_prints_can_be_read_again(tmp_path: Path) -> None:
+    first = run("positions", "3,4x2x3,1", "--scheme", "mrope", "--json")
+    (tmp_path / "again.json").write_text(first)
+    assert run("positions", "again.json", "--scheme", "mrope", "--json") == first
+
+
+def test_three_axes_of_a_tie_scheme() -> None:
+    found = json.loads(run("positions", "1,2x1x1", "--axes", "3", "--json"))
+    assert found["position_ids"] == [[0, 4, 8], [0, 6, 6], [0, 6, 6]]
+
+
+def test_explain_is_the_librarys_sentence() -> None:
+    assert run("explain", "3,2x3", "4") == (
+        "token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): "
+        "position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)\n"
+    )
+
+
+def test_schemes_lists_every_scheme_with_its_own_words() -> None:
+    printed = run("schemes")
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] and line.split()[0] in SCHEMES]
+    assert [row[0] for row in rows] == list(SCHEMES)
+    assert [row[1] for row in rows] == [str(scheme().axes) for scheme in SCHEMES.values()]
+    consumed = {row[0]: row[2] for row in rows}
+    assert [consumed[name] for name in ("rope-tie", "rope-tie-v2", "rope-tie-lcm", "mrope", "rows", "v2pe")] == [
+        "624", "576", "24", "24", "–", "144",
+    ]  # fmt: skip
+    words = " ".join(printed.split())
+    assert "strides of one, centred" in words
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+DEMO = """\
+Sequence  A photo of a coffee: [IMG] 11×9 patches [/IMG] and one of a cat: [IMG] 8×11 patches [/IMG].
+
+Ids       232 tokens, scheme rope-tie, positions (row, col)
+
+tokens    what                               first        last         steps
+─────────────────────────────────────────────────────────────────────────────────────────────────
+0–21      'A photo of a coffee: [IMG]'       (0, 0)       (21, 21)     token +1
+22–120    11×9 patches                       (31, 33)     (131, 129)   row +(10, 0), col +(0, 12)
+121–141   '[/IMG] and one of a cat: [IMG]'   (141, 141)   (161, 161)   token +1
+142–229   8×11 patches                       (173, 170)   (257, 260)   row +(12, 0), col +(0, 9)
+230–231   '[/IMG].'                          (269, 269)   (270, 270)   token +1
+
+Next      position 271 on every axis: there the answer begins
+Delta     39: while decoding, a token's id is its index plus this
+Picture   mmpos-demo.png
+"""
+
+
+def test_the_demo_in_a_process_of_its_own_needs_no_torch(tmp_path: Path) -> None:
+    root = Path(str(resources.files("mmpos"))).parent
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['mmpos', 'demo']; "
+        "import runpy; runpy.run_module('mmpos', run_name='__main__')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONUTF8": "1", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", DEMO)
+    with Image.open(tmp_path / "mmpos-demo.png") as picture:
+        assert picture.size == (1600, 1160)
+        assert len(set(picture.convert("RGB").resize((400, 290)).get_flattened_data())) > 5000  # the photographs
+
+
+def test_a_terminal_without_unicode_shows_question_marks(tmp_path: Path) -> None:
+    root = Path(str(resources.files("mmpos"))).parent
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mmpos", "positions", "3"], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"0?2    | text 3 | (0, 0) | (2, 2) | token +1" in done.stdout
+
+
+def test_the_demo_takes_other_schemes(tmp_path: Path) -> None:
+    lines = run("demo", "--scheme", "rope-tie-v2", "-o", "v2.svg").splitlines()
+    assert lines[2] == "Ids       232 tokens, scheme rope-tie-v2, positions (row, col)"
+    assert lines[-2:] == ["Delta     0: while decoding, a token's id is its index plus this", "Picture   v2.svg"]
+    assert lines[9].split()[:7] == ["142–229", "8×11", "patches", "(182,", "361/2)", "(189,", "381/2)"]
+    assert (tmp_path / "v2.svg").stat().st_size > 10_000
+
+
+def test_plot_writes_its_picture_and_says_where(tmp_path: Path) -> None:
+    assert run("plot", "3,2x3,2", "-o", "ids.png", "--title", "Hello") == "ids.png\n"
+    with Image.open(tmp_path / "ids.png") as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize("command", ["demo", "positions", "plot", "explain", "schemes"])
+def test_help_teaches_every_command(command: str) -> None:
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(command, "--help")).split())
+    if command in ("demo", "schemes"):
+        assert "24×24" in words or "photographs" in words
+    else:
+        assert "3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches" in words
+        assert "rope-tie-lcm" in words
+
+
+def test_help_alone_and_version() -> None:
+    assert run() == run("-h")
+    assert "mmpos positions 3,2x3,2" in re.sub(r"\x1b\[[0-9;]*m", "", run())
+    assert re.fullmatch(r"mmpos \S.*\n", run("--version"))
+
+
+def test_specs_become_documents() -> None:
+    assert read_documents(["3,2x3,2", "4x2x3", "1, 2×3"]) == [
+        [Text(3), Grid(2, 3), Text(2)],
+        [Grid(2, 3, frames=4)],
+        [Text(1), Grid(2, 3)],
+    ]
+
+
+def test_json_files_become_documents(tmp_path: Path) -> None:
+    parts = [{"text": 3}, {"grid": [2, 3], "row_separator": True}, {"grid": [4, 2, 3], "seconds_per_frame": 0.5}]
+    (tmp_path / "batch.JSON").write_text(json.dumps({"documents": [parts, [{"text": 1}]], "scheme": "ignored"}))
+    documents = read_documents(["batch.JSON"])
+    assert documents == [
+        [Text(3), Grid(2, 3, row_separator=True), Grid(2, 3, frames=4, seconds_per_frame=0.5)],
+        [Text(1)],
+    ]
+    assert to_json(documents) == [parts, [{"text": 1}]]
+
+
+def test_image_files_become_documents() -> None:
+    assert read_documents([str(PHOTOS / "chelsea.jpg")]) == [[Text(1), Grid(8, 11), Text(1)]]
+
+
+def test_the_photographs_are_small_and_their_licences_beside_them() -> None:
+    for name in ("coffee", "chelsea"):
+        assert (PHOTOS / f"{name}.jpg").stat().st_size < 25_000
+        assert f"`{name}.jpg`" in (PHOTOS / "LICENSES.md").read_text(encoding="utf-8")
+
+
+WANT_PART = "want a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
+WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg .png .webp .gif"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["positions", "3,2xx3"], f"SPEC '3,2xx3', part 2: got '2xx3', {WANT_PART}"),
+        (["positions", ""], f"SPEC|FILE: got '', {WANT_SUFFIX}"),
+        (["positions", "1x2x3x4"], f"SPEC '1x2x3x4', part 1: got '1x2x3x4', {WANT_PART}"),
+        (["positions", "3,0"], "SPEC '3,0', part 2: Text.length: got 0, want >= 1"),
+        (["positions", "2x0"], "SPEC '2x0', part 1: Grid.width: got 0, want >= 1"),
+        (["positions", "ids.txt"], f"SPEC|FILE: got 'ids.txt', {WANT_SUFFIX}"),
+        (["positions", "."], f"SPEC|FILE: got '.', {WANT_SUFFIX}"),
+        (["positions", "none.json"], "none.json: got no such file, want a readable file"),
+        (["explain", "3", "3"], "token: got 3, want <= 2"),
+        (["explain", "3", "x"], None),
+        (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', want one of {', '.join(SCHEMES)}"),
+        (["positions", "3", "--axes", "3", "-s", "flatten"], "--axes: got 3, want 1 for scheme 'flatten'"),
+        (["positions", "3", "--axes", "4"], "RopeTie.axes: got 4, want 2 or 3"),
+        (["positions", "3", "--start", "x"], None),
+        (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
+        (["plot", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png or .svg"),
+        (
+            ["plot", "3", "-o", "no/ids.png"],
+            "path: got 'no/ids.png' (No such file or directory), want a path to write to",
+        ),
+        (["plot", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
+        (["plot", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
+        (["plot", "3"], "Missing option '--output' / '-o'; mmpos --help tells more"),
+        (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
+        (["positions"], "Missing argument 'SPEC|FILE...'; mmpos --help tells more"),
+        (["bogus"], "No such command 'bogus'; mmpos --help tells more"),
+        (["positions", "3", "--bogus"], None),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
+) -> None:
+    code, message = fail(capsys, *arguments)
+    assert code == 2
+    assert line is None or message.replace("'no\\ids.png'", "'no/ids.png'") == line
+    assert list(tmp_path.iterdir()) == []
+
+
+WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("[]", f"bad.json: got a JSON list, {WANT_FILE}"),
+        ("{}", f"bad.json: got no list of documents, {WANT_FILE}"),
+        ("{", None),
+        ("[" * 200_000, None),
+        ('{"documents": [3]}', "bad.json: documents[0]: got int, want a list of parts"),
+        ('{"documents": [[]]}', "documents[0]: got an empty document, want at least one segment"),
+        ('{"documents": [[{"text": 0}]]}', "bad.json: documents[0][0]: Text.length: got 0, want >= 1"),
+        ('{"documents": [[{"text": true}]]}', "bad.json: documents[0][0]: Text.length: got True, want an integer"),
+        (
+            '{"documents": [[{"txt": 1}]]}',
+            'bad.json: documents[0][0]: got {"txt": 1}, '
+            'want {"text": n} or {"grid": [height, width] or [frames, height, width]}',
+        ),
+        (
+            '{"documents": [[{"text": 1}, {"grid": [2]}]]}',
+            "bad.json: documents[0][1].grid: got [2], want [height, width] or [frames, height, width]",
+        ),
+        ('{"documents": [[{"grid": [2, 1.5]}]]}', "bad.json: documents[0][0].grid[1]: got 1.5, want an integer"),
+        (
+            '{"documents": [[{"grid": [2, 1], "row_separator": 1}]]}',
+            "bad.json: documents[0][0].row_separator: got 1, want true or false",
+        ),
+        (
+            '{"documents": [[{"grid": [2, 1], "seconds_per_frame": "x"}]]}',
+            "bad.json: documents[0][0]: Grid.seconds_per_frame: got 'x', want a number of seconds",
+        ),
+    ],
+)
+def test_errors_of_json_files(
+    capsys: pytest.CaptureFixture[str], content: str, line: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.json").write_text(content)
+    code, message = fail(capsys, "positions", "bad.json")
+    assert code == 2
+    assert message == line or (
+        line is None and re.fullmatch(rf"bad.json: got no valid JSON \(.+\), {re.escape(WANT_FILE)}", message)
+    )
+
+
+def test_a_broken_image_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    code, message = fail(capsys, "positions", "broken.png")
+    assert code == 2
+    assert message.startswith("broken.png: image: ")
+
+
+def test_errors_of_specs_are_of_the_librarys_tree() -> None:
+    with pytest.raises(InvalidInputError, match=r"part 1: Text\.length: got 99999999999, want <= 2147483647"):
+        read_documents(["99999999999"])
+    with pytest.raises(LimitExceededError, match="got 4000000000000 tokens"):
+        SegmentTable.from_documents(read_documents(["2000000x2000000"]))
+
+
+@pytest.mark.parametrize("missing", ["typer", "matplotlib"])
+def test_a_missing_extra_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing or name.startswith("mmpos.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, message = fail(capsys, "plot", "3", "-o", "ids.png")
+    assert (code, message) == (1, f'{missing} is not installed, want pip install "mmpos[cli]"')

@@ -1,0 +1,243 @@
+"""Engine identities: whatever is cut, padded, sharded or decoded holds the ids of the whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CASES, RESUMABLE, Case, Document, Id, batches, documents, exact
+
+from mmpos import PositionTable, SegmentTable, place
+
+settled = settings(derandomize=True, deadline=None, max_examples=60)
+
+Row = npt.NDArray[np.int64]
+
+
+@st.composite
+def tables(draw: st.DrawFn, cases: tuple[Case, ...] = CASES, min_size: int = 0) -> PositionTable:
+    """A placed batch of any scheme."""
+    case = draw(st.sampled_from(cases))
+    batch: list[Document] = draw(batches(case, min_size))
+    return place(SegmentTable.from_documents(batch), case.scheme, draw(st.integers(-9, 1000)))
+
+
+def per_document(positions: PositionTable) -> list[list[Id]]:
+    """The ids of each document."""
+    ids, cuts = exact(positions), positions.cu_seqlens.tolist()
+    return [ids[begin:end] for begin, end in pairwise(cuts)]
+
+
+def header(positions: PositionTable) -> list[list[int]]:
+    """Next positions and deltas."""
+    return [positions.next_positions.tolist(), positions.deltas.tolist()]
+
+
+@settled
+@given(tables(RESUMABLE), st.data())
+def test_decoding_counts_on_from_the_next_position(positions: PositionTable, data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(0, 3), min_size=positions.num_documents, max_size=positions.num_documents))
+    decoded = positions.decode(steps)
+    nexts = positions.next_positions.tolist()
+    want = [[(n + k,) * positions.axes for k in range(count)] for n, count in zip(nexts, steps, strict=True)]
+    assert per_document(decoded) == want
+    assert header(decoded) == [
+        [n + count for n, count in zip(nexts, steps, strict=True)],
+        positions.deltas.tolist(),
+    ]
+    assert per_document(positions.decode(2)) == [[(n,) * positions.axes, (n + 1,) * positions.axes] for n in nexts]
+    assert exact(decoded.decode(1)) == [(n + count,) * positions.axes for n, count in zip(nexts, steps, strict=True)]
+
+
+@settled
+@given(tables(), st.data())
+def test_slices_concatenated_are_the_whole(positions: PositionTable, data: st.DataObject) -> None:
+    n = positions.num_tokens
+    cuts = sorted([0, n, *data.draw(st.lists(st.integers(0, n), max_size=4))])
+    slices = [positions.slice(begin, end) for begin, end in pairwise(cuts)]
+    assert [position for part in slices for position in exact(part)] == exact(positions)
+    np.testing.assert_array_equal(np.concatenate([part.dense() for part in slices], axis=1), positions.dense())
+    for part in slices:
+        np.testing.assert_array_equal(part.documents[2:], positions.documents[2:])
+
+
+@settled
+@given(tables(), st.data())
+def test_slices_of_slices_are_slices(positions: PositionTable, data: st.DataObject) -> None:
+    a = data.draw(st.integers(0, positions.num_tokens))
+    b = data.draw(st.integers(a, positions.num_tokens))
+    c = data.draw(st.integers(0, b - a))
+    d = data.draw(st.integers(c, b - a))
+    inner, direct = positions.slice(a, b).slice(c, d), positions.slice(a + c, a + d)
+    np.testing.assert_array_equal(inner.table, direct.table)
+    np.testing.assert_array_equal(inner.documents, direct.documents)
+    assert exact(inner) == exact(positions)[a + c : a + d]
+
+
+@settled
+@given(tables(RESUMABLE), st.data())
+def test_decoding_does_not_depend_on_the_chunk(positions: PositionTable, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, positions.num_tokens))
+    assert exact(positions.slice(0, stop).decode(3)) == exact(positions.decode(3))
+
+
+@settled
+@given(tables(), st.data())
+def test_ranges_are_columns_of_the_whole(positions: PositionTable, data: st.DataObject) -> None:
+    """Ranges may overlap, repeat and go backwards within a document, cross documents and be empty."""
+    n = positions.num_tokens
+    owner = np.repeat(np.arange(positions.num_documents), positions.lengths)
+    starts: list[int] = []
+    stops: list[int] = []
+    indices: list[int] = []
+    for start, stop in data.draw(st.lists(st.tuples(st.integers(0, n), st.integers(0, n)), max_size=8)):
+        if start < stop and indices and owner[start] < owner[indices[-1]]:
+            continue
+        starts.append(start)
+        stops.append(max(start, stop))
+        indices += range(start, stop)
+    taken = positions.take(starts, stops)
+    whole = exact(positions)
+    assert exact(taken) == [whole[i] for i in indices]
+    np.testing.assert_array_equal(taken.dense(), positions.dense()[:, np.array(indices, np.int64)])
+    counts = np.bincount(owner[indices], minlength=positions.num_documents) if indices else 0 * positions.lengths
+    np.testing.assert_array_equal(taken.lengths, counts)
+    np.testing.assert_array_equal(taken.documents[2:], positions.documents[2:])
+
+
+@settled
+@given(tables(RESUMABLE, min_size=1), st.data())
+def test_windows_go_on_past_the_end(positions: PositionTable, data: st.DataObject) -> None:
+    entry = st.tuples(st.integers(0, positions.num_documents - 1), st.integers(0, 40), st.integers(0, 12))
+    entries = data.draw(st.lists(entry, max_size=5))
+    windows = positions.window(*(list(column) for column in zip(*entries, strict=True)) if entries else ([], [], []))
+    known, nexts, deltas = per_document(positions), *header(positions)
+    want, want_next, want_delta = [], [], []
+    for document, start, length in entries:
+        ids = known[document]
+        goes_on = [(nexts[document] + k,) * positions.axes for k in range(60)]
+        want.append([*ids, *goes_on][start : start + length])
+        past = max(0, start + length - len(ids)) if length else 0
+        want_next.append(nexts[document] + past)
+        want_delta.append(deltas[document])
+    assert per_document(windows) == want
+    assert header(windows) == [want_next, want_delta]
+
+
+@settled
+@given(tables(tuple(case for case in CASES if not case.resumable), min_size=1), st.data())
+def test_windows_inside_need_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
+    document = data.draw(st.integers(0, positions.num_documents - 1))
+    ids = per_document(positions)[document]
+    start = data.draw(st.integers(0, len(ids)))
+    length = data.draw(st.integers(0, len(ids) - start))
+    assert per_document(positions.window([document], [start], [length])) == [ids[start : start + length]]
+
+
+@settled
+@given(tables(), st.integers(1, 3), st.sampled_from(["zigzag", "contiguous"]))
+def test_shards_together_are_the_whole(
+    positions: PositionTable, world_size: int, layout: Literal["zigzag", "contiguous"]
+) -> None:
+    blocks = 2 * world_size if layout == "zigzag" else world_size
+    padded = positions.pad(-(-positions.lengths // blocks) * blocks)
+    dense = padded.dense()
+    rebuilt = np.full_like(dense, -1)
+    seen: list[int] = []
+    for rank in range(world_size):
+        indices = padded.shard_indices(rank, world_size, layout)
+        want: list[int] = []
+        for begin, length in zip(padded.cu_seqlens.tolist(), padded.lengths.tolist(), strict=False):
+            block = length // blocks
+            for mine in (rank, 2 * world_size - 1 - rank) if layout == "zigzag" else (rank,):
+                want += range(begin + mine * block, begin + (mine + 1) * block)
+        assert indices.tolist() == want
+        shard = padded.shard(rank, world_size, layout)
+        rebuilt[:, indices] = shard.dense()
+        assert shard.lengths.tolist() == (padded.lengths // world_size).tolist()
+        seen += want
+    assert sorted(seen) == list(range(padded.num_tokens))
+    np.testing.assert_array_equal(rebuilt, dense)
+
+
+@settled
+@given(tables(), st.integers(0, 3), st.sampled_from(["left", "right"]))
+def test_padding_has_id_zero_and_moves_nothing(
+    positions: PositionTable, more: int, side: Literal["left", "right"]
+) -> None:
+    length = positions.max_seqlen + more
+    table = positions.pad(length, side)
+    zero = (0,) * positions.axes
+    want = []
+    for real in per_document(positions):
+        missing = [zero] * (length - len(real))
+        want.append([*missing, *real] if side == "left" else [*real, *missing])
+    assert per_document(table) == want
+    np.testing.assert_array_equal(table.documents[2:], positions.documents[2:])
+    ids, mask = positions.padded(length, side)
+    assert ids.shape == (positions.axes, positions.num_documents, length)
+    assert mask.shape == (positions.num_documents, length)
+    assert mask.dtype == np.int64
+    np.testing.assert_array_equal(ids[:, mask == 1], positions.dense())
+    np.testing.assert_array_equal(ids[:, mask == 0], 0)
+    np.testing.assert_array_equal(mask.sum(axis=1), positions.lengths)
+    for row in mask.tolist():
+        assert row == sorted(row, reverse=side == "right")
+
+
+@settled
+@given(tables(RESUMABLE), st.sampled_from(["left", "right"]))
+def test_padded_batches_decode_like_unpadded_ones(positions: PositionTable, side: Literal["left", "right"]) -> None:
+    assert exact(positions.pad(positions.max_seqlen + 2, side).decode(2)) == exact(positions.decode(2))
+
+
+PREFIX_STABLE = [case for case in RESUMABLE if case.name != "mrope-transformers"]
+
+
+@pytest.mark.parametrize("case", PREFIX_STABLE, ids=lambda case: case.label)
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(data=st.data())
+def test_the_suffix_depends_on_the_prefix_only_through_the_cursor(case: Case, data: st.DataObject) -> None:
+    document = data.draw(documents(case).filter(lambda parts: len(parts) > 1))
+    cut = data.draw(st.integers(1, len(document) - 1))
+    start = data.draw(st.integers(-9, 1000))
+    whole, prefix = (
+        place(SegmentTable.from_documents([parts]), case.scheme, start) for parts in (document, document[:cut])
+    )
+    suffix = place(SegmentTable.from_documents([document[cut:]]), case.scheme, prefix.next_positions)
+    assert exact(prefix) + exact(suffix) == exact(whole)
+    assert suffix.next_positions.tolist() == whole.next_positions.tolist()
+    assert (prefix.deltas + suffix.deltas).tolist() == whole.deltas.tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_zero_documents_are_legal_everywhere(case: Case) -> None:
+    positions = place(SegmentTable.from_documents([]), case.scheme)
+    views = [
+        positions,
+        positions.take([], []),
+        positions.slice(0, 0),
+        positions.window([], [], []),
+        positions.shard(0, 2),
+        positions.shard(0, 2, "contiguous"),
+        positions.pad(),
+        positions.pad(5, "left"),
+        positions.decode(3),
+    ]
+    for view in views:
+        assert view.dense().shape == view.rationals()[0].shape == (positions.axes, 0)
+        assert view.rationals()[1].shape == (0,)
+        assert view.cu_seqlens.tolist() == [0]
+        assert view.next_positions.shape == view.deltas.shape == (0,)
+        assert (view.max_seqlen, view.num_tokens, view.num_documents) == (0, 0, 0)
+        assert view.dense().dtype == positions.dense().dtype
+    assert positions.shard_indices(0, 2).tolist() == []
+    for length, width in ((None, 0), (4, 4)):
+        ids, mask = positions.padded(length)
+        assert ids.shape == (positions.axes, 0, width)
+        assert mask.shape == (0, width)

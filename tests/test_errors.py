@@ -1,0 +1,493 @@
+"""Bad input: every refusal is an error of mmpos that says what, got and want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import placed
+
+from mmpos import (
+    SCHEMES,
+    Grid,
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    PositionTable,
+    SegmentTable,
+    Text,
+    UnsupportedError,
+    place,
+)
+from mmpos.schemes import (
+    V2PE,
+    Grid2D,
+    MRopeQwen25,
+    MRopeTransformers,
+    RopeTie,
+    RopeTieFractional,
+    RopeTieLcm,
+    RopeTieV2,
+    VideoRope,
+)
+
+Refusal = tuple[Callable[[], Any], str]
+
+from_documents: Callable[[Any], SegmentTable] = SegmentTable.from_documents
+from_arrays: Callable[..., SegmentTable] = SegmentTable.from_arrays
+grid: Callable[..., Grid] = Grid
+SEGMENTS = from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])
+POSITIONS: Any = place(SEGMENTS)
+HALVES: Any = place(SEGMENTS, "rope-tie-v2")
+ROWS: Any = place(SEGMENTS, "rows")
+NOTHING: Any = place(from_documents([]))
+READ_ONLY = np.zeros((2, 15), np.int32)
+READ_ONLY.flags.writeable = False
+
+
+def label(value: object) -> str:
+    """The name of a test: the message."""
+    return value[:60] if isinstance(value, str) else "call"
+
+
+def refused(error: type[Exception], call: Callable[[], Any]) -> str:
+    """The message of the error, which is exactly of this type."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+def test_the_tree_of_exceptions() -> None:
+    assert InvalidInputError.__mro__[1:3] == (MmposError, ValueError)
+    assert UnsupportedError.__mro__[1:3] == (MmposError, NotImplementedError)
+    assert LimitExceededError.__mro__[1:3] == (MmposError, Exception)
+
+
+PARTS: list[Refusal] = [
+    (lambda: Text(0), "Text.length: got 0, want >= 1"),
+    (lambda: Text(-1), "Text.length: got -1, want >= 1"),
+    (lambda: Text(2**31), "Text.length: got 2147483648, want <= 2147483647"),
+    (lambda: Text(True), "Text.length: got True, want an integer"),
+    (lambda: Text(np.True_), "Text.length: got np.True_, want an integer"),  # type: ignore[arg-type]
+    (lambda: Text(3.0), "Text.length: got 3.0, want an integer"),  # type: ignore[arg-type]
+    (lambda: Text("3"), "Text.length: got '3', want an integer"),  # type: ignore[arg-type]
+    (lambda: grid(0, 3), "Grid.height: got 0, want >= 1"),
+    (lambda: grid(2, -3), "Grid.width: got -3, want >= 1"),
+    (lambda: grid(2, 3.0), "Grid.width: got 3.0, want an integer"),
+    (lambda: grid(True, 3), "Grid.height: got True, want an integer"),
+    (lambda: grid(2, 3, frames=0), "Grid.frames: got 0, want >= 1"),
+    (lambda: grid(2, 3, frames=None), "Grid.frames: got None, want an integer"),
+    (lambda: grid(2, 3, row_separator=1), "Grid.row_separator: got 1, want True or False"),
+    (
+        lambda: grid(1, 24, 24),
+        "Grid: got 3 positional values (1, 24, 24), want (height, width); "
+        "for (frames, height, width) use Grid.from_thw",
+    ),
+    (lambda: Grid.from_thw((24, 24)), "thw: got (24, 24), want (frames, height, width)"),
+    (lambda: Grid.from_thw(24), "thw: got 24, want (frames, height, width)"),  # type: ignore[arg-type]
+    (lambda: Grid.from_thw((1, 0, 2)), "Grid.height: got 0, want >= 1"),
+    (lambda: grid(1, 1, seconds_per_frame=0), "Grid.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
+    (lambda: grid(1, 1, seconds_per_frame=1e-9), "Grid.seconds_per_frame: got 1e-09, want > 0 (a float: >= 1e-06)"),
+    (lambda: grid(1, 1, seconds_per_frame=-0.5), "Grid.seconds_per_frame: got -0.5, want > 0 (a float: >= 1e-06)"),
+    (lambda: grid(1, 1, seconds_per_frame=float("nan")), "Grid.seconds_per_frame: got nan, want a number of seconds"),
+    (lambda: grid(1, 1, seconds_per_frame=float("inf")), "Grid.seconds_per_frame: got inf, want a number of seconds"),
+    (lambda: grid(1, 1, seconds_per_frame=True), "Grid.seconds_per_frame: got True, want a number of seconds"),
+    (lambda: grid(1, 1, seconds_per_frame="2"), "Grid.seconds_per_frame: got '2', want a number of seconds"),
+]
+
+DOCUMENTS: list[Refusal] = [
+    (lambda: from_documents([[Text(1)], []]), "documents[1]: got an empty document, want at least one segment"),
+    (lambda: from_documents([[Text(1), [Grid(1, 1)]]]), "documents[0][1]: got list, want Text or Grid"),
+    (lambda: from_documents([[[Text(1)]]]), "documents[0][0]: got list, want Text or Grid"),
+    (lambda: from_documents([[Text(1)], [None]]), "documents[1][0]: got NoneType, want Text or Grid"),
+    (lambda: from_documents([Text(1)]), "documents[0]: got Text, want a list of Text and Grid"),
+    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text and Grid"),
+    (lambda: from_documents(Text(1)), "documents: got Text, want a list of documents"),
+    (lambda: from_documents(None), "documents: got NoneType, want a list of documents"),
+    (lambda: from_documents([Text(1)] for _ in range(2)), "documents: got generator, want a list of documents"),
+    (
+        lambda: from_documents([(Text(1) for _ in range(2))]),
+        "documents[0]: got generator, want a list of Text and Grid",
+    ),
+]
+
+ONE = np.ones((3, 1), np.int64)
+KIND, OFFSETS = np.array([1], np.uint8), np.array([0, 1], np.int64)
+
+ARRAYS: list[Refusal] = [
+    (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 2"),
+    (lambda: from_arrays([-1], ONE, [0, 1]), "kind[0]: got -1, want >= 0"),
+    (lambda: from_arrays([0.0], ONE, [0, 1]), "kind: got dtype float64, want integers"),
+    (lambda: from_arrays([True], ONE, [0, 1]), "kind: got dtype bool, want integers"),
+    (lambda: from_arrays([0], ONE.astype(float), [0, 1]), "extents: got dtype float64, want integers"),
+    (lambda: from_arrays([0], ONE[:2], [0, 1]), "extents: got shape (2, 1), want (3, n)"),
+    (lambda: from_arrays([0, 0], ONE, [0, 1]), "extents: got shape (3, 1), want (3, 2) for 2 segments"),
+    (lambda: from_arrays([1], 0 * ONE, [0, 1]), "extents[0, 0]: got 0, want >= 1"),
+    (
+        lambda: from_arrays([0], ONE * [[1], [2], [3]], [0, 1]),
+        "extents[:, 0]: got [1, 2, 3], want [1, 1, length] outside grids",
+    ),
+    (
+        lambda: from_arrays([0], np.full((3, 1), 2**63, np.uint64), [0, 1]),
+        f"extents: got {2**63}, want integers within int64",
+    ),
+    (lambda: from_arrays([0], ONE, []), "segment_offsets: got [], want 0 first and 1 last"),
+    (lambda: from_arrays([0], ONE, [0, 2]), "segment_offsets: got [0, 2], want 0 first and 1 last"),
+    (lambda: from_arrays([0], ONE, [0, 0, 1]), "documents[0]: got an empty document, want at least one segment"),
+    (
+        lambda: from_arrays([0, 0], np.ones((3, 2), int), [0, 3, 2]),
+        "documents[1]: got an empty document, want at least one segment",
+    ),
+    (
+        lambda: from_arrays([0], ONE, [0, 1], row_separator=[True]),
+        "row_separator[0]: got True, want False outside grids",
+    ),
+    (lambda: from_arrays([1], ONE, [0, 1], row_separator=[1]), "row_separator: got dtype int64, want bool"),
+    (lambda: from_arrays([1], ONE, [0, 1], row_separator=[[True]]), "row_separator: got shape (1, 1), want (1,)"),
+    (lambda: from_arrays([], [], [0], row_separator=[True]), "row_separator: got shape (1,), want (0,)"),
+    (lambda: from_arrays([1], ONE, [0, 1], seconds_per_frame=[[1], [0]]), "seconds_per_frame[1][0]: got 0, want >= 1"),
+    (
+        lambda: from_arrays([1], ONE, [0, 1], seconds_per_frame=[[-1], [1]]),
+        "seconds_per_frame[0, 0]: got -1, want >= 0",
+    ),
+    (
+        lambda: from_arrays([1], ONE, [0, 1], seconds_per_frame=[[1, 1], [1, 1]]),
+        "seconds_per_frame: got shape (2, 2), want (2, 1)",
+    ),
+]
+
+direct: Callable[..., SegmentTable] = SegmentTable
+DIRECT: list[Refusal] = [
+    (lambda: direct([1], ONE, OFFSETS), "kind: got list, want an array of uint8; from_arrays converts"),
+    (
+        lambda: direct(KIND, ONE.astype(np.int8), OFFSETS),
+        "extents: got int8, want an array of int64; from_arrays converts",
+    ),
+    (
+        lambda: direct(KIND, ONE, OFFSETS, None, KIND),
+        "row_separator: got uint8, want an array of bool; from_arrays converts",
+    ),
+]
+
+PLACING: list[Refusal] = [
+    (
+        lambda: place(SEGMENTS, "rope"),
+        "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
+        "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
+        "mrope-interleave-reset, v2pe, videorope, vrope",
+    ),
+    (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
+    (lambda: place(SEGMENTS, start=0.0), "start: got 0.0, want an integer"),
+    (lambda: place(SEGMENTS, start=True), "start: got True, want an integer"),
+    (lambda: place(SEGMENTS, start=2**31), "start: got 2147483648, want <= 2147483647"),
+    (lambda: place(SEGMENTS, start=-(2**31) - 1), "start: got -2147483649, want >= -2147483648"),
+    (lambda: place(SEGMENTS, start=2**70), f"start: got {2**70}, want <= 2147483647"),
+    (lambda: place(SEGMENTS, start=[0]), "start: got shape (1,), want (2,)"),
+    (lambda: place(SEGMENTS, start=[0, 1, 2]), "start: got shape (3,), want (2,)"),
+    (lambda: place(SEGMENTS, start=[[0, 1]]), "start: got shape (1, 2), want (2,)"),
+    (lambda: place(SEGMENTS, start=[0.5, 1]), "start: got dtype float64, want integers"),
+    (lambda: place(SEGMENTS, start=[0, 2**31]), "start[1]: got 2147483648, want <= 2147483647"),
+    (lambda: place(SEGMENTS, strict=1), "strict: got 1, want True or False"),  # type: ignore[arg-type]
+    (lambda: RopeTie(axes=4), "RopeTie.axes: got 4, want 2 or 3"),
+    (lambda: RopeTieFractional(axes=1), "RopeTieFractional.axes: got 1, want 2 or 3"),
+    (lambda: RopeTieLcm(axes=2.0), "RopeTieLcm.axes: got 2.0, want an integer"),  # type: ignore[arg-type]
+    (lambda: RopeTieV2(axes=True), "RopeTieV2.axes: got True, want an integer"),
+    (lambda: RopeTieV2(rounding="ceil"), "RopeTieV2.rounding: got 'ceil', want one of None, 'floor'"),  # type: ignore[arg-type]
+    (lambda: V2PE(stride=0), "V2PE.stride: got 0, want >= 1"),
+    (lambda: V2PE(stride=257), "V2PE.stride: got 257, want <= 256"),
+    (lambda: VideoRope(delta=0), "VideoRope.delta: got 0, want >= 1"),
+    (lambda: Grid2D(order="z"), "Grid2D.order: got 'z', want one of 'raster', 'merged'"),  # type: ignore[arg-type]
+    (lambda: Grid2D(spatial_merge_size=0), "Grid2D.spatial_merge_size: got 0, want >= 1"),
+    (lambda: MRopeTransformers(tokens_per_second=0), "MRopeTransformers.tokens_per_second: got 0, want >= 1"),
+    (
+        lambda: MRopeQwen25(tokens_per_second=2.5),  # type: ignore[arg-type]
+        "MRopeQwen25.tokens_per_second: got 2.5, want an integer or Fraction > 0",
+    ),
+]
+
+DENSE: list[Refusal] = [
+    (
+        lambda: POSITIONS.dense(dtype=np.int16),
+        "dtype: got dtype int16, want int32, int64, float64 for ids of scheme 'rope-tie'",
+    ),
+    (
+        lambda: POSITIONS.dense(dtype="nonsense"),
+        "dtype: got 'nonsense', want int32, int64, float64 for ids of scheme 'rope-tie'",
+    ),
+    (lambda: HALVES.dense(dtype=np.int32), "dtype: got dtype int32, want float64 for ids of scheme 'rope-tie-v2'"),
+    (
+        lambda: HALVES.dense(out=np.zeros((2, 15), np.int32)),
+        "out: got dtype int32, want float64 for ids of scheme 'rope-tie-v2'",
+    ),
+    (
+        lambda: POSITIONS.dense(out=np.zeros((2, 14), np.int32)),
+        "out: got shape (2, 14), want an array of shape (2, 15)",
+    ),
+    (
+        lambda: POSITIONS.dense(out=np.zeros((2, 15), np.int32), axes=(0,)),
+        "out: got shape (2, 15), want an array of shape (1, 15)",
+    ),
+    (lambda: POSITIONS.dense(out=[[0] * 15] * 2), "out: got list, want an array of shape (2, 15)"),
+    (lambda: POSITIONS.dense(out=READ_ONLY), "out: got a read-only array, want a writeable one"),
+    (
+        lambda: POSITIONS.dense(out=np.zeros((2, 15), np.int64), dtype=np.int32),
+        "dtype: got int32 with out of int64, want the same or none",
+    ),
+    (lambda: POSITIONS.dense(axes=(2,)), "axes: got (2,), want integers from 0 to 1"),
+    (lambda: POSITIONS.dense(axes=(-1,)), "axes: got (-1,), want integers from 0 to 1"),
+    (lambda: POSITIONS.dense(axes=(0.0,)), "axes: got (0.0,), want integers from 0 to 1"),
+    (lambda: POSITIONS.dense(axes=(True,)), "axes: got (True,), want integers from 0 to 1"),
+    (lambda: POSITIONS.dense(axes=1), "axes: got 1, want integers from 0 to 1"),
+]
+
+VIEWS: list[Refusal] = [
+    (lambda: POSITIONS.take([3], [1]), "stops[0]: got 1, want >= starts[0] = 3"),
+    (lambda: POSITIONS.take([0, 3], [1, 16]), "stops[1]: got 16, want <= 15"),
+    (lambda: POSITIONS.take([16], [16]), "starts[0]: got 16, want <= 15"),
+    (lambda: POSITIONS.take([-1], [2]), "starts[0]: got -1, want >= 0"),
+    (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
+    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
+    (lambda: POSITIONS.take([0, 1], [2]), "stops: got shape (1,), want (2,)"),
+    (lambda: POSITIONS.take(0, 1), "starts: got shape (), want (n,)"),
+    (lambda: POSITIONS.take([0.0], [1.0]), "starts: got dtype float64, want integers"),
+    (lambda: POSITIONS.slice(3, 1), "stop: got 1, want >= 3"),
+    (lambda: POSITIONS.slice(0, 16), "stop: got 16, want <= 15"),
+    (lambda: POSITIONS.slice(16, 16), "start: got 16, want <= 15"),
+    (lambda: POSITIONS.slice(False, 1), "start: got False, want an integer"),
+    (lambda: POSITIONS.slice(0, 1.0), "stop: got 1.0, want an integer"),
+    (lambda: POSITIONS.window([2], [0], [1]), "documents[0]: got 2, want <= 1"),
+    (lambda: POSITIONS.window([0], [-1], [1]), "starts[0]: got -1, want >= 0"),
+    (lambda: POSITIONS.window([0], [0], [-1]), "lengths[0]: got -1, want >= 0"),
+    (lambda: POSITIONS.window([0], [0, 1], [1]), "starts: got shape (2,), want (1,)"),
+    (lambda: POSITIONS.decode(-1), "steps: got -1, want >= 0"),
+    (lambda: POSITIONS.decode(1.0), "steps: got 1.0, want an integer"),
+    (lambda: POSITIONS.decode([1]), "steps: got shape (1,), want (2,)"),
+    (lambda: POSITIONS.decode([1, -1]), "steps[1]: got -1, want >= 0"),
+    (lambda: POSITIONS.decode(2**31), "steps: got 2147483648, want <= 2147483647"),
+    (
+        lambda: POSITIONS.shard(0, 2),
+        "documents[0]: got 11 tokens, want a multiple of 4 for world_size=2 and layout='zigzag'; "
+        "pad first: positions.pad(12).shard(…)",
+    ),
+    (
+        lambda: POSITIONS.shard_indices(1, 3, "contiguous"),
+        "documents[0]: got 11 tokens, want a multiple of 3 for world_size=3 and layout='contiguous'; "
+        "pad first: positions.pad(12).shard(…)",
+    ),
+    (lambda: POSITIONS.shard(2, 2), "rank: got 2, want <= 1"),
+    (lambda: POSITIONS.shard(-1, 2), "rank: got -1, want >= 0"),
+    (lambda: POSITIONS.shard(0, 0), "world_size: got 0, want >= 1"),
+    (lambda: POSITIONS.shard(0, 2**70), f"world_size: got {2**70}, want <= 2147483647"),
+    (lambda: POSITIONS.shard(0, 1, "ring"), "layout: got 'ring', want one of 'zigzag', 'contiguous'"),
+    (lambda: POSITIONS.pad(5), "length: got 5, want >= 11, the length of document 0"),
+    (lambda: POSITIONS.pad([11, 3]), "length: got 3, want >= 4, the length of document 1"),
+    (lambda: POSITIONS.pad([20]), "length: got shape (1,), want (2,)"),
+    (lambda: POSITIONS.pad(-1), "length: got -1, want >= 0"),
+    (lambda: POSITIONS.pad(2**31), "length: got 2147483648, want <= 2147483647"),
+    (lambda: POSITIONS.pad(20.0), "length: got 20.0, want an integer"),
+    (lambda: POSITIONS.pad(20, "up"), "side: got 'up', want one of 'left', 'right'"),
+    (lambda: POSITIONS.padded([11, 12]), "length: got [11, 12], want an integer"),
+    (lambda: POSITIONS.padded(5), "length: got 5, want >= 11, the length of document 0"),
+    (lambda: POSITIONS.explain(15), "token: got 15, want <= 14"),
+    (lambda: POSITIONS.explain(-1), "token: got -1, want >= 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), [*PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
+)
+def test_invalid_input(call: Callable[[], Any], message: str) -> None:
+    assert refused(InvalidInputError, call) == message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: from_arrays([0], [[1], [1, 2], [1]], [0, 1]),
+        lambda: place(SEGMENTS, start=[[1], [1, 2]]),
+        lambda: POSITIONS.decode([[1], [1, 2]]),
+        lambda: SegmentTable.from_input_ids([[1], [1, 2]], image_token_id=0),
+    ],
+)
+def test_ragged_lists(call: Callable[[], Any]) -> None:
+    assert "got list, want an array of numbers on the host" in refused(InvalidInputError, call)
+
+
+LIMITS: list[Refusal] = [
+    (
+        lambda: from_documents([[Text(1), Grid(2**16, 2**15)]]),
+        "segment 1: got 2147483648 tokens, want at most 2**31 - 1 in one segment",
+    ),
+    (
+        lambda: from_documents([[Grid(2**16, 2**15 - 1, row_separator=True)]]),
+        "segment 0: got 2147483648 tokens, want at most 2**31 - 1 in one segment",
+    ),
+    (
+        lambda: from_arrays([1], ONE * (2**63 - 1), [0, 1], row_separator=[True]),
+        f"segment 0: got {2.0**63 * 2.0**63 * 2.0**63:.0f} tokens, want at most 2**31 - 1 in one segment",
+    ),
+    (
+        lambda: from_arrays([1], [[1], [1], [2**63 - 1]], [0, 1], row_separator=[True]),
+        f"segment 0: got {2**63} tokens, want at most 2**31 - 1 in one segment",
+    ),
+    (
+        lambda: placed([Text(2)], "flatten", 2**31 - 1),
+        "documents[0], token 0: got id 2147483648, want ids within int32",
+    ),
+    (
+        lambda: placed([Text(2**31 - 1), Text(2)], "flatten"),
+        "documents[0], token 2147483647: got id 2147483648, want ids within int32",
+    ),
+    (
+        lambda: placed([Text(2**31 - 1), Text(1), Text(3)], "flatten"),
+        "documents[0], token 2147483648: got id 2147483648, want ids within int32",
+    ),
+    (
+        lambda: placed([Grid(3, 3)], "videorope", -(2**31)),
+        "documents[0], token 0: got id -2147483649, want ids within int32",
+    ),
+    (
+        lambda: placed([Text(1), Grid(30000, 30000)], "rope-tie", 2**31 - 9),
+        "documents[0], token 1: got id 3047513639, want ids within int32",
+    ),
+    (
+        lambda: placed([Text(2), Grid(1, 1, frames=4, seconds_per_frame=2**29)], "mrope-qwen2.5"),
+        "documents[0], token 4: got id 2147483650, want ids within int32",
+    ),
+    (
+        lambda: placed([Grid(1, 1, frames=2**31 - 1)], MRopeQwen25(tokens_per_second=3)),
+        "mrope-qwen2.5: got a last frame 6442450938 ids after the first, want ids within int32",
+    ),
+    (
+        lambda: placed(
+            [Grid(1, 1, frames=2**31 - 1, seconds_per_frame=2**31 - 1)], MRopeQwen25(tokens_per_second=2**31 - 1)
+        ),
+        "mrope-qwen2.5: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32",
+    ),
+    (
+        lambda: placed([Grid(46340, 46341)], "rope-tie-fractional"),
+        "documents[0], token 0: got denominator 2147534622, want below 2**31",
+    ),
+    (
+        lambda: placed([Text(1)], "flatten", 2**31 - 1).decode(),
+        "documents[0]: got id 2147483648, want at most 2**31 - 1",
+    ),
+    (
+        lambda: place(from_documents([[Text(1)]] * 2), start=[0, 2**31 - 9]).decode(20),
+        "documents[1]: got id 2147483659, want at most 2**31 - 1",
+    ),
+    (
+        lambda: grid(1, 1, seconds_per_frame=10**400),
+        f"Grid.seconds_per_frame: got {10**400}, want a numerator and a denominator below 2**31",
+    ),
+    (
+        lambda: grid(1, 1, seconds_per_frame=1e300),
+        "Grid.seconds_per_frame: got 1e+300, want a numerator and a denominator below 2**31",
+    ),
+    (
+        lambda: grid(1, 1, seconds_per_frame=Fraction(1, 2**31)),
+        "Grid.seconds_per_frame: got 1/2147483648, want a numerator and a denominator below 2**31",
+    ),
+    (
+        lambda: MRopeQwen25(tokens_per_second=2**31),
+        "MRopeQwen25.tokens_per_second: got 2147483648, want terms below 2**31",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), LIMITS, ids=label)
+def test_limits(call: Callable[[], Any], message: str) -> None:
+    assert refused(LimitExceededError, call) == message
+
+
+UNSUPPORTED: list[Refusal] = [
+    (
+        lambda: placed([Grid(1, 1), Text(1)], "grid-2d"),
+        "documents[0][1]: got text, want grids only in scheme 'grid-2d'",
+    ),
+    (
+        lambda: placed([Grid(3, 2)], Grid2D(order="merged", spatial_merge_size=2)),
+        "grid-2d: got a grid whose sides spatial_merge_size=2 does not divide, want whole blocks",
+    ),
+    (lambda: place(SEGMENTS, "rows", [0, 1]), "start: got one per document, want one integer: rows cannot be resumed"),
+    (
+        lambda: place(from_documents([[Grid(1, 1)]]), "grid-2d", [3]),
+        "start: got one per document, want one integer: grid-2d cannot be resumed",
+    ),
+    (lambda: ROWS.next_positions, "next_positions: got a table of rows, want a scheme with one cursor to go on from"),
+    (lambda: ROWS.deltas, "deltas: got a table of rows, want a scheme with one cursor to go on from"),
+    (lambda: ROWS.decode(), "next_positions: got a table of rows, want a scheme with one cursor to go on from"),
+    (
+        lambda: ROWS.window([0], [10], [2]),
+        "next_positions: got a table of rows, want a scheme with one cursor to go on from",
+    ),
+    (
+        lambda: placed([Grid(1, 1)], "grid-2d").decode(2),
+        "next_positions: got a table of grid-2d, want a scheme with one cursor to go on from",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
+def test_what_a_scheme_does_not_define(call: Callable[[], Any], message: str) -> None:
+    assert refused(UnsupportedError, call) == message
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().frames])
+def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
+    segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=3)]])
+    if name == "grid-2d":
+        return
+    message = f"documents[1][2]: got a grid with frames, want one grid per frame, or axes=3 in scheme '{name}'"
+    assert refused(UnsupportedError, lambda: place(segments, name)) == message
+
+
+def test_which_schemes_take_frames_and_separators() -> None:
+    flat = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "rows", "naive-2d", "mrope-qwen3"}
+    assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
+    separated = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten"}
+    assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().row_separators])
+def test_row_separators_where_there_is_no_place_for_them(name: str) -> None:
+    segments = from_documents([[Grid(1, 1), Grid(1, 2, row_separator=True)]])
+    message = f"documents[0][1]: got a grid with row separators, want none in scheme '{name}'"
+    assert refused(UnsupportedError, lambda: place(segments, name)) == message
+
+
+TOUCHING = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 1), Grid(2, 2)]])
+TIES = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_grids_that_touch_are_refused_in_the_tie_family(name: str) -> None:
+    message = (
+        f"documents[1][3]: got a grid right after a grid, want text between them in {name} "
+        "(markers such as [IMG] and [/IMG] do), or strict=False"
+    )
+    assert refused(InvalidInputError, lambda: place(TOUCHING, name)) == message
+    assert place(TOUCHING, name, strict=False).num_tokens == 8
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in TIES])
+def test_grids_may_touch_in_every_other_scheme(name: str) -> None:
+    segments = from_documents([[Grid(1, 1), Grid(2, 2)]])
+    assert place(segments, name).num_tokens == 5
+    assert "documents[0][1]: got a grid right after" in refused(
+        InvalidInputError, lambda: place(segments, name, strict=True)
+    )
+
+
+def test_grids_of_two_documents_do_not_touch() -> None:
+    positions: PositionTable = place(from_documents([[Grid(1, 1)], [Grid(1, 1)]]), strict=True)
+    assert positions.dense().tolist() == [[1, 1], [1, 1]]
+
+
+def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
+    assert refused(InvalidInputError, lambda: NOTHING.explain(0)) == "token: got 0, want <= -1"
+    assert refused(InvalidInputError, lambda: NOTHING.window([0], [0], [1])) == "documents[0]: got 0, want <= -1"

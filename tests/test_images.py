@@ -1,0 +1,759 @@
+"""Images: sizes that fit exactly, every source and format decoded right, and bad files refused before they cost."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import skimage.data
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFile, ImageOps
+from torchvision.transforms import InterpolationMode  # type: ignore[import-untyped]
+from torchvision.transforms.v2.functional import resize  # type: ignore[import-untyped]
+
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.images import ImageProcessor, ImageSize
+from mmpos.images.decode import decode
+from mmpos.images.guard import guarded
+from mmpos.images.headers import Header
+from mmpos.segments import Grid
+
+BACKENDS = ["torchvision", "pillow"]
+PHOTOS = ["astronaut", "chelsea", "coffee"]
+Pixels = npt.NDArray[Any]
+
+
+def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
+    """A processor that leaves sides that are multiples of 4 alone."""
+    return ImageProcessor(backend, **{"patch_size": 4, "spatial_merge_size": 1, "min_pixels": 0} | options)
+
+
+def pixels(image: Any, backend: str = "pillow", **options: Any) -> Pixels:
+    """What a processor makes of an image, put together again from its 4 x 4 patches."""
+    processed = exact(backend, **options).process(image)
+    assert processed.patches is not None
+    rows = processed.patches.reshape(processed.grid.height, processed.grid.width, 4, 4, 3)
+    return rows.swapaxes(1, 2).reshape(processed.grid.height * 4, processed.grid.width * 4, 3)
+
+
+def photo(name: str = "chelsea", size: tuple[int, int] = (64, 48)) -> Image.Image:
+    path = Path(skimage.data.__file__).parent / f"{name}.png"
+    return Image.open(path).convert("RGB").resize(size)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def exif(orientation: int) -> bytes:
+    block = Image.Exif()
+    block[0x0112] = orientation
+    return block.tobytes()
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after: bytes = b"") -> bytes:
+    """A PNG written by hand from rows of bytes: Pillow writes neither 16-bit colour nor damage."""
+    height, width = samples.shape[:2]
+    big = samples.astype(">u2") if depth == 16 else samples
+    bits = np.unpackbits(big.view(np.uint8).reshape(height, -1, 1), axis=2)
+    packed = np.packbits(bits[..., -min(depth, 8) :].reshape(height, -1), axis=1)
+    rows = b"".join(b"\0" + row.tobytes() for row in packed)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(rows)) + after + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + header + before + data
+
+
+GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "want"),
+    [
+        ((768, 1024), (756, 1036)),
+        ((28, 112), (28, 112)),
+        ((1, 1), (56, 56)),
+        ((14, 300), (28, 308)),
+        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves go to the even side, as in Transformers
+        ((4000, 3000), (1148, 840)),
+        ((10, 2000), (28, 1988)),
+        ((40, 8000), (28, 5600)),  # one token of 40 pixels: no thinner than 1 to 200
+    ],
+)
+def test_fit_of_known_sizes(size: tuple[int, int], want: tuple[int, int]) -> None:
+    assert ImageProcessor().fit(*size) == want
+
+
+def test_a_thin_image_keeps_the_budget_though_its_short_side_is_raised_to_one_token() -> None:
+    assert ImageProcessor(max_tokens=16).fit(10, 1900) == (28, 16 * 28)
+    assert ImageProcessor(max_tokens=16).fit(1900, 10) == (16 * 28, 28)
+    assert ImageProcessor(max_tokens=1).fit(3000, 4000) == (28, 28)
+
+
+def test_fit_is_exact_where_floats_round_over_the_minimum() -> None:
+    assert ImageProcessor().fit(19, 76) == (28, 112)  # with floats it is 84 x 140
+
+
+def test_the_maximum_wins_where_rounding_cannot_keep_both() -> None:
+    processor = exact(min_pixels=16 * 97, max_pixels=16 * 97)  # 97 tokens: a prime
+    assert processor.fit(300, 400) == (32, 48)  # 8 x 12; one more row or column would be over 97
+    assert exact(min_pixels=16 * 99, max_pixels=16 * 99).fit(300, 400) == (36, 44)  # 9 x 11
+
+
+@st.composite
+def processors(draw: st.DrawFn) -> ImageProcessor:
+    patch, merge = draw(st.integers(1, 16)), draw(st.integers(1, 3))
+    most = draw(st.integers((patch * merge) ** 2, 40 * (patch * merge) ** 2))
+    return ImageProcessor(
+        patch_size=patch,
+        spatial_merge_size=merge,
+        min_pixels=draw(st.integers(0, most)),
+        max_pixels=most,
+        max_tokens=draw(st.none() | st.integers(1, 50)),
+        max_aspect_ratio=draw(st.sampled_from([1, 2, 7, 200])),
+    )
+
+
+@st.composite
+def processors_and_sizes(draw: st.DrawFn) -> tuple[ImageProcessor, int, int]:
+    processor, short = draw(processors()), draw(st.integers(1, 500))
+    long = draw(st.integers(short, short * processor.max_aspect_ratio))
+    return (processor, short, long) if draw(st.booleans()) else (processor, long, short)
+
+
+@given(processors_and_sizes())
+def test_fit_keeps_multiples_and_maxima_and_is_idempotent_and_symmetric(case: tuple[ImageProcessor, int, int]) -> None:
+    processor, height, width = case
+    fitted = processor.fit(height, width)
+    factor = processor.patch_size * processor.spatial_merge_size
+    tokens = fitted[0] // factor * (fitted[1] // factor)
+    assert fitted[0] % factor == fitted[1] % factor == 0
+    assert 0 < fitted[0] * fitted[1] <= processor.max_pixels
+    assert processor.max_tokens is None or tokens <= processor.max_tokens
+    assert max(fitted) <= processor.max_aspect_ratio * min(fitted)
+    assert processor.fit(*fitted) == fitted
+    assert processor.fit(width, height) == fitted[::-1]
+    assert processor.grid(height, width) == Grid(fitted[0] // factor, fitted[1] // factor)
+
+
+@given(processors_and_sizes())
+def test_fit_is_below_the_minimum_only_if_one_token_more_is_too_many(case: tuple[ImageProcessor, int, int]) -> None:
+    processor, height, width = case
+    factor = processor.patch_size * processor.spatial_merge_size
+    short, long = sorted(side // factor for side in processor.fit(height, width))
+    most = min(processor.max_pixels // factor**2, processor.max_tokens or 10**9)
+    if short * long * factor**2 < processor.min_pixels and height != width:
+        assert short * (long + 1) > most or long + 1 > processor.max_aspect_ratio * short
+        assert (short + 1) * long > most or short == long
+    if height == width:
+        assert short == long
+
+
+def test_fit_refuses_what_is_no_size() -> None:
+    processor = ImageProcessor()
+    with pytest.raises(InvalidInputError, match=r"image\.height: got 0, want >= 1"):
+        processor.fit(0, 5)
+    with pytest.raises(InvalidInputError, match=r"image\.width: got -1, want >= 1"):
+        processor.grid(5, -1)
+    with pytest.raises(InvalidInputError, match=r"image\.width: got 5\.0, want an integer"):
+        processor.fit(5, 5.0)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
+        processor.fit(1, 201)
+    assert processor.fit(1, 200)[0] == 28
+
+
+# Patches
+
+
+def patches_one_by_one(image: Pixels, patch: int, merge: int, order: str) -> list[Pixels]:
+    rows, columns = image.shape[0] // patch, image.shape[1] // patch
+    places = [(row, column) for row in range(rows) for column in range(columns)]
+    if order == "merged":
+        places.sort(key=lambda at: (at[0] // merge, at[1] // merge, at[0] % merge, at[1] % merge))
+    return [image[patch * r : patch * (r + 1), patch * c : patch * (c + 1)] for r, c in places]
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from(["raster", "merged"])
+)
+def test_patches_are_those_cut_one_by_one(patch: int, merge: int, rows: int, columns: int, order: str) -> None:
+    shape = (rows * patch * merge, columns * patch * merge, 3)
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    processor = ImageProcessor(
+        "pillow", patch_size=patch, spatial_merge_size=merge, min_pixels=0, order=order, max_pixels=10**6
+    )
+    processed = processor.process(image)
+    assert processed.patches is not None
+    assert processed.grid == Grid(rows, columns)
+    assert len(processed.patches) == rows * columns * merge**2
+    np.testing.assert_array_equal(processed.patches, patches_one_by_one(image, patch, merge, order))
+
+
+def test_merged_order_by_hand() -> None:
+    image = np.arange(8, dtype=np.uint8).reshape(2, 4)
+    options = {"patch_size": 1, "spatial_merge_size": 2, "min_pixels": 0}
+    merged = ImageProcessor("pillow", order="merged", **options).process(image)  # type: ignore[arg-type]
+    raster = ImageProcessor("pillow", order="raster", **options).process(image)  # type: ignore[arg-type]
+    assert merged.patches is not None
+    assert raster.patches is not None
+    assert merged.patches[:, 0, 0, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert raster.patches[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_patches_belong_to_the_caller(backend: str) -> None:
+    image = np.zeros((4, 4, 3), np.uint8)
+    image.flags.writeable = False
+    patches = exact(backend).process(image).patches
+    assert patches is not None
+    assert patches.flags.c_contiguous
+    assert not np.shares_memory(patches, image)
+    patches[...] = 9
+    assert image.max() == 0
+
+
+def test_float32_is_normalised_with_mean_and_std() -> None:
+    got = pixels(GRADIENT, dtype="float32", mean=(0.1, 0.2, 0.3), std=(0.5, 1, 2))
+    assert got.dtype == np.float32
+    want = (GRADIENT / 255 - np.array([0.1, 0.2, 0.3])) / np.array([0.5, 1, 2])
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+# Sources
+
+SAME = {
+    "RGB array": GRADIENT,
+    "strided array": np.repeat(GRADIENT, 2, axis=1)[:, ::2],
+    "Pillow image": Image.fromarray(GRADIENT),
+    "tensor": torch.from_numpy(GRADIENT.copy()).permute(2, 0, 1),
+    "PNG bytes": encoded(Image.fromarray(GRADIENT), "PNG"),
+    "bytearray": bytearray(encoded(Image.fromarray(GRADIENT), "PNG")),
+    "memoryview": memoryview(encoded(Image.fromarray(GRADIENT), "PNG")),
+    "uint16 array": GRADIENT.astype(np.uint16) * 257,
+    "big-endian array": (GRADIENT.astype(np.uint16) * 257).astype(">u2"),
+    "RGBA array": np.dstack([GRADIENT, np.full((4, 8), 255, np.uint8)]),
+    "RGBA tensor": torch.from_numpy(np.dstack([GRADIENT, np.full((4, 8), 255, np.uint8)])).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SAME)
+def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
+    np.testing.assert_array_equal(pixels(SAME[name], backend), GRADIENT)
+    assert exact(backend).inspect(SAME[name]) == ImageSize(4, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gray_sources_are_repeated_over_the_colours(backend: str) -> None:
+    gray = GRADIENT[..., 0]
+    want = np.dstack([gray] * 3)
+    for image in (gray, gray[..., None], torch.tensor(gray), torch.tensor(gray)[None], Image.fromarray(gray)):
+        np.testing.assert_array_equal(pixels(image, backend), want)
+
+
+def test_a_path_reads_as_its_bytes_and_hashes_alike(tmp_path: Path) -> None:
+    data = encoded(photo(), "JPEG")
+    path = tmp_path / "photo.bin"
+    path.write_bytes(data)
+    from_path, from_bytes = exact().process(path), exact().process(data)
+    assert from_path.content_hash == from_bytes.content_hash == hashlib.sha256(data).hexdigest()
+    np.testing.assert_array_equal(from_path.patches, from_bytes.patches)
+    assert exact().inspect(path) == ImageSize(48, 64)
+
+
+def test_hashes_of_pixels_depend_on_type_shape_and_content() -> None:
+    def digest(image: Any) -> str | None:
+        return exact().process(image).content_hash
+
+    zeros = np.zeros((4, 8), np.uint8)
+    palette = Image.new("P", (8, 4))
+    palette.putpalette([9, 9, 9])
+    turned = Image.new("L", (8, 4))
+    turned.info["exif"] = exif(3)
+    different = [zeros, zeros.reshape(8, 4), zeros + 1, np.zeros((4, 4), np.uint16), Image.new("L", (8, 4))]
+    different += [palette, Image.new("P", (8, 4)), turned, torch.zeros(3, 4, 8, dtype=torch.uint8)]
+    assert len({digest(image) for image in different}) == len(different)
+    assert digest(np.zeros((4, 8, 3), np.uint8)) == digest(torch.zeros(3, 4, 8, dtype=torch.uint8))
+    assert digest(np.full((4, 4), 5, ">u2")) == digest(np.full((4, 4), 5, "<u2"))
+    header = hashlib.sha256(b"('uint8', (4, 8))" + bytes(32))
+    assert digest(zeros) == header.hexdigest()
+
+
+def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
+    processed = ImageProcessor().process(ImageSize(768, 1024))
+    assert processed.patches is None
+    assert processed.content_hash is None
+    assert (processed.grid, processed.size, processed.source_size) == (Grid(27, 37), (756, 1036), ImageSize(768, 1024))
+    assert ImageProcessor().inspect(ImageSize(3, 4)) == ImageSize(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("photo.jpg", "got the text 'photo.jpg', want pathlib.Path"),
+        (None, "image: got NoneType, want a path"),
+        ([[1]], "image: got list, want a path"),
+        (np.zeros((4, 4, 2), np.uint8), r"got shape \(4, 4, 2\), want \(h, w\) or \(h, w, 1 \| 3 \| 4\)"),
+        (np.zeros((3, 4, 4, 1), np.uint8), r"got shape \(3, 4, 4, 1\)"),
+        (np.zeros((4, 4)), "got dtype float64, want uint8 or uint16"),
+        (np.zeros((4, 4), bool), "got dtype bool"),
+        (np.zeros((0, 4), np.uint8), r"image\.height: got 0, want >= 1"),
+        (Image.new("RGB", (0, 4)), r"image\.width: got 0, want >= 1"),
+        (Image.new("F", (4, 4)), "mode 'F', want samples of 8 or 16 bits"),
+        (Image.new("I", (4, 4)), "mode 'I'"),
+        (torch.zeros(5, 4, 3, dtype=torch.uint8), r"got shape \(5, 4, 3\), want \(h, w\) or \(1 \| 3 \| 4, h, w\)"),
+        (torch.zeros(3, 4, 4), "got a tensor of torch.float32, want torch.uint8"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8, device="meta"), "got a tensor on meta"),
+        (torch.zeros(4, 4, dtype=torch.uint8).to_sparse(), "got a tensor on cpu, torch.sparse_coo"),
+        (Path("/no/such/file"), "'/no/such/file', want a file that can be read .*No such file"),
+        (Path("/"), "Is a directory"),
+        (Path("a\0b"), "null byte"),
+        (b"", "got an empty file"),
+        (b"BM not one of the four", "got an unknown format starting with b'BM"),
+    ],
+)
+def test_what_is_no_image_is_refused(image: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        exact().process(image)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret.png"
+    path.touch(mode=0)
+    with pytest.raises(InvalidInputError, match="Permission denied"):
+        exact().inspect(path)
+
+
+# Formats
+
+RGBA = np.dstack([GRADIENT, np.arange(32, dtype=np.uint8).reshape(4, 8) * 8])
+NOISE = np.random.default_rng(1).integers(0, 65536, (8, 8, 4), dtype=np.uint16)
+
+
+def over(rgb: Pixels, alpha: Pixels, background: tuple[int, int, int] = (255, 255, 255)) -> Pixels:
+    part = alpha[..., None] / 255
+    return np.rint(rgb * part + np.array(background) * (1 - part)).astype(np.uint8)
+
+
+def eight(samples: Pixels) -> Pixels:
+    return np.rint(samples * 255.0 / 65535).astype(np.uint8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("background", [(255, 255, 255), (0, 100, 200)])
+def test_alpha_shows_the_background(backend: str, background: tuple[int, int, int]) -> None:
+    want = over(GRADIENT, RGBA[..., 3], background)
+    image = Image.fromarray(RGBA)
+    for source in (RGBA, image, encoded(image, "PNG"), encoded(image, "WEBP", lossless=True, exact=True)):
+        np.testing.assert_array_equal(pixels(source, backend, background=background), want)
+
+
+def test_transparent_palette_and_gray_and_bilevel_images() -> None:
+    palette = Image.fromarray(np.tile(np.arange(4, dtype=np.uint8), (4, 1)))
+    palette = Image.frombytes("P", (4, 4), palette.tobytes())
+    palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
+    row = [[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9]]
+    opaque = np.array([row] * 4)
+    keyed = np.array([[row[0], [255] * 3, row[2], row[3]]] * 4)
+    half = np.array([[[255, 127, 127], [0, 255, 0], [255] * 3, row[3]]] * 4)
+    np.testing.assert_array_equal(pixels(encoded(palette, "PNG")), opaque)
+    np.testing.assert_array_equal(pixels(encoded(palette, "PNG", transparency=1)), keyed)
+    np.testing.assert_array_equal(pixels(encoded(palette, "PNG", transparency=b"\x80\xff\x00")), half)
+    np.testing.assert_array_equal(pixels(encoded(palette, "GIF", transparency=1)), keyed)
+    gray_alpha = Image.fromarray(RGBA).convert("LA")
+    level, alpha = (np.asarray(band) for band in gray_alpha.split())
+    np.testing.assert_array_equal(pixels(encoded(gray_alpha, "PNG")), over(np.dstack([level] * 3), alpha))
+    bilevel = Image.fromarray(np.eye(4, dtype=np.uint8) * 255).convert("1")
+    np.testing.assert_array_equal(pixels(encoded(bilevel, "PNG")), np.dstack([np.eye(4) * 255] * 3))
+
+
+@pytest.mark.parametrize(("depth", "step"), [(1, 255), (2, 85), (4, 17), (8, 1)])
+def test_gray_of_few_bits_is_stretched_and_one_level_may_be_transparent(depth: int, step: int) -> None:
+    levels = np.arange(16, dtype=np.uint8).reshape(4, 4) & 2**depth - 1
+    want = np.dstack([levels * step] * 3)
+    np.testing.assert_array_equal(pixels(png(levels, 0, depth)), want)
+    keyed = png(levels, 0, depth, before=chunk(b"tRNS", b"\0\1"))
+    want[levels == 1] = 0
+    np.testing.assert_array_equal(pixels(keyed, background=(0, 0, 0)), want)
+
+
+def test_gray_of_16_bits_is_rounded_for_every_level() -> None:
+    levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    want = np.dstack([eight(levels)] * 3)
+    for source in (levels, png(levels, 0, 16), Image.fromarray(levels)):
+        np.testing.assert_array_equal(pixels(source), want)
+
+
+def test_colour_of_16_bits_is_rounded_and_not_cut() -> None:
+    rgb, rgba, gray_alpha = NOISE[..., :3], NOISE, NOISE[..., 2:]
+    np.testing.assert_array_equal(pixels(png(rgb, 2, 16)), eight(rgb))
+    np.testing.assert_array_equal(pixels(rgb), eight(rgb))
+    np.testing.assert_array_equal(pixels(png(rgba, 6, 16)), over(eight(rgb), eight(rgba[..., 3])))
+    want = over(np.dstack([eight(gray_alpha[..., 0])] * 3), eight(gray_alpha[..., 1]))
+    np.testing.assert_array_equal(pixels(png(gray_alpha, 4, 16)), want)
+
+
+def test_16_bit_images_may_have_a_transparent_colour() -> None:
+    want = eight(NOISE[..., :3])
+    want[0, 0] = 255
+    key = struct.pack(">HHH", *NOISE[0, 0, :3])
+    np.testing.assert_array_equal(pixels(png(NOISE[..., :3], 2, 16, before=chunk(b"tRNS", key))), want)
+    gray = np.dstack([eight(NOISE[..., 0])] * 3)
+    gray[0, 0] = 255
+    np.testing.assert_array_equal(pixels(png(NOISE[..., 0], 0, 16, before=chunk(b"tRNS", key[:2]))), gray)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
+def test_jpegs_decode_as_in_pillow(backend: str, options: dict[str, Any]) -> None:
+    data = encoded(photo(), "JPEG", **options)
+    want = np.asarray(Image.open(io.BytesIO(data))).astype(int)
+    assert np.abs(pixels(data, backend) - want).max() <= 3
+    gray = encoded(photo().convert("L"), "JPEG")
+    want = np.asarray(Image.open(io.BytesIO(gray)).convert("RGB")).astype(int)
+    assert np.abs(pixels(gray, backend) - want).max() <= 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_jpegs_of_printers_are_inverted_as_adobe_wants(backend: str) -> None:
+    colour = Image.new("RGB", (8, 8), (200, 100, 50))
+    assert np.abs(pixels(encoded(colour.convert("CMYK"), "JPEG"), backend) - np.array([200, 100, 50])).max() <= 3
+    # A YCCK file is a CMYK file whose first planes are YCbCr, and whose Adobe marker says so in its last byte.
+    bands = ImageOps.invert(colour).convert("YCbCr").split()
+    printer = Image.merge("CMYK", [*(ImageOps.invert(band) for band in bands), Image.new("L", (8, 8))])
+    data = bytearray(encoded(printer, "JPEG", quality=95))
+    data[data.index(b"Adobe") + 11] = 2
+    assert np.abs(pixels(data, backend) - np.array([200, 100, 50])).max() <= 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_webps_and_the_first_frames_of_gifs_decode_as_in_pillow(backend: str) -> None:
+    gif = encoded(photo().quantize(64), "GIF", save_all=True, append_images=[Image.new("P", (64, 48))])
+    animated = encoded(photo(), "WEBP", save_all=True, append_images=[Image.new("RGB", (64, 48))])
+    for data in (gif, animated, encoded(photo(), "WEBP"), encoded(photo(), "WEBP", lossless=True)):
+        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        np.testing.assert_array_equal(pixels(data, backend), want)
+        assert exact(backend).inspect(data) == ImageSize(48, 64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "Pillow"])
+def test_orientation_turns_sizes_and_pixels(kind: str, orientation: int, backend: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(photo(), "PNG" if kind == "Pillow" else kind, exif=exif(orientation), **options)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    source = Image.open(io.BytesIO(data)) if kind == "Pillow" else data
+    want = ImageSize(64, 48) if orientation >= 5 else ImageSize(48, 64)
+    assert exact(backend).inspect(source) == want
+    got = pixels(source, backend)
+    assert np.abs(got - np.asarray(upright).astype(int)).max() <= (3 if kind == "JPEG" else 0)
+    resized = ImageProcessor(backend).process(source)
+    np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
+
+
+def test_orientation_by_hand() -> None:
+    image = Image.fromarray(GRADIENT)
+    image.info["exif"] = b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0"
+    np.testing.assert_array_equal(pixels(image), np.rot90(GRADIENT, -1))
+
+
+def test_orientation_is_found_behind_the_pixels_of_a_png() -> None:
+    data = png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")))
+    assert exact().inspect(data) == ImageSize(8, 4)
+    np.testing.assert_array_equal(pixels(data), np.rot90(GRADIENT, -1))
+
+
+@pytest.mark.parametrize("block", [b"", b"Exif\0\0", b"Exif\0\0II*\0\xff\0\0\0", exif(6)[:20], exif(9), exif(0)])
+def test_damaged_exif_neither_warns_nor_turns(block: bytes) -> None:
+    for backend in BACKENDS:
+        data = encoded(photo(), "JPEG", exif=block, dpi=(72, 72))
+        assert exact(backend).process(data).source_size == ImageSize(48, 64)
+
+
+def test_what_lies_between_and_in_the_segments_of_a_jpeg_misleads_nobody() -> None:
+    data = encoded(photo(), "JPEG")
+    fake = b"\xff\xc0\0\x0b\x08\0\1\0\1\1\1\x11\0\xff\xda\0\2"
+    odd = b"\xff\xfe" + struct.pack(">H", 2 + len(fake)) + fake + b"junk\xff\0\xff\x01\xff\xff"
+    for backend in BACKENDS:
+        got = pixels(data[:2] + odd + data[2:], backend)
+        np.testing.assert_array_equal(got, pixels(data, backend))
+
+
+def test_notes_in_a_png_are_ignored_however_damaged() -> None:
+    notes = chunk(b"acTL", bytes(8)) + b"\0\0\0\4zTXtabcdBAD!" + chunk(b"iCCP", b"a\0\0no zlib")
+    np.testing.assert_array_equal(pixels(png(GRADIENT, 2, 8, before=notes)), GRADIENT)
+
+
+# Bad files
+
+
+def files() -> dict[str, bytes]:
+    image = photo()
+    return {
+        "JPEG": encoded(image, "JPEG"),
+        "progressive": encoded(image, "JPEG", progressive=True),
+        "CMYK": encoded(image.convert("CMYK"), "JPEG"),
+        "PNG": encoded(image, "PNG"),
+        "16-bit PNG": png(NOISE, 6, 16),
+        "WebP": encoded(image, "WEBP"),
+        "GIF": encoded(image.quantize(64), "GIF"),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tolerant", [False, True])
+@pytest.mark.parametrize("name", files())
+def test_a_truncated_file_never_gives_pixels(
+    name: str, tolerant: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", tolerant)
+    data = files()[name]
+    for length in [*range(1, len(data) - 3, 1 + len(data) // 40), len(data) - 3]:
+        with pytest.raises(InvalidInputError, match=r"^image: got "):
+            exact(backend).process(data[:length])
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is tolerant
+    with pytest.raises(InvalidInputError, match="truncated"):
+        exact(backend).process(data[: len(data) // 2])
+
+
+def test_errors_of_decoders_become_errors_of_mmpos_but_memory_runs_out_as_such() -> None:
+    with pytest.raises(LimitExceededError, match="over Pillow's own limit"), guarded("file"):
+        raise Image.DecompressionBombError("bomb")
+    with pytest.raises(InvalidInputError, match="truncated or corrupt file"), guarded("file"):
+        raise struct.error("short")
+    with pytest.raises(MemoryError), guarded("file"):
+        raise MemoryError
+
+
+def test_pixels_that_contradict_their_header_are_refused() -> None:
+    data = encoded(Image.fromarray(GRADIENT), "PNG")
+    with pytest.raises(InvalidInputError, match=r"got \(4, 8\) pixels, want \(8, 4\) as in its header"):
+        decode(data, Header("PNG", ImageSize(8, 4)), "pillow")
+
+
+def test_a_truncated_pillow_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    data = files()["JPEG"]
+    with pytest.raises(InvalidInputError, match="truncated or corrupt Pillow image"):
+        exact().process(Image.open(io.BytesIO(data[: len(data) // 2])))
+
+
+def test_truncated_files_stay_refused_while_another_decoder_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    first, second = guarded("first"), guarded("second")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    second.__exit__(None, None, None)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
+
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (PNG_START + chunk(b"IDAT", b""), "corrupt PNG with b'IDAT' at byte 8, want IHDR first"),
+        (png(GRADIENT, 2, 8).replace(b"IEND\xae", b"IEND\xaf"), "want its b'IEND' to match its checksum"),
+        (png(GRADIENT, 2, 8)[:60] + b"~" + png(GRADIENT, 2, 8)[61:], "b'IDAT' to match its checksum"),
+        (png(GRADIENT, 5, 8), "truncated or corrupt PNG file"),
+        (PNG_START + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""), r"image\.height: got 0"),
+        (b"\xff\xd8\xff\xd9", "corrupt JPEG, want pixels before its end"),
+        (b"\xff\xd8\xff\xda\0\2", "want a frame header before the pixels"),
+        (b"\xff\xd8\xff\xc0\0\x0b\x08\0\0\0\4\1\1\x11\0\xff\xda\0\2", r"image\.height: got 0"),
+        (b"RIFF\0\0\0\0WEBPVP8?" + bytes(20), "corrupt WebP starting with b'VP8\\?'"),
+        (b"GIF89a\4\0\4\0\0\0\0;", "GIF with no frame"),
+        (b"GIF89a\4\0\4\0\0\0\0,\0\0\0\0\4\0\4\0\0", "truncated or corrupt GIF"),
+    ],
+)
+def test_a_corrupt_file_is_refused(data: bytes, message: str) -> None:
+    for backend in BACKENDS:
+        with pytest.raises(InvalidInputError, match=message):
+            exact(backend).process(data)
+
+
+@given(st.sampled_from(sorted(files())), st.data())
+def test_damage_is_refused_or_decoded_but_never_another_error(name: str, data: st.DataObject) -> None:
+    damaged = bytearray(files()[name])
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    processor = exact("pillow")
+    with suppress(InvalidInputError, LimitExceededError):
+        assert processor.process(damaged).grid == processor.grid(*processor.inspect(damaged))
+
+
+def huge(kind: str) -> bytes:
+    """A small file that claims to hold 16383 x 16383 pixels."""
+    side = 16383
+    if kind == "PNG":
+        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        return PNG_START + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    if kind == "JPEG":
+        return b"\xff\xd8\xff\xc0" + struct.pack(">HBHHB", 8, 8, side, side, 3) + b"\xff\xda\0\2"
+    if kind == "GIF":
+        return struct.pack("<6sHHBBB", b"GIF89a", 4, 4, 0, 0, 0) + struct.pack("<cHHHHB", b",", 0, 0, side, side, 0)
+    if kind == "VP8X":
+        size = (side - 1).to_bytes(3, "little") * 2
+        return b"RIFF\0\0\0\0WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + size
+    if kind == "VP8L":
+        return b"RIFF\0\0\0\0WEBPVP8L" + struct.pack("<IBI", 5, 0x2F, side - 1 | side - 1 << 14) + bytes(9)
+    return b"RIFF\0\0\0\0WEBPVP8 " + struct.pack("<I6sHH", 10, b"\0\0\0\x9d\x01\x2a", side, side)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "VP8X", "VP8L", "VP8"])
+def test_a_bomb_is_refused_by_its_header(kind: str, backend: str) -> None:
+    message = "got 16383 x 16383 = 268402689 pixels, want <= 89478485"
+    with pytest.raises(LimitExceededError, match=message):
+        exact(backend).process(huge(kind))
+    with pytest.raises(LimitExceededError, match=message):
+        exact(backend).inspect(huge(kind))
+    assert exact(backend, max_source_pixels=16383**2).inspect(huge(kind)) == ImageSize(16383, 16383)
+
+
+@pytest.mark.parametrize("image", [GRADIENT, Image.fromarray(GRADIENT), ImageSize(4, 8)])
+def test_the_limit_holds_for_pixels_and_sizes_too(image: Any) -> None:
+    assert exact(max_source_pixels=32).process(image).grid == Grid(1, 2)
+    with pytest.raises(LimitExceededError, match="got 4 x 8 = 32 pixels, want <= 31"):
+        exact(max_source_pixels=31).process(image)
+
+
+@pytest.mark.parametrize("name", files())
+def test_the_limit_of_pillow_does_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = files()[name]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1600)  # Pillow would warn, and raise from twice as many on
+    assert exact().process(data).patches is not None
+    assert Image.MAX_IMAGE_PIXELS == 1600
+
+
+def test_a_thin_image_is_refused_by_its_header() -> None:
+    data = encoded(Image.new("L", (201, 1)), "PNG")
+    for door in (exact().process, exact().inspect):
+        with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
+            door(data)
+
+
+# The processor as a whole
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a_million(name: str) -> None:
+    data = encoded(photo(name, (1024, 768)), "JPEG", quality=90)
+    one, other = (ImageProcessor(backend).process(data) for backend in BACKENDS)
+    assert one.patches is not None
+    assert other.patches is not None
+    assert one.grid == other.grid == ImageProcessor().grid(768, 1024) == Grid(27, 37)
+    assert one.size == (756, 1036)
+    assert one.patches.shape == (27 * 37 * 4, 14, 14, 3)
+    apart = np.abs(one.patches.astype(int) - other.patches)
+    assert (apart > 3).mean() < 1e-5
+    assert apart.max() <= 5
+
+
+def test_each_backend_resizes_by_its_own_library() -> None:
+    image = np.asarray(photo())
+    by_pillow = Image.fromarray(image).resize((28, 20), Image.Resampling.BICUBIC)
+    by_torch = resize(torch.tensor(image).permute(2, 0, 1), [20, 28], InterpolationMode.BICUBIC, antialias=True)
+    options = {"max_pixels": 600}
+    np.testing.assert_array_equal(pixels(image, "pillow", **options), by_pillow)
+    np.testing.assert_array_equal(pixels(image, "torchvision", **options), by_torch.permute(1, 2, 0))
+    assert np.any(np.asarray(by_pillow) != by_torch.permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(height=st.integers(1, 60), width=st.integers(1, 60))
+def test_grids_of_pixels_are_those_of_sizes(backend: str, height: int, width: int) -> None:
+    processor = ImageProcessor(backend, patch_size=4, min_pixels=64, max_tokens=9)
+    processed = processor.process(np.zeros((height, width), np.uint8))
+    assert processed.patches is not None
+    assert processed.grid == processor.grid(height, width)
+    assert processed.size == processor.fit(height, width) == (processed.grid.height * 8, processed.grid.width * 8)
+    assert processed.patches.shape == (processed.grid.height * processed.grid.width * 4, 4, 4, 3)
+
+
+def test_inspecting_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [encoded(photo(), kind, exif=exif(6)) for kind in ("JPEG", "PNG", "WEBP")]
+    opened = Image.open(io.BytesIO(images[1]))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    for image in (*images, opened):
+        assert ImageProcessor().inspect(image) == ImageSize(64, 48)
+
+
+def test_a_processor_survives_pickling_and_compares_by_value() -> None:
+    processor = ImageProcessor("pillow", mean=np.array([0, 0.5, 1]), max_tokens=np.int64(9))  # type: ignore[arg-type]
+    copy = pickle.loads(pickle.dumps(processor))
+    assert copy == processor == ImageProcessor("pillow", mean=(0.0, 0.5, 1.0), max_tokens=9)
+    assert hash(copy) == hash(processor)
+    image = pickle.loads(pickle.dumps(copy.process(GRADIENT)))
+    np.testing.assert_array_equal(image.patches, processor.process(GRADIENT).patches)
+    assert tuple(pickle.loads(pickle.dumps(ImageSize(3, 4)))) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "opencv"}, "backend: got 'opencv', want one of 'torchvision', 'pillow'"),
+        ({"order": "column"}, "order: got 'column'"),
+        ({"dtype": "float16"}, "dtype: got 'float16'"),
+        ({"patch_size": 0}, "patch_size: got 0, want >= 1"),
+        ({"spatial_merge_size": 1.0}, r"spatial_merge_size: got 1\.0, want an integer"),
+        ({"min_pixels": -1}, "min_pixels: got -1, want >= 0"),
+        ({"max_pixels": 783}, "max_pixels: got 783, want >= 3136"),
+        ({"min_pixels": 0, "max_pixels": 783}, "max_pixels: got 783, want >= 784"),
+        ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
+        ({"max_source_pixels": 0}, "max_source_pixels: got 0, want >= 1"),
+        ({"max_aspect_ratio": 0}, "max_aspect_ratio: got 0, want >= 1"),
+        ({"mean": (1, 2)}, r"mean: got \(1, 2\), want three finite numbers"),
+        ({"mean": 0.5}, r"mean: got 0\.5, want three finite numbers"),
+        ({"mean": (0, 0, float("nan"))}, "mean: got"),
+        ({"std": (1, 0, 1)}, r"std: got \(1, 0, 1\), want three finite numbers > 0"),
+        ({"std": (1, float("inf"), 1)}, "std: got"),
+        ({"background": (0, 0, 256)}, "background: got 256, want <= 255"),
+        ({"background": (0, 0.5, 0)}, r"background: got 0\.5, want an integer"),
+    ],
+)
+def test_a_processor_checks_itself(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        ImageProcessor(**options)
+
+
+def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r'pip install "mmpos\[all\]"; backend="pillow" needs neither'):
+        ImageProcessor("torchvision").process(GRADIENT)
+    np.testing.assert_array_equal(pixels(GRADIENT, "torchvision"), GRADIENT)  # fits: nothing to resize
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r'pip install "mmpos\[pillow\]"'):
+        ImageProcessor("pillow").process(SAME["PNG bytes"])
+
+
+def test_importing_needs_numpy_alone() -> None:
+    code = "import sys, mmpos.images; sys.exit(bool({'PIL', 'torch', 'torchvision'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,326 @@
+"""from_input_ids: what a tokeniser's output says, against documents written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import Document, fields, settled
+
+from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, place
+from mmpos.segments import PAD
+
+IMAGE, VIDEO = 8, 9
+
+CONVERSIONS: list[Callable[..., Any]] = [list, np.asarray, torch.tensor, np.atleast_2d]
+
+
+class Tokens(NamedTuple):
+    """One tokenised document: its ids, the grids before merging, and the segments they stand for."""
+
+    ids: list[int]
+    images: list[list[int]]
+    videos: list[list[int]]
+    seconds: list[Fraction]
+    document: Document
+
+
+@st.composite
+def tokens(draw: st.DrawFn, merge: int, apart: bool) -> Tokens:
+    """A document of words, images and videos; grids may touch, frames apart have a timestamp between."""
+    made = Tokens([], [], [], [], [])
+    for kind in draw(st.lists(st.sampled_from(["text", "image", "video"]), min_size=1, max_size=5)):
+        if kind == "text":
+            write(made, Text(draw(st.integers(1, 4))), draw(st.integers(0, 7)))
+            continue
+        frames, height, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        raw = [frames, height * merge, width * merge]
+        if kind == "image":
+            made.images.append(raw)
+            write(made, Grid(height, width, frames=frames), IMAGE)
+            continue
+        seconds = draw(st.fractions(Fraction(1, 4), 3, max_denominator=4))
+        made.videos.append(raw)
+        made.seconds.append(seconds)
+        for _ in range(frames if apart else 1):
+            if apart:
+                write(made, Text(2), 1)
+            write(made, Grid(height, width, frames=1 if apart else frames, seconds_per_frame=seconds), VIDEO)
+    return made
+
+
+def write(made: Tokens, part: Text | Grid, token_id: int) -> None:
+    """Append a part and its tokens; text after text is one run."""
+    if isinstance(part, Text):
+        made.ids.extend([token_id] * part.length)
+        if made.document and isinstance(made.document[-1], Text):
+            part = Text(made.document.pop().extents[2] + part.length)
+    else:
+        made.ids.extend([token_id] * (part.frames * part.height * part.width))
+    made.document.append(part)
+
+
+def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
+    """What from_input_ids takes besides the ids."""
+    return {
+        "image_grid_thw": [grid for made in batch for grid in made.images] or None,
+        "video_grid_thw": [grid for made in batch for grid in made.videos] or None,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "spatial_merge_size": merge,
+        "seconds_per_frame": [time for made in batch for time in made.seconds],
+        "frames_apart": apart,
+    }
+
+
+@settled
+@given(st.data(), st.sampled_from([1, 2]), st.booleans())
+def test_packed_documents(data: st.DataObject, merge: int, apart: bool) -> None:
+    batch = data.draw(st.lists(tokens(merge, apart), min_size=1, max_size=3))
+    ids = [token for made in batch for token in made.ids]
+    cu_seqlens = np.cumsum([0, *(len(made.ids) for made in batch)])
+    convert = data.draw(st.sampled_from(CONVERSIONS))
+    segments = SegmentTable.from_input_ids(convert(ids), cu_seqlens=cu_seqlens, **arguments(batch, merge, apart))
+    assert fields(segments) == fields(SegmentTable.from_documents([made.document for made in batch]))
+
+
+@settled
+@given(st.data(), st.sampled_from([1, 2]), st.booleans())
+def test_one_document_in_one_row(data: st.DataObject, merge: int, apart: bool) -> None:
+    made = data.draw(tokens(merge, apart))
+    segments = SegmentTable.from_input_ids(made.ids, **arguments([made], merge, apart))
+    assert fields(segments) == fields(SegmentTable.from_documents([made.document]))
+
+
+@settled
+@given(st.data(), st.sampled_from([1, 2]), st.booleans())
+def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
+    batch = data.draw(st.lists(tokens(merge, apart), min_size=1, max_size=3))
+    width = max(len(made.ids) for made in batch) + data.draw(st.integers(0, 2))
+    filler = data.draw(st.sampled_from([0, IMAGE, VIDEO]))
+    ids = np.full((len(batch), width), filler)
+    mask = np.zeros_like(ids)
+    kind: list[int] = []
+    extents: list[tuple[int, ...]] = []
+    seconds: list[Fraction | None] = []
+    offsets = [0]
+    for row, made in enumerate(batch):
+        missing = width - len(made.ids)
+        left = data.draw(st.sampled_from([0, missing, missing // 2]))
+        ids[row, left : left + len(made.ids)] = made.ids
+        mask[row, left : left + len(made.ids)] = 1
+        for pad, part in [(left, None), *((0, part) for part in made.document), (missing - left, None)]:
+            if part is not None or pad:
+                kind.append(PAD if part is None else int(isinstance(part, Grid)))
+                extents.append((1, 1, pad) if part is None else part.extents)
+                seconds.append(part.seconds_per_frame if isinstance(part, Grid) else None)
+        offsets.append(len(kind))
+    got = SegmentTable.from_input_ids(
+        torch.tensor(ids) if data.draw(st.booleans()) else ids.tolist(),
+        attention_mask=torch.tensor(mask) if data.draw(st.booleans()) else mask.tolist(),
+        **arguments(batch, merge, apart),
+    )
+    times = [(0, 1) if time is None else (time.numerator, time.denominator) for time in seconds]
+    want = SegmentTable.from_arrays(
+        kind,
+        np.transpose(extents),
+        offsets,
+        seconds_per_frame=np.transpose(times) if any(seconds) else None,
+    )
+    assert fields(got) == fields(want)
+    ours = place(got, "mrope-qwen2.5", 3)
+    alone = place(SegmentTable.from_documents([made.document for made in batch]), "mrope-qwen2.5", 3)
+    dense = ours.dense().reshape(3, *mask.shape)
+    np.testing.assert_array_equal(dense[:, mask == 1], alone.dense())
+    np.testing.assert_array_equal(dense[:, mask == 0], 0)
+    assert ours.next_positions.tolist() == alone.next_positions.tolist()
+    assert ours.deltas.tolist() == alone.deltas.tolist()
+
+
+def test_rows_without_a_mask_are_documents() -> None:
+    segments = SegmentTable.from_input_ids([[1, IMAGE], [IMAGE, 2]], [[1, 1, 1]] * 2, image_token_id=IMAGE)
+    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1)], [Grid(1, 1), Text(1)]]))
+
+
+def test_without_a_video_token_every_other_id_is_text() -> None:
+    segments = SegmentTable.from_input_ids([VIDEO, IMAGE, 3], [[1, 1, 1]], image_token_id=IMAGE)
+    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]))
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "options"),
+    [
+        ([], {"cu_seqlens": [0]}),
+        (np.zeros((0, 4), int), {}),
+        (np.zeros((0, 0), int), {}),
+        (np.zeros((0, 4), int), None),
+    ],
+)
+def test_zero_documents(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
+    options = {"attention_mask": input_ids} if options is None else options
+    segments = SegmentTable.from_input_ids(input_ids, image_token_id=IMAGE, **options)
+    assert fields(segments) == fields(SegmentTable.from_documents([]))
+
+
+def test_masks_may_be_bools() -> None:
+    segments = SegmentTable.from_input_ids([[5, 5, 5]], image_token_id=IMAGE, attention_mask=[[False, True, True]])
+    assert segments.kind.tolist() == [PAD, 0]
+    assert segments.lengths.tolist() == [1, 2]
+
+
+def test_nothing_of_the_caller_is_written() -> None:
+    ids, mask, thw = np.array([[0, 1, IMAGE]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
+    copies = ids.copy(), mask.copy(), thw.copy()
+    SegmentTable.from_input_ids(ids, thw, image_token_id=IMAGE, attention_mask=mask)
+    for array, copy in zip((ids, mask, thw), copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+        assert array.flags.writeable
+
+
+def refused(input_ids: Any, *grids: Any, **options: Any) -> str:
+    """The message of the error."""
+    with pytest.raises(InvalidInputError) as error:
+        SegmentTable.from_input_ids(input_ids, *grids, **{"image_token_id": IMAGE, **options})
+    return str(error.value)
+
+
+def test_the_first_grid_that_does_not_fit_is_named() -> None:
+    ids = [1, IMAGE, IMAGE, 2, 3, IMAGE, IMAGE, IMAGE]
+    grids = [[1, 1, 2], [1, 2, 2]]
+    assert refused([*ids, 4], grids, cu_seqlens=[0, 4, 9]) == (
+        "image_grid_thw[1]: got a run of 3 placeholders at document 1, token 1, want 4 for 1x2x2 after merging"
+    )
+    assert refused([1, *[VIDEO] * 3], None, [[2, 2, 4]], video_token_id=VIDEO, spatial_merge_size=2) == (
+        "video_grid_thw[0]: got a run of 3 placeholders at document 0, token 1, want 4 for 2x1x2 after merging"
+    )
+
+
+def test_a_run_does_not_go_on_in_the_next_document() -> None:
+    assert refused([1, IMAGE, IMAGE, 1], [[1, 1, 2]], cu_seqlens=[0, 2, 4]) == (
+        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 1, want 2 for 1x1x2 after merging"
+    )
+    assert refused([[1, IMAGE], [IMAGE, 1]], [[1, 1, 2]]) == (
+        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 1, want 2 for 1x1x2 after merging"
+    )
+
+
+def test_another_merge_size_is_proposed_where_it_fits() -> None:
+    assert refused([1, *[IMAGE] * 4], [[1, 4, 4]]) == (
+        "image_grid_thw[0]: got a run of 4 placeholders at document 0, token 1, want 16 for 1x4x4 after merging"
+        " (fits with spatial_merge_size=2)"
+    )
+    assert refused([*[IMAGE] * 16, 1], [[1, 4, 4]], spatial_merge_size=2) == (
+        "image_grid_thw: got 1 grids, want more for 12 placeholders from document 0, token 4 on"
+        " (fits with spatial_merge_size=1)"
+    )
+
+
+def test_a_hint_never_hides_the_error() -> None:
+    """Without merging this grid is beyond the limit of a segment, which is no reason to speak of it."""
+    side = 2**16
+    assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
+        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 0, want 4 for 1x2x2 after merging"
+    )
+
+
+def test_missing_and_surplus_grids() -> None:
+    assert refused([1, IMAGE, 2, IMAGE], [[1, 1, 1]]) == (
+        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on"
+    )
+    assert refused([1, IMAGE]) == (
+        "image_grid_thw: got 0 grids, want more for 1 placeholders from document 0, token 1 on"
+    )
+    assert refused([1, IMAGE], [[1, 1, 1]] * 2) == (
+        "image_grid_thw[1]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"
+    )
+    assert refused([1, 2], [[1, 1, 1]]) == (
+        "image_grid_thw[0]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"
+    )
+
+
+def test_frames_apart_without_text_between_still_fit() -> None:
+    segments = SegmentTable.from_input_ids(
+        [VIDEO] * 4, None, [[2, 1, 2]], image_token_id=IMAGE, video_token_id=VIDEO, frames_apart=True
+    )
+    assert fields(segments) == fields(SegmentTable.from_documents([[Grid(1, 2), Grid(1, 2)]]))
+
+
+def test_a_video_of_absurd_length_costs_no_memory() -> None:
+    options = {"video_grid_thw": [[2**31 - 1, 1, 1]], "video_token_id": VIDEO, "frames_apart": True}
+    assert refused([1, VIDEO, 2], **options) == (
+        "video_grid_thw[0]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1], [1, 0, 1]], "attention_mask[1]: got a hole, want ones in one run, padded left or right"),
+        ([[1, 1, 1], [0, 0, 0]], "attention_mask[1]: got no tokens, want ones in one run, padded left or right"),
+        ([[1, 2, 1], [0, 0, 1]], "attention_mask: got values 0 to 2, want 0 and 1"),
+        ([[1, 1, 1]], "attention_mask: got int64 of shape (1, 3), want 0 and 1 of shape (2, 3)"),
+        ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want 0 and 1 of shape (2, 3)"),
+    ],
+)
+def test_masks_that_do_not_fit(mask: Any, message: str) -> None:
+    assert refused([[1, 1, 1], [1, 1, 1]], attention_mask=mask) == message
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 2], "cu_seqlens: got [0, 2], want 0 first and 3 tokens last"),
+        ([1, 3], "cu_seqlens: got [1, 3], want 0 first and 3 tokens last"),
+        ([], "cu_seqlens: got [], want 0 first and 3 tokens last"),
+        ([0, 2, 2, 3], "cu_seqlens[2]: got 2 after 2, want at least one token"),
+        ([0.0, 3.0], "cu_seqlens: got dtype float64, want integers"),
+    ],
+)
+def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
+    assert refused([1, 2, 3], cu_seqlens=cu_seqlens) == message
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "options", "message"),
+    [
+        (
+            [IMAGE],
+            {"image_grid_thw": [[1, 3, 2]], "spatial_merge_size": 2},
+            "image_grid_thw[0]: got (1, 3, 2), want height and width divisible by spatial_merge_size=2",
+        ),
+        ([IMAGE], {"image_grid_thw": [[1, 0, 2]]}, "image_grid_thw[0, 1]: got 0, want >= 1"),
+        ([IMAGE], {"image_grid_thw": [1, 1, 2]}, "image_grid_thw: got shape (3,), want (n, 3)"),
+        ([IMAGE], {"image_grid_thw": [[1.0, 1.0, 1.0]]}, "image_grid_thw: got dtype float64, want integers"),
+        ([IMAGE], {"spatial_merge_size": 0}, "spatial_merge_size: got 0, want >= 1"),
+        ([IMAGE], {"spatial_merge_size": 2**70}, f"spatial_merge_size: got {2**70}, want <= 2147483647"),
+        ([IMAGE], {"image_token_id": 8.0}, "image_token_id: got 8.0, want an integer"),
+        ([IMAGE], {"video_token_id": IMAGE}, "video_token_id: got 8, want another than image_token_id"),
+        ([1], {"video_grid_thw": [[1, 1, 1]]}, "video_token_id: got None, want the placeholder id of video_grid_thw"),
+        ([1], {"seconds_per_frame": [1.0]}, "seconds_per_frame: got 1 values, want 0, one per video"),
+        ([1], {"frames_apart": "yes"}, "frames_apart: got 'yes', want True or False"),
+        (
+            [1],
+            {"cu_seqlens": [0, 1], "attention_mask": [1]},
+            "cu_seqlens: got both cu_seqlens and attention_mask, want at most one",
+        ),
+        ([1.0], {}, "input_ids: got float64 of shape (1,), want integers (tokens,) or (batch, seq)"),
+        ([[[1]]], {}, "input_ids: got int64 of shape (1, 1, 1), want integers (tokens,) or (batch, seq)"),
+        ([], {}, "input_ids: got shape (0,), want at least one token in each document"),
+        (np.zeros((2, 0), int), {}, "input_ids: got shape (2, 0), want at least one token in each document"),
+    ],
+)
+def test_other_input_that_does_not_fit(input_ids: Any, options: dict[str, Any], message: str) -> None:
+    assert refused(input_ids, **options) == message
+
+
+def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
+    with pytest.raises(LimitExceededError) as error:
+        SegmentTable.from_input_ids([IMAGE], [[2**10, 2**11, 2**10]], image_token_id=IMAGE)
+    assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"

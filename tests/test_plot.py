@@ -1,0 +1,197 @@
+"""Pictures of placed tables: what is drawn, that it is really there, and that it is the same every time."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.placing import place
+from mmpos.plot import plot_positions
+from mmpos.plot.plane import read_plane
+from mmpos.positions import PositionTable
+from mmpos.schemes import SCHEMES
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents
+
+pytest.importorskip("matplotlib")
+
+BLUE, VERMILLION, TEXT = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x22, 0x22, 0x22)
+
+
+def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
+    return place(SegmentTable.from_documents(read_documents(specs)), scheme)
+
+
+def texts(path: Path) -> list[str]:
+    """The words of an SVG, in order."""
+    root = ElementTree.parse(path).getroot()
+    return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def colours(path: Path) -> dict[tuple[int, int, int], int]:
+    with Image.open(path) as picture:
+        red, green, blue = np.moveaxis(np.asarray(picture.convert("RGB")).astype(np.int64), 2, 0)
+    codes = np.bincount((red << 16 | green << 8 | blue).ravel())
+    return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
+
+
+def test_the_plane_holds_columns_right_and_rows_down() -> None:
+    plane = read_plane(table("3,2x3,2"), 0)
+    assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
+    (image,) = plane.images
+    assert image.points.tolist() == [[5, 8, 11, 5, 8, 11], [6, 6, 6, 10, 10, 10]]
+    assert (image.sides, image.square, image.upright, image.spacing) == ((2, 3, 1), (2, 14), True, 3)
+    assert image.gaps == ((Fraction(4), Fraction(3)),) * 2
+    assert image.label == "2×3\ngap (4, 3) on both sides"
+    assert plane.end.tolist() == [[16], [16]]
+    assert plane.bounds.tolist() == [[0, 16], [0, 16]]
+
+
+def test_gaps_are_exact_fractions() -> None:
+    (image,) = read_plane(table("1,2x3,2", scheme="rope-tie-fractional"), 0).images
+    assert image.gaps == ((Fraction(7, 3), Fraction(7, 4)),) * 2
+
+
+def test_gaps_that_differ_are_both_named() -> None:
+    (image,) = read_plane(table("4,4x10,4", scheme="naive-2d"), 0).images
+    assert image.label == "4×10\ngaps (1, 1) and (7, 1)"
+
+
+def test_an_image_at_the_end_reaches_to_the_next_position() -> None:
+    (image,) = read_plane(table("3,2x3"), 0).images
+    assert image.square == (2, 14)
+
+
+def test_an_image_at_the_start_has_no_text_before() -> None:
+    (image,) = read_plane(table("2x3,2"), 0).images
+    assert (image.square, image.label) == (None, "2×3")
+
+
+def test_one_axis_is_drawn_over_tokens() -> None:
+    plane = read_plane(table("1", "1,1x2,1", scheme="v2pe"), 1)
+    assert plane.names == ("token", "position id")
+    assert (plane.text.tolist(), plane.end.tolist()) == ([[0, 3], [0, 2]], [[4], [3]])
+    assert [image.points.tolist() for image in plane.images] == [[[1, 2], [0.25, 0.5]]]
+
+
+def test_three_axes_are_drawn_as_rows_and_columns() -> None:
+    (image,) = read_plane(table("1,2x1x3", scheme="mrope"), 0).images
+    assert image.points.tolist() == [[1, 2, 3, 1, 2, 3], [1, 1, 1, 1, 1, 1]]
+    assert image.label.startswith("2×1×3\n")
+
+
+def test_padding_and_cut_images_are_read() -> None:
+    plane = read_plane(table("3,2x3,2").slice(0, 7).pad(12), 0)
+    assert plane.text.shape == (2, 3)
+    assert [image.points.tolist() for image in plane.images] == [[[5, 8, 11, 5], [6, 6, 6, 10]]]
+
+
+def test_text_of_schemes_off_the_diagonal_is_text() -> None:
+    plane = read_plane(table("3,2x2,2", scheme="rows"), 0)
+    assert plane.text.tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 3, 3]]
+    assert plane.end.shape == (2, 0)
+
+
+def test_a_png_holds_every_part_in_its_colour(tmp_path: Path) -> None:
+    plot_positions(table("20,24x24,10,16x36,12"), tmp_path / "ids.png")
+    with Image.open(tmp_path / "ids.png") as picture:
+        assert (picture.format, picture.size) == ("PNG", (1600, 1160))
+        assert "Software" not in picture.info
+    found = colours(tmp_path / "ids.png")
+    assert [found.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
+
+
+def test_an_svg_names_axes_images_and_next_position(tmp_path: Path) -> None:
+    plot_positions(table("3,2x3,2"), tmp_path / "ids.svg", title="Three words")
+    words = texts(tmp_path / "ids.svg")
+    for line in (
+        "column id",
+        "row id (downwards, as in an image)",
+        "text: 5 tokens",
+        "gap (4, 3) on both sides",
+        "next position: 16",
+        "Three words",
+    ):
+        assert line in words
+
+
+def test_the_same_table_gives_the_same_bytes(tmp_path: Path) -> None:
+    positions = table("3,2x3,2")
+    for name in ("a.svg", "b.svg", "a.png", "b.png"):
+        plot_positions(positions, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert b"date" not in (tmp_path / "a.svg").read_bytes()
+
+
+def test_settings_of_the_caller_change_nothing_and_stay(tmp_path: Path) -> None:
+    import matplotlib
+
+    plot_positions(table("3"), tmp_path / "a.svg")
+    with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path"}):
+        plot_positions(table("3"), tmp_path / "b.svg")
+        assert matplotlib.rcParams["font.size"] == 30.0
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "grid-2d"])
+def test_every_scheme_can_be_drawn(tmp_path: Path, scheme: str) -> None:
+    plot_positions(table("2,2x3,1", scheme=scheme), tmp_path / "ids.svg")
+    words = texts(tmp_path / "ids.svg")
+    assert f"{scheme}: 9 tokens" in words
+    assert "text: 3 tokens" in words
+
+
+def test_documents_are_drawn_one_below_the_other(tmp_path: Path) -> None:
+    plot_positions(table("3", "2,4x4", "1"), tmp_path / "ids.png")
+    with Image.open(tmp_path / "ids.png") as picture:
+        assert picture.size == (1600, 3480)
+
+
+def test_fine_images_are_thinned_and_say_so(tmp_path: Path) -> None:
+    plot_positions(table("3,128x128,3,100x128,1000"), tmp_path / "ids.svg")
+    assert texts(tmp_path / "ids.svg").count("(1 in 2 rows and columns)") == 2
+    plot_positions(table("3,128x128,3"), tmp_path / "whole.svg")
+    assert not any("rows and columns" in line for line in texts(tmp_path / "whole.svg"))
+
+
+def test_many_images_are_counted_in_the_legend(tmp_path: Path) -> None:
+    plot_positions(table(",".join(["9,8x8"] * 12)), tmp_path / "ids.svg")
+    assert "and 5 more images" in texts(tmp_path / "ids.svg")
+
+
+def test_pictures_lie_under_their_images(tmp_path: Path) -> None:
+    red = np.zeros((8, 8, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
+    plot_positions(table("3,4x4,3"), tmp_path / "ids.png", pictures=[red])
+    reddish = sum(n for (r, g, b), n in colours(tmp_path / "ids.png").items() if r > 240 and 40 < g == b < 90)
+    assert reddish > 20_000
+
+
+@pytest.mark.parametrize(
+    ("specs", "path", "error", "message"),
+    [
+        (["3"], "ids.pdf", InvalidInputError, "path: got '.*ids.pdf', want a file ending in .png or .svg"),
+        (["3"], "no/ids.png", InvalidInputError, r"path: got '.*ids.png' \(No such .*\), want a path to write to"),
+        ([], "ids.png", InvalidInputError, "positions: got no document, want at least one to draw"),
+        (["3"] * 9, "ids.png", LimitExceededError, "positions: got 9 documents, want at most 8"),
+        (["1048577"], "ids.png", LimitExceededError, "positions: got 1048577 tokens, want at most 1048576"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    tmp_path: Path, specs: list[str], path: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plot_positions(table(*specs), tmp_path / path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_document_of_a_view_is_an_empty_square(tmp_path: Path) -> None:
+    empty = table("3", "2").take([3], [5])
+    plot_positions(empty, tmp_path / "ids.svg")
+    assert "document 1, rope-tie: 0 tokens" in texts(tmp_path / "ids.svg")

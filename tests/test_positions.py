@@ -1,0 +1,314 @@
+"""PositionTable: worked examples of every verb, and the forms that dense ids take."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import Document, exact, place_document, placed
+
+from mmpos import Grid, LimitExceededError, PositionTable, SegmentTable, Text, place
+from mmpos.schemes import RopeTie
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+DENSE = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15]]
+
+
+@pytest.fixture(name="one")
+def _one() -> PositionTable:
+    return placed([Text(3), Grid(2, 3), Text(2)], "rope-tie")
+
+
+@pytest.fixture(name="batch")
+def _batch() -> PositionTable:
+    documents: list[Document] = [[Text(3), Grid(2, 3), Text(2)], [Text(2)], [Text(1), Grid(1, 1)]]
+    return place(SegmentTable.from_documents(documents), "rope-tie", [0, 7, 100])
+
+
+def test_the_table_is_read_off_by_name(one: PositionTable) -> None:
+    assert one.table.tolist() == [
+        [0, 3, 9],
+        [0, 0, 0],
+        [1, 2, 1],
+        [3, 3, 2],
+        [1, 1, 1],
+        [0, 6, 14],
+        [0, 0, 0],
+        [0, 4, 0],
+        [1, 0, 1],
+        [0, 5, 14],
+        [0, 0, 0],
+        [0, 0, 0],
+        [1, 3, 1],
+    ]
+    assert one.documents.tolist() == [[0], [0], [16], [5]]
+    named = [one.offset, one.skip, one.height, one.width, one.denominator]
+    assert [row.tolist() for row in named] == one.table[:5].tolist()
+    assert one.origin.tolist() == [[0, 6, 14], [0, 5, 14]]
+    assert one.step_frame.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert one.step_row.tolist() == [[0, 4, 0], [0, 0, 0]]
+    assert one.step_col.tolist() == [[1, 0, 1], [1, 3, 1]]
+    assert (one.axes, one.num_segments, one.num_documents, one.num_tokens) == (2, 3, 1, 11)
+    assert (one.scheme, one.fractional) == ("rope-tie", False)
+
+
+def test_a_table_of_three_axes() -> None:
+    positions = placed([Grid(1, 2, frames=2)], RopeTie(axes=3), 1)
+    assert positions.origin.tolist() == [[6], [9], [6]]
+    assert positions.step_frame.tolist() == [[6], [0], [0]]
+    assert positions.step_row.tolist() == [[0], [9], [0]]
+    assert positions.step_col.tolist() == [[0], [0], [6]]
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "v2pe"])
+def test_tables_hold_integers_only(scheme: str) -> None:
+    positions = placed([Text(1), Grid(2, 3), Text(1)], scheme)
+    views = [positions, positions.slice(2, 4), positions.decode(1), positions.pad(20), positions.shard(0, 1)]
+    assert {array.dtype for view in views for array in (view.table, view.documents)} == {np.dtype(np.int64)}
+    assert not any(array.flags.writeable for view in views for array in (view.table, view.documents))
+
+
+def test_what_is_read_off_a_table_is_read_only(one: PositionTable) -> None:
+    for array in (one.next_positions, one.deltas, one.offset, one.origin, one.step_col):
+        assert not array.flags.writeable
+
+
+def test_tables_survive_pickling(batch: PositionTable) -> None:
+    again = pickle.loads(pickle.dumps(batch))
+    np.testing.assert_array_equal(again.table, batch.table)
+    np.testing.assert_array_equal(again.documents, batch.documents)
+    assert repr(again) == repr(batch)
+
+
+def test_reading_gives_new_arrays(one: PositionTable) -> None:
+    for array in (one.dense(), *one.rationals(), *one.padded()):
+        array += 1
+    assert one.dense().tolist() == DENSE
+
+
+def test_lengths_for_varlen_attention(batch: PositionTable) -> None:
+    assert batch.cu_seqlens.tolist() == [0, 11, 13, 15]
+    assert batch.cu_seqlens.dtype == np.int32
+    assert batch.lengths.tolist() == [11, 2, 2]
+    assert batch.segment_lengths.tolist() == [3, 6, 2, 2, 1, 1]
+    assert batch.max_seqlen == 11
+    assert batch.next_positions.tolist() == [16, 9, 104]
+    assert batch.deltas.tolist() == [5, 0, 2]
+
+
+def test_dense_dtypes(one: PositionTable) -> None:
+    assert one.dense().dtype == np.int32
+    for dtype in (np.int32, np.int64, np.float64, "int64"):
+        ids = one.dense(dtype=dtype)
+        assert ids.dtype == np.dtype(dtype)
+        assert ids.tolist() == DENSE
+
+
+def test_dense_axes_repeat_and_reorder(one: PositionTable) -> None:
+    assert one.dense(axes=(0, 0, 1)).tolist() == [DENSE[0], DENSE[0], DENSE[1]]
+    assert one.dense(axes=(1,)).tolist() == [DENSE[1]]
+    assert one.dense(axes=()).shape == (0, 11)
+    halves = placed([Text(1), Grid(1, 2)], "rope-tie-v2")
+    assert halves.dense(axes=(1, 0, 1)).tolist() == [[0, 1, 2], [0, 1.5, 1.5], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float64])
+def test_dense_writes_into_the_rows_it_is_given(one: PositionTable, dtype: type[np.number[Any]]) -> None:
+    buffer = np.full((5, 40), -7, dtype)
+    out = buffer[1:4, 3:36:3]
+    assert one.dense(out=out, axes=(1, 0, 1)) is out
+    assert out.tolist() == [DENSE[1], DENSE[0], DENSE[1]]
+    out[:] = -7
+    assert (buffer == -7).all()
+    columns = np.full((11, 2), -7, dtype)
+    assert one.dense(out=columns.T, dtype=dtype).tolist() == DENSE
+    assert columns.T.tolist() == DENSE
+    mirrored = np.full((2, 11), -7, dtype)[:, ::-1]
+    assert one.dense(out=mirrored).tolist() == DENSE
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope"])
+def test_tables_beyond_one_block_of_expansion(scheme: str) -> None:
+    """Runs that begin, end and straddle where expansion goes on with its next block."""
+    documents: list[Document] = [
+        [Text(16384), Grid(2, 8192), Text(16383), Grid(3, 1)],
+        [part for n in range(60) for part in (Text(1), Grid(5, n + 1))],
+        [Text(16385)],
+        [Grid(100, 170), Text(2)],
+    ]
+    ids = [position for document in documents for position in place_document(document, scheme, 3).ids]
+    positions = place(SegmentTable.from_documents(documents), scheme, 3)
+    want = np.array(ids, np.float64).T
+    np.testing.assert_array_equal(positions.dense(), want)
+    np.testing.assert_array_equal(positions.slice(7, 60_000).dense(), want[:, 7:60_000])
+    numerators, denominators = positions.rationals()
+    np.testing.assert_array_equal(numerators / denominators, want)
+
+
+def test_dense_of_fractions_writes_float64() -> None:
+    positions = placed([Text(1), Grid(1, 2), Text(1)], "rope-tie-v2")
+    out = np.full((2, 8), np.nan)[:, ::2]
+    assert positions.dense(out=out) is out
+    assert out.tolist() == [[0, 1.5, 1.5, 3], [0, 1, 2, 3]]
+
+
+def test_rationals_are_exact() -> None:
+    numerators, denominators = placed([Text(1), Grid(1, 2), Text(1)], "rope-tie-v2").rationals()
+    assert numerators.tolist() == [[0, 3, 3, 3], [0, 2, 4, 3]]
+    assert denominators.tolist() == [1, 2, 2, 1]
+    assert numerators.dtype == denominators.dtype == np.int64
+
+
+def test_ids_at_both_ends_of_int32() -> None:
+    top = placed([Text(4), Grid(1, 1), Text(3)], "flatten", INT32_MAX - 7)
+    assert top.dense().tolist() == [list(range(INT32_MAX - 7, INT32_MAX + 1))]
+    assert top.next_positions.tolist() == [INT32_MAX + 1]
+    assert top.decode(0).num_tokens == 0
+    bottom = placed([Text(2), Grid(1, 1)], "flatten", INT32_MIN)
+    assert bottom.dense().tolist() == [[INT32_MIN, INT32_MIN + 1, INT32_MIN + 2]]
+    assert placed([Text(2**31 - 1)], "flatten").slice(INT32_MAX - 2, INT32_MAX).dense().tolist() == [
+        [INT32_MAX - 2, INT32_MAX - 1]
+    ]
+
+
+def test_tables_of_more_than_int32_tokens_can_be_cut() -> None:
+    documents = [[Text(INT32_MAX)] for _ in range(4)]
+    positions = place(SegmentTable.from_documents(documents), "flatten")
+    begin = 3 * INT32_MAX
+    assert positions.num_tokens == 4 * INT32_MAX
+    assert positions.slice(begin - 2, begin + 2).dense().tolist() == [[INT32_MAX - 2, INT32_MAX - 1, 0, 1]]
+    with pytest.raises(LimitExceededError) as error:
+        _ = positions.cu_seqlens
+    assert str(error.value) == "cu_seqlens: got 8589934588 tokens, want at most 2**31 - 1 for int32"
+
+
+def test_the_largest_denominators_stay_exact() -> None:
+    height, width = 46336, 46337
+    positions = placed([Text(1), Grid(height, width)], "rope-tie-fractional")
+    area = height * width
+    assert positions.denominator.tolist() == [1, (height + 1) * (width + 1)]
+    last = positions.slice(positions.num_tokens - 2, positions.num_tokens)
+    row = Fraction((area + 1) * height, height + 1)
+    assert exact(last) == [(row, Fraction((area + 1) * j, width + 1)) for j in (width - 1, width)]
+    assert positions.next_positions.tolist() == [area + 1]
+
+
+def test_take_keeps_documents_that_become_empty(batch: PositionTable) -> None:
+    taken = batch.take([1, 4, 14], [3, 6, 15])
+    assert taken.dense().tolist() == [[1, 2, 6, 6, 102], [1, 2, 8, 11, 102]]
+    assert taken.lengths.tolist() == [4, 0, 1]
+    assert taken.next_positions.tolist() == [16, 9, 104]
+    assert taken.pad(5).lengths.tolist() == [5, 5, 5]
+    assert taken.decode(1).dense()[0].tolist() == [16, 9, 104]
+
+
+def test_a_slice_starts_inside_an_image(one: PositionTable) -> None:
+    part = one.slice(5, 8)
+    assert part.skip.tolist() == [2]
+    assert part.dense().tolist() == [[6, 10, 10], [11, 5, 8]]
+    assert part.deltas.tolist() == [5]
+
+
+def test_windows_are_documents_in_any_order(batch: PositionTable) -> None:
+    windows = batch.window([2, 0, 1, 0], [0, 4, 1, 10], [2, 3, 3, 3])
+    assert windows.dense()[1].tolist() == [100, 102, 8, 11, 5, 8, 9, 10, 15, 16, 17]
+    assert windows.cu_seqlens.tolist() == [0, 2, 5, 8, 11]
+    assert windows.next_positions.tolist() == [104, 16, 11, 18]
+    assert windows.deltas.tolist() == [2, 5, 0, 5]
+
+
+def test_decoding_groups_by_document(batch: PositionTable) -> None:
+    assert batch.decode().dense().tolist() == [[16, 9, 104]] * 2
+    assert batch.decode([2, 0, 1]).dense().tolist() == [[16, 17, 104]] * 2
+    assert batch.decode(2).dense().tolist() == [[16, 17, 9, 10, 104, 105]] * 2
+
+
+def test_zigzag_of_one_document() -> None:
+    positions = placed([Text(8)], "flatten")
+    assert positions.shard_indices(0, 2).tolist() == [0, 1, 6, 7]
+    assert positions.shard_indices(1, 2).tolist() == [2, 3, 4, 5]
+    assert positions.shard(0, 2).dense().tolist() == [[0, 1, 6, 7]]
+
+
+def test_zigzag_of_packed_documents() -> None:
+    positions = place(SegmentTable.from_documents([[Text(4)], [Text(4)]]), "flatten", [0, 10])
+    assert positions.cu_seqlens.tolist() == [0, 4, 8]
+    assert positions.shard_indices(0, 2).tolist() == [0, 3, 4, 7]
+    assert positions.shard(0, 2).dense().tolist() == [[0, 3, 10, 13]]
+    assert positions.shard(0, 2).cu_seqlens.tolist() == [0, 2, 4]
+
+
+def test_contiguous_shards() -> None:
+    positions = placed([Text(6)], "flatten")
+    assert [positions.shard_indices(rank, 3, "contiguous").tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_advice_for_odd_lengths_works(batch: PositionTable) -> None:
+    assert batch.pad(12).shard(1, 2).lengths.tolist() == [6, 6, 6]
+
+
+def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:
+    assert batch.pad().lengths.tolist() == [11, 11, 11]
+    assert batch.pad([11, 3, 4], "left").dense()[1].tolist() == [*DENSE[1], 0, 7, 8, 0, 0, 100, 102]
+    assert batch.pad([12, 2, 3]).dense()[0].tolist() == [*DENSE[0], 0, 7, 8, 100, 102, 0]
+
+
+def test_left_padding_starts_the_first_token_at_start() -> None:
+    ids, mask = place(SegmentTable.from_documents([[Text(3)], [Text(1)]]), "flatten", 5).padded(4, "left")
+    assert ids.tolist() == [[[0, 5, 6, 7], [0, 0, 0, 5]]]
+    assert mask.tolist() == [[0, 1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_padded_takes_a_dtype() -> None:
+    ids, mask = placed([Text(2)], "flatten").padded(3, dtype=np.int64)
+    assert ids.dtype == mask.dtype == np.int64
+    assert ids.tolist() == [[[0, 1, 0]]]
+
+
+def test_repr_says_what_is_in_it(batch: PositionTable) -> None:
+    assert repr(batch) == "PositionTable(3 documents, 6 segments, 15 tokens, 2 axes, scheme='rope-tie')"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "token", "sentence"),
+    [
+        ("rope-tie", 1, "token 1 (documents[0], token 1) is place 1 of a run of text (segment 0): position (1, 1)"),
+        (
+            "rope-tie",
+            7,
+            "token 7 (documents[0], token 7) is row 1, column 1 of a grid of width 3 (segment 1): "
+            "position (10, 8) = (6, 5) + 1·(4, 0) + 1·(0, 3)",
+        ),
+        (
+            "rope-tie-v2",
+            4,
+            "token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): "
+            "position (5, 11/2) = (5, 9/2) + 0·(1, 0) + 1·(0, 1)",
+        ),
+        (
+            "mrope",
+            8,
+            "token 8 (documents[0], token 8) is frame 0, row 1, column 2 of a grid of width 3 (segment 1): "
+            "position (3, 4, 5) = (3, 3, 3) + 0·(1, 0, 0) + 1·(0, 1, 0) + 2·(0, 0, 1)",
+        ),
+        ("rows", 2, "token 2 (documents[0], token 2) is place 2 of a run of text (segment 0): position (0, 2)"),
+        ("flatten", 11, "token 11 (documents[0], token 11) is padding (segment 3): position (0)"),
+    ],
+)
+def test_explain(scheme: str, token: int, sentence: str) -> None:
+    positions = placed([Text(3), Grid(2, 3), Text(2)], scheme).pad(12)
+    assert positions.explain(token) == sentence
+
+
+def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
+    assert batch.explain(12) == (
+        "token 12 (documents[1], token 1) is place 1 of a run of text (segment 3): position (8, 8)"
+    )
+    assert batch.slice(7, 9).explain(0) == (
+        "token 0 (documents[0], token 0) is row 1, column 1 of a grid of width 3 (segment 0): "
+        "position (10, 8) = (6, 5) + 1·(4, 0) + 1·(0, 3)"
+    )

@@ -1,0 +1,91 @@
+"""The public names, what importing them costs, and what the wheel holds."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mmpos
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_the_public_names_are_these_and_all_are_there() -> None:
+    assert mmpos.__all__ == [
+        "SCHEMES",
+        "ByteTokenizer",
+        "Grid",
+        "ImageProcessor",
+        "ImageSize",
+        "InterleavedSequence",
+        "InvalidInputError",
+        "LimitExceededError",
+        "Markers",
+        "MmposError",
+        "PositionTable",
+        "Scheme",
+        "SegmentTable",
+        "SequenceBuilder",
+        "Text",
+        "UnsupportedError",
+        "place",
+    ]
+    assert all(hasattr(mmpos, name) for name in mmpos.__all__)
+    assert set(mmpos.__all__) <= set(dir(mmpos))
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="module 'mmpos' has no attribute 'nonsense'"):
+        _ = mmpos.nonsense  # type: ignore[attr-defined]
+
+
+def test_importing_mmpos_needs_numpy_alone() -> None:
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "torchvision", "PIL", "triton", "grpc", "typer", "rich", "matplotlib"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import mmpos
+print(mmpos.SequenceBuilder().build(["a", mmpos.Grid(1, 2)]).positions.dense().tolist())
+"""
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("[[0, 1, 4, 4, 7], [0, 1, 3, 5, 7]]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "command"),
+    [("PIL", "pillow", 'pip install "mmpos[pillow]"'), ("torchvision", "torchvision", 'pip install "mmpos[all]"')],
+)
+def test_a_missing_extra_names_the_pip_command(module: str, backend: str, command: str) -> None:
+    code = f"""
+import sys
+sys.modules[{module!r}] = None
+import numpy, mmpos
+photo = numpy.zeros((1000, 1000, 3), numpy.uint8)
+try:
+    mmpos.ImageProcessor(backend={backend!r}).process(photo)
+except ImportError as error:
+    print(error)
+"""
+    assert command in python(code).stdout
+
+
+def test_the_wheel_holds_exactly_the_two_packages(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "out"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names} == {"mmpos", "mmpos_server", "mmpos-0.1.0.dist-info"}
+    python_files = {str(p.relative_to(ROOT)) for p in (ROOT / "mmpos").rglob("*.py")}
+    assert python_files | {"mmpos/py.typed", "mmpos/photos/coffee.jpg", "mmpos_server/__init__.py"} <= names

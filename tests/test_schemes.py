@@ -1,0 +1,293 @@
+"""Schemes: every one equals the oracle, and the numbers of the literature stand here as literals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import CASES, Case, Document, batches, documents, exact, grids, place_all, placed, settled
+
+from mmpos import Grid, Scheme, SegmentTable, Text, UnsupportedError, place
+from mmpos.schemes import (
+    SCHEMES,
+    V2PE,
+    Grid2D,
+    Grids,
+    MRopeQwen25,
+    MRopeTransformers,
+    Placement,
+    RopeTieV2,
+    VideoRope,
+    get_scheme,
+)
+
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+STARTS = st.integers(-20, 10_000)
+
+
+@EVERY_CASE
+@settled
+@given(data=st.data())
+def test_a_batch_equals_the_oracle(case: Case, data: st.DataObject) -> None:
+    batch = data.draw(batches(case))
+    start: int | list[int] = data.draw(STARTS)
+    if case.resumable and data.draw(st.booleans()):
+        start = data.draw(st.lists(STARTS, min_size=len(batch), max_size=len(batch)))
+    starts = start if isinstance(start, list) else [start] * len(batch)
+    positions = place(SegmentTable.from_documents(batch), case.scheme, start)
+    want = place_all(batch, case.name, starts, **case.params)
+    ids = [position for document in want for position in document.ids]
+    lengths = [len(document.ids) for document in want]
+    assert exact(positions) == ids
+    assert positions.dense().T.tolist() == [[float(value) for value in position] for position in ids]
+    assert positions.lengths.tolist() == lengths
+    if case.resumable:
+        nexts = [document.next_position or 0 for document in want]
+        assert positions.next_positions.tolist() == nexts
+        assert positions.deltas.tolist() == [n - s - t for n, s, t in zip(nexts, starts, lengths, strict=True)]
+
+
+@EVERY_CASE
+@settled
+@given(data=st.data())
+def test_positions_move_with_their_start(case: Case, data: st.DataObject) -> None:
+    document, start, shift = data.draw(documents(case)), data.draw(STARTS), data.draw(st.integers(1, 1000))
+    here, there = exact(placed(document, case.scheme, start)), exact(placed(document, case.scheme, start + shift))
+    if case.name == "mrope-interleave-reset":  # text and the frame axis only
+        text = [isinstance(part, Text) for part in document for _ in range(_tokens(part))]
+        moved = [(t + shift, i + shift * k, j + shift * k) for (t, i, j), k in zip(here, text, strict=True)]
+    else:
+        moved = [tuple(value + shift for value in position) for position in here]  # type: ignore[misc]
+    assert there == moved
+
+
+def _tokens(part: Text | Grid) -> int:
+    return part.length if isinstance(part, Text) else part.frames * part.height * (part.width + part.row_separator)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
+@settled
+@given(data=st.data())
+def test_splitting_a_text_run_changes_nothing(case: Case, data: st.DataObject) -> None:
+    before = data.draw(grids(case))
+    after = data.draw(grids(case))
+    n = data.draw(st.integers(2, 6))
+    cut = data.draw(st.integers(1, n - 1))
+    whole = placed([before, Text(n), after, Text(1)], case.scheme)
+    split = placed([before, Text(cut), Text(n - cut), after, Text(1)], case.scheme)
+    assert exact(split) == exact(whole)
+    if case.resumable:
+        assert split.next_positions.tolist() == whole.next_positions.tolist()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.text and case.name != "rows"], ids=lambda c: c.label)
+def test_text_alone_counts_on_every_axis(case: Case) -> None:
+    positions = placed([Text(3), Text(2)], case.scheme, 7)
+    assert positions.dense().tolist() == [[7, 8, 9, 10, 11]] * positions.axes
+    assert positions.next_positions.tolist() == [12]
+    assert positions.deltas.tolist() == [0]
+
+
+CANONICAL: dict[str, tuple[list[tuple[float, ...]], int | None]] = {
+    "flatten": ([(3,), (4,), (5,), (6,), (7,), (8,)], 9),
+    "naive-2d": ([(3, 3), (3, 4), (3, 5), (4, 3), (4, 4), (4, 5)], 6),
+    "rope-tie": ([(6, 5), (6, 8), (6, 11), (10, 5), (10, 8), (10, 11)], 14),
+    "rope-tie-lcm": ([(6, 5), (6, 8), (6, 11), (10, 5), (10, 8), (10, 11)], 14),
+    "rope-tie-v2": ([(5, 4.5), (5, 5.5), (5, 6.5), (6, 4.5), (6, 5.5), (6, 6.5)], 9),
+    "mrope": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
+    "mrope-transformers": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
+    "mrope-qwen2.5": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
+    "mrope-qwen3": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
+    "mrope-interleave-reset": ([(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0), (3, 1, 1), (3, 1, 2)], 6),
+    "v2pe": ([(2.25,), (2.5,), (2.75,), (3.0,), (3.25,), (3.5,)], 5),
+    "videorope": ([(3, 3, 2), (3, 3, 3), (3, 3, 4), (3, 4, 2), (3, 4, 3), (3, 4, 4)], 4),
+    "vrope": ([(3, 5, 4, 6), (4, 4, 5, 5), (5, 3, 6, 4), (4, 6, 3, 5), (5, 5, 4, 4), (6, 4, 5, 3)], 7),
+}
+
+
+@pytest.mark.parametrize("scheme", CANONICAL)
+def test_the_canonical_table(scheme: str) -> None:
+    image, following = CANONICAL[scheme]
+    positions = placed([Text(3), Grid(2, 3), Text(2)], scheme)
+    ids = [tuple(column) for column in positions.dense().T.tolist()]
+    assert ids[:3] == [(n,) * positions.axes for n in range(3)]
+    assert ids[3:9] == image
+    assert ids[9:] == [(n,) * positions.axes for n in (following, following + 1)]  # type: ignore[operator]
+    assert positions.next_positions.tolist() == [following + 2]  # type: ignore[operator]
+
+
+def test_the_canonical_fractional_form() -> None:
+    positions = placed([Text(3), Grid(2, 3), Text(2)], "rope-tie-fractional", 1)
+    rows, cols = [Fraction(16, 3), Fraction(23, 3)], [Fraction(19, 4), Fraction(13, 2), Fraction(33, 4)]
+    assert exact(positions)[3:] == [(row, col) for row in rows for col in cols] + [(10, 10), (11, 11)]
+
+
+def test_rows_is_a_page_of_lines() -> None:
+    positions = placed([Text(3), Grid(2, 3), Text(1), Text(2), Grid(1, 2), Grid(1, 1), Text(1)], "rows", 1)
+    page = [[(1, 1), (1, 2), (1, 3)], [(2, 1), (2, 2), (2, 3)], [(3, 1), (3, 2), (3, 3)]]
+    page += [[(4, 1), (4, 2), (4, 3)], [(5, 1), (5, 2)], [(6, 1)], [(7, 1)]]
+    assert exact(positions) == [position for line in page for position in line]
+
+
+def test_every_grid_of_grid_2d_starts_anew() -> None:
+    positions = placed([Grid(2, 3, frames=2), Grid(1, 2)], "grid-2d")
+    frame = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert exact(positions) == [*frame, *frame, (0, 0), (0, 1)]
+
+
+def test_merged_order_keeps_the_patches_of_a_block_together() -> None:
+    positions = placed([Grid(2, 4)], Grid2D(order="merged", spatial_merge_size=2))
+    assert exact(positions) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_merged_order_is_the_raster_order_permuted() -> None:
+    grid = Grid(6, 9, frames=2)
+    merged = placed([grid], Grid2D(order="merged", spatial_merge_size=3)).dense()
+    raster = placed([grid], "grid-2d").dense()
+    blocks = raster.reshape(2, 2, 2, 3, 3, 3).transpose(0, 1, 2, 4, 3, 5).reshape(2, -1)
+    np.testing.assert_array_equal(merged, blocks)
+
+
+def test_videos_in_seconds() -> None:
+    steps = placed([Grid(2, 2, frames=3, seconds_per_frame=25), Text(1)], "mrope-qwen2.5")
+    assert steps.dense()[0].tolist() == [0] * 4 + [50] * 4 + [100] * 4 + [101]
+    assert steps.dense()[1:, -1].tolist() == [101, 101]
+    halves = placed([Grid(1, 1, frames=5, seconds_per_frame=0.75)], "mrope-qwen2.5")
+    assert halves.dense()[0].tolist() == [0, 1, 3, 4, 6]
+    assert halves.next_positions.tolist() == [7]
+    untimed = placed([Grid(1, 1, frames=3)], "mrope-qwen2.5")
+    assert untimed.dense()[0].tolist() == [0, 2, 4]
+
+
+def test_the_floor_of_seconds_is_exact() -> None:
+    """0.29 · 2 · 50 is 29, though the product of binary floats lies below it."""
+    video = placed([Grid(1, 1, frames=101, seconds_per_frame=0.29)], get_scheme("mrope-qwen2.5"))
+    assert video.dense()[0].tolist() == [29 * 2 * t // 100 for t in range(101)]
+    exactly = placed([Grid(1, 1, frames=2, seconds_per_frame=Fraction(10**9 - 1, 10**9))], "mrope-qwen2.5")
+    assert exactly.dense()[0].tolist() == [0, 1]
+
+
+def test_seconds_and_rates_cancel_before_they_grow() -> None:
+    seconds = Fraction(2**31 - 1, 2**31 - 2)
+    video = placed([Grid(1, 1, frames=9, seconds_per_frame=seconds)], MRopeQwen25(tokens_per_second=1 / seconds))
+    assert video.dense()[0].tolist() == list(range(9))
+
+
+def test_transformers_goes_on_below_the_frames() -> None:
+    positions = placed([Text(3), Grid(2, 2, frames=3), Text(1)], MRopeTransformers(tokens_per_second=50))
+    assert positions.dense()[0].tolist() == [0, 1, 2] + [3] * 4 + [53] * 4 + [103] * 4 + [5]
+    assert positions.dense()[1:, -1].tolist() == [5, 5]
+    assert positions.next_positions.tolist() == [104]
+    assert positions.decode(2).dense().tolist() == [[104, 105]] * 3
+
+
+def test_transformers_takes_whole_seconds() -> None:
+    timed: Document = [
+        Grid(1, 1, frames=3, seconds_per_frame=2.9),
+        Text(1),
+        Grid(1, 1, frames=3, seconds_per_frame=0.9),
+    ]
+    assert placed(timed, MRopeTransformers(tokens_per_second=2)).dense()[0].tolist() == [0, 4, 8, 1, 2, 2, 2]
+    assert placed(timed, "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 1, 2, 3, 4]
+
+
+def test_text_after_a_video_differs_between_transformers_and_the_engines() -> None:
+    document: Document = [Grid(2, 2, frames=5), Text(1)]
+    assert placed(document, "mrope").dense()[:, -1].tolist() == [5, 5, 5]
+    assert placed(document, "mrope-transformers").dense()[:, -1].tolist() == [2, 2, 2]
+
+
+def test_v2pe_strides() -> None:
+    document: Document = [Text(3), Grid(1, 3), Text(1)]
+    third = placed(document, V2PE(stride=96))
+    assert third.dense().tolist() == [[0, 1, 2, 2.375, 2.75, 3.125, 5]]
+    whole = placed(document, V2PE(stride=256))
+    assert whole.dense().tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    finest = placed([Text(1), Grid(16, 16), Text(1)], V2PE(stride=1))
+    assert exact(finest)[1:3] == [(Fraction(1, 256),), (Fraction(2, 256),)]
+    assert exact(finest)[-2:] == [(1,), (2,)]
+    assert whole.fractional  # of the scheme, not of the batch
+
+
+def test_videorope_moves_along_the_diagonal() -> None:
+    positions = placed([Grid(1, 2, frames=2), Text(1)], "videorope", 3)
+    assert exact(positions) == [(3, 3, 3), (3, 3, 4), (5, 5, 5), (5, 5, 6), (6, 6, 6)]
+    first = placed([Grid(3, 5)], VideoRope(delta=1))
+    assert first.dense().min(axis=1).tolist() == [0, -1, -2]
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (5, 2), (4, 4), (1, 7)])
+def test_vrope_is_symmetric_for_every_size(height: int, width: int) -> None:
+    positions = placed([Text(3), Grid(height, width), Text(1)], "vrope")
+    ids = positions.dense()[:, 3:-1]
+    last, following = 2, int(positions.dense()[0, -1])
+    assert (ids.min(axis=1) - last).tolist() == (following - ids.max(axis=1)).tolist()
+    np.testing.assert_array_equal(last + following - ids, ids[::-1])
+
+
+def test_one_frame_per_grid_counts_as_qwen3() -> None:
+    frames: Document = [Text(2), Grid(2, 2), Text(1), Grid(2, 2), Text(1)]
+    assert exact(placed(frames, "mrope-qwen3")) == exact(placed(frames, "mrope"))
+
+
+@dataclass(frozen=True)
+class Diagonal(Scheme):
+    """A scheme of the reader's own: patches along the diagonal, one id per row."""
+
+    name: ClassVar[str] = "diagonal"
+    axes = 2
+    origin: int | None = None
+
+    def advance(self, grids: Grids) -> npt.NDArray[np.int64]:
+        return grids.height
+
+    def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
+        steps: list[npt.NDArray[np.int64] | int] = [1, 1] if self.origin is None else [0, 0]
+        return Placement([cursor if self.origin is None else self.origin] * 2, step_row=steps)
+
+
+def test_a_scheme_of_ones_own() -> None:
+    positions = placed([Text(2), Grid(2, 3), Text(1)], Diagonal())
+    assert positions.dense().tolist() == [[0, 1, 2, 2, 2, 3, 3, 3, 4]] * 2
+    assert positions.scheme == "diagonal"
+
+
+def test_a_grid_that_would_look_like_padding_is_refused() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        placed([Text(2), Grid(2, 3)], Diagonal(origin=0))
+    assert str(error.value) == "scheme 'diagonal': got a segment with origin and steps 0, which mean padding"
+
+
+def test_row_separators_of_flatten_are_one_more_id() -> None:
+    positions = placed([Text(3), Grid(2, 3, row_separator=True), Text(1)], "flatten")
+    assert positions.dense().tolist() == [list(range(12))]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_names_and_objects_are_the_same_schemes(name: str) -> None:
+    document: Document = [Grid(2, 3)] if name == "grid-2d" else [Text(3), Grid(2, 3), Text(2)]
+    by_name, by_object = placed(document, name), placed(document, SCHEMES[name]())
+    np.testing.assert_array_equal(by_name.table, by_object.table)
+    assert by_name.scheme == by_object.scheme == name
+    assert get_scheme(name) == SCHEMES[name]()
+
+
+def test_the_names_of_all_schemes() -> None:
+    names = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten", "rows", "naive-2d", "grid-2d"]
+    names += ["mrope", "mrope-transformers", "mrope-qwen2.5", "mrope-qwen3", "mrope-interleave-reset", "v2pe"]
+    assert list(SCHEMES) == [*names, "videorope", "vrope"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "fractional"),
+    [("rope-tie", False), ("rope-tie-fractional", True), ("rope-tie-v2", True), (RopeTieV2(rounding="floor"), False)],
+)
+def test_fractions_belong_to_the_scheme(scheme: str | Scheme, fractional: bool) -> None:
+    assert placed([Text(2)], scheme).fractional is fractional
+    assert placed([Text(2)], scheme).dense().dtype == (np.float64 if fractional else np.int32)

@@ -1,0 +1,228 @@
+"""SegmentTable: documents, arrays and spans say the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import CASES, Document, batches, fields, settled
+
+from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
+from mmpos.segments import GRID, PAD, TEXT
+
+ANYTHING = next(case for case in CASES if case.name == "flatten")
+
+
+def test_a_table_of_documents() -> None:
+    video = Grid(2, 2, frames=3, seconds_per_frame=0.5)
+    segments = SegmentTable.from_documents([[Text(3), Grid(1, 4), video], [Grid(2, 3, row_separator=True)]])
+    assert fields(segments) == {
+        "kind": [TEXT, GRID, GRID, GRID],
+        "extents": [[1, 1, 3, 1], [1, 1, 2, 2], [3, 4, 2, 3]],
+        "segment_offsets": [0, 3, 4],
+        "seconds_per_frame": [[0, 0, 1, 0], [1, 1, 2, 1]],
+        "row_separator": [False, False, False, True],
+    }
+    assert segments.lengths.tolist() == [3, 4, 12, 8]
+    assert segments.num_documents == 2
+    assert segments.num_tokens == 27
+    assert repr(segments) == "SegmentTable(2 documents, 4 segments (3 grids), 27 tokens)"
+
+
+def test_plain_documents_hold_no_times_and_no_separators() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(1, 1)]])
+    assert segments.seconds_per_frame is None
+    assert segments.row_separator is None
+    assert segments.kind.dtype == np.uint8
+    assert segments.extents.dtype == segments.segment_offsets.dtype == np.int64
+
+
+def test_zero_documents() -> None:
+    nothing = {"kind": [], "extents": [[], [], []], "segment_offsets": [0]}
+    nothing |= {"seconds_per_frame": None, "row_separator": None}
+    assert fields(SegmentTable.from_documents([])) == nothing
+    assert fields(SegmentTable.from_spans([], [], [])) == nothing
+    assert fields(SegmentTable.from_arrays([], [], [0])) == nothing
+
+
+def test_one_row_of_patches_is_not_text() -> None:
+    text, grid = SegmentTable.from_documents([[Text(4)]]), SegmentTable.from_documents([[Grid(1, 4)]])
+    assert text.extents.tolist() == grid.extents.tolist()
+    assert place(text, "rope-tie").dense()[1].tolist() == [0, 1, 2, 3]
+    assert place(grid, "rope-tie").dense()[1].tolist() == [1, 3, 5, 7]
+
+
+def test_a_grid_is_named_by_frames_height_width() -> None:
+    grid = Grid.from_thw(np.array([3, 1, 2]), row_separator=True)
+    assert grid == Grid(1, 2, frames=3, row_separator=True)
+    assert grid.extents == (3, 1, 2)
+    assert Grid.from_thw(torch.tensor([3, 1, 2])) == Grid(1, 2, frames=3)
+
+
+@pytest.mark.parametrize(
+    ("given_", "want"),
+    [
+        (0.1, Fraction(1, 10)),
+        (1 / 3, Fraction(1, 3)),
+        (2, 2),
+        (np.float32(1.5), Fraction(3, 2)),
+        (Fraction(7, 9), None),
+    ],
+)
+def test_floats_become_the_nearest_simple_fraction(given_: float | Fraction, want: Fraction | None) -> None:
+    assert Grid(1, 1, seconds_per_frame=given_).seconds_per_frame == (given_ if want is None else want)
+
+
+def merged(document: Document) -> Document:
+    """Adjacent runs of text as one, as spans cannot tell them apart."""
+    parts: Document = []
+    for part in document:
+        if parts and isinstance(part, Text) and isinstance(parts[-1], Text):
+            parts[-1] = Text(parts[-1].length + part.length)
+        else:
+            parts.append(part)
+    return parts
+
+
+@settled
+@given(batches(ANYTHING), st.booleans(), st.sampled_from([list, np.asarray, torch.tensor]))
+def test_spans_and_arrays_say_the_same_as_documents(
+    batch: list[Document], separator: bool, kind: Callable[..., Any]
+) -> None:
+    lengths, offsets, grid_thw, owner, seconds = [], [], [], [], []
+    written: list[Document] = []
+    for d, document in enumerate(batch):
+        length = 0
+        written.append([])
+        for part in document:
+            if isinstance(part, Grid):
+                part = Grid.from_thw(part.extents, row_separator=separator, seconds_per_frame=part.seconds_per_frame)
+                offsets.append(length)
+                grid_thw.append(part.extents)
+                owner.append(d)
+                seconds.append(part.seconds_per_frame)
+                length += part.frames * part.height * (part.width + separator)
+            else:
+                length += part.length
+            written[-1].append(part)
+        lengths.append(length)
+    want = SegmentTable.from_documents([merged(document) for document in written])
+    documents = kind(owner) if owner else []
+    spans = SegmentTable.from_spans(
+        lengths,
+        kind(offsets) if offsets else [],
+        grid_thw,
+        documents,
+        seconds_per_frame=seconds,
+        row_separator=separator,
+    )
+    if not grid_thw:
+        assert spans.row_separator is None or not spans.row_separator.any()
+        spans = SegmentTable.from_spans(lengths, [], [], [])
+    assert fields(spans) == fields(want)
+    arrays = SegmentTable.from_arrays(
+        kind(want.kind.tolist()) if want.kind.size else [],
+        want.extents,
+        want.segment_offsets,
+        seconds_per_frame=want.seconds_per_frame,
+        row_separator=want.row_separator,
+    )
+    assert fields(arrays) == fields(want)
+
+
+def test_one_document_needs_no_documents_of_its_spans() -> None:
+    segments = SegmentTable.from_spans([12], [0, 8], [[1, 2, 3], [2, 1, 1]])
+    assert fields(segments) == fields(
+        SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
+    )
+
+
+def test_spans_may_touch_and_documents_may_lack_them() -> None:
+    segments = SegmentTable.from_spans([4, 3, 5], [0, 2, 1], [[1, 1, 2], [1, 1, 2], [1, 2, 2]], [0, 0, 2])
+    documents: list[Document] = [[Grid(1, 2), Grid(1, 2)], [Text(3)], [Text(1), Grid(2, 2)]]
+    assert fields(segments) == fields(SegmentTable.from_documents(documents))
+
+
+def test_padding_has_no_ids_and_moves_none() -> None:
+    segments = SegmentTable.from_arrays([PAD, TEXT, GRID, PAD], [[1] * 4, [1, 1, 2, 1], [2, 1, 2, 3]], [0, 4])
+    positions = place(segments, "mrope", 5)
+    assert positions.dense()[1].tolist() == [0, 0, 5, 6, 6, 7, 7, 0, 0, 0]
+    assert positions.is_padding.tolist() == [True, False, False, True]
+    assert positions.next_positions.tolist() == [8]
+    assert positions.deltas.tolist() == [8 - 5 - 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "grid_thw", "documents", "message"),
+    [
+        ([5], [0, 2], [], None, "grid_thw: got shape (0,), want (2, 3)"),
+        ([5], [0], [[1, 2]], None, "grid_thw: got shape (1, 2), want (1, 3)"),
+        ([5], [0], [[1.0, 1.0, 1.0]], None, "grid_thw: got dtype float64, want integers"),
+        ([5], [0], [[1, 0, 1]], None, "grid_thw[0, 1]: got 0, want >= 1"),
+        ([5], [-1], [[1, 1, 1]], None, "offsets[0]: got -1, want >= 0"),
+        ([5, 0], [0], [[1, 1, 1]], [0], "lengths[1]: got 0, want >= 1"),
+        (5, [], [], None, "lengths: got shape (), want (n,)"),
+        ([5, 5], [0], [[1, 1, 1]], None, "documents: got None, want the document of each span for 2 lengths"),
+        ([5, 5], [0], [[1, 1, 1]], [2], "documents[0]: got 2, want <= 1"),
+        ([5, 5], [0, 0], [[1, 1, 1]] * 2, [1, 0], "documents[1]: got 0 after 1, want ascending"),
+        (
+            [9],
+            [0, 3],
+            [[1, 2, 2]] * 2,
+            None,
+            "offsets[1]: got 3 in document 0, want >= 4, the end of the span before it",
+        ),
+        (
+            [9],
+            [6],
+            [[1, 2, 2]],
+            None,
+            "offsets[0]: the span of 4 tokens ends at 10, want <= 9, the length of document 0",
+        ),
+    ],
+)
+def test_spans_that_do_not_fit(
+    lengths: object, offsets: object, grid_thw: object, documents: object, message: str
+) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        SegmentTable.from_spans(lengths, offsets, grid_thw, documents)  # type: ignore[arg-type]
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ([], "seconds_per_frame: got 0 values, want 1, one per span"),
+        ([1, 2], "seconds_per_frame: got 2 values, want 1, one per span"),
+        ([0], "seconds_per_frame[0]: got 0, want > 0 (a float: >= 1e-06)"),
+        (1.5, "seconds_per_frame: got 1.5, want a list of seconds"),
+    ],
+)
+def test_seconds_of_spans_that_do_not_fit(seconds: list[float], message: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        SegmentTable.from_spans([5], [0], [[1, 1, 1]], seconds_per_frame=seconds)
+    assert str(error.value) == message
+
+
+def test_arrays_of_the_caller_stay_as_they_were() -> None:
+    kind, extents, offsets = np.array([0, 1], np.uint8), np.array([[1, 1], [1, 2], [3, 2]]), np.array([0, 2])
+    before = kind.copy(), extents.copy(), offsets.copy()
+    segments = SegmentTable(kind, extents, offsets)
+    place(segments).pad(20)
+    for array, old in zip((kind, extents, offsets), before, strict=True):
+        assert array.flags.writeable
+        np.testing.assert_array_equal(array, old)
+
+
+@pytest.mark.parametrize("name", ["kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"])
+def test_the_arrays_of_a_table_are_read_only(name: str) -> None:
+    grid = Grid(1, 1, row_separator=True, seconds_per_frame=1)
+    array = getattr(SegmentTable.from_documents([[grid]]), name)
+    with pytest.raises(ValueError, match="read-only"):
+        array[...] = 0

@@ -1,0 +1,186 @@
+"""Sequences: parts become input_ids with markers, segments, positions, patches and spans."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_tokenizers import Plain, trained_bpe
+
+from mmpos import (
+    ByteTokenizer,
+    Grid,
+    ImageProcessor,
+    ImageSize,
+    InvalidInputError,
+    LimitExceededError,
+    Markers,
+    SegmentTable,
+    SequenceBuilder,
+    UnsupportedError,
+    place,
+)
+
+PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, spatial_merge_size=2, min_pixels=64, max_pixels=4096)
+
+
+def pixels(height: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_text_and_a_grid_become_one_sequence() -> None:
+    sequence = SequenceBuilder().build(["ab", Grid(1, 2), "c"])
+    assert sequence.input_ids.tolist() == [97, 98, 256, 258, 258, 257, 99]
+    assert sequence.token_type_ids.tolist() == [0, 0, 0, 1, 1, 0, 0]
+    assert sequence.grid_thw.tolist() == [[1, 1, 2]]
+    assert sequence.image_spans.tolist() == [[3, 5]]
+    assert sequence.image_hashes == (None,)
+    assert sequence.patches is None
+    assert sequence.positions.dense().tolist() == [[0, 1, 2, 5, 5, 8, 9], [0, 1, 2, 4, 6, 8, 9]]
+    assert sequence.positions.next_positions.tolist() == [10]
+
+
+def test_the_segments_are_what_from_input_ids_finds() -> None:
+    sequence = SequenceBuilder().build(["ab", Grid(2, 3), Grid(1, 2), "c", Grid(2, 2)])
+    found = SegmentTable.from_input_ids(sequence.input_ids, sequence.grid_thw, image_token_id=258)
+    assert (found.extents == sequence.segments.extents).all()
+    assert (place(found).table == sequence.positions.table).all()
+
+
+def test_two_images_in_a_row_stand_apart_by_their_markers() -> None:
+    sequence = SequenceBuilder().build([Grid(1, 1), Grid(1, 1)])
+    assert sequence.input_ids.tolist() == [256, 258, 257, 256, 258, 257]
+
+
+def test_a_photo_gives_the_patches_and_the_hash_of_the_processor() -> None:
+    photo = pixels(24, 40)
+    sequence = SequenceBuilder(images=PROCESSOR).build(["x", photo])
+    alone = PROCESSOR.process(photo)
+    assert sequence.grid_thw.tolist() == [[1, 3, 5]]
+    assert alone.patches is not None
+    assert sequence.patches is not None
+    assert (sequence.patches == alone.patches).all()
+    assert sequence.image_hashes == (alone.content_hash,)
+
+
+def test_every_kind_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
+    photo = pixels(16, 24)
+    encoded = io.BytesIO()
+    Image.fromarray(photo).save(encoded, "PNG")
+    path = tmp_path / "photo.png"
+    path.write_bytes(encoded.getvalue())
+    builder = SequenceBuilder(images=PROCESSOR)
+    want = builder.build(["x", photo, "y"])
+    kinds = [Image.fromarray(photo), torch.from_numpy(photo).permute(2, 0, 1), encoded.getvalue(), path]
+    for image in kinds:
+        got = builder.build(["x", image, "y"])
+        assert (got.input_ids == want.input_ids).all()
+        assert got.patches is not None
+        assert want.patches is not None
+        assert (got.patches == want.patches).all()
+    sized = builder.build(["x", ImageSize(16, 24), "y"])
+    assert (sized.input_ids == want.input_ids).all()
+    assert (sized.patches, sized.image_hashes) == (None, (None,))
+
+
+def test_patches_of_several_images_follow_each_other() -> None:
+    sequence = SequenceBuilder(images=PROCESSOR).build([pixels(16, 16, 1), "x", pixels(8, 16, 2)])
+    assert sequence.patches is not None
+    assert sequence.patches.shape == (4 * (2 * 2) + 4 * (1 * 2), 4, 4, 3)
+    assert (sequence.patches[16:] == PROCESSOR.process(pixels(8, 16, 2)).patches).all()
+    assert sequence.image_spans.tolist() == [[1, 5], [8, 10]]
+
+
+@pytest.mark.parametrize("ids", [[5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6])])
+def test_token_ids_are_taken_as_they_are(ids: Any) -> None:
+    assert SequenceBuilder().build([ids, "a"]).input_ids.tolist() == [5, 6, 97]
+
+
+def test_adjacent_texts_are_one_segment() -> None:
+    assert SequenceBuilder().build(["a", [7], "b", ""]).segments.lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize("text", ["[IMG]", "a [/IMG] b", "[PATCH][PATCH]", "[[IMG]]", "[IMG[IMG]]"])
+def test_a_marker_spelled_in_user_text_stays_text(text: str) -> None:
+    for tokenizer in (ByteTokenizer(), trained_bpe()):
+        builder = SequenceBuilder(tokenizer)
+        sequence = builder.build([text])
+        assert not set(sequence.input_ids.tolist()) & set(builder.marker_ids)
+        assert builder.tokenizer.decode(sequence.input_ids.tolist()) == text
+
+
+def test_text_that_cannot_be_kept_apart_from_a_marker_is_refused() -> None:
+    builder = SequenceBuilder(Plain(), markers=Markers(begin="[X]", end=ord("e"), patch=ord("p")))
+    assert builder.build(["ab"]).input_ids.tolist() == [97, 98]
+    with pytest.raises(InvalidInputError, match=r"parts\[1\]: got text that encodes to marker id 101, want plain text"):
+        builder.build(["ab", "e"])
+
+
+def test_markers_may_be_ids() -> None:
+    builder = SequenceBuilder(Plain(), markers=Markers(begin=1, end=2, patch=3))
+    assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("markers", "message"),
+    [
+        (Markers(begin="[X]"), r"markers.begin: got '\[X\]', want a token that is one id of the tokenizer"),
+        (Markers(patch="[IMG]"), r"markers: got ids 256, 257 and 256, want three different ids"),
+        (Markers(end=-1), r"markers.end: got -1, want >= 0"),
+    ],
+)
+def test_markers_that_are_no_single_ids_are_refused(markers: Markers, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        SequenceBuilder(markers=markers)
+
+
+def test_scheme_start_and_strictness_reach_the_positions() -> None:
+    builder = SequenceBuilder(scheme="rope-tie-v2", start=10)
+    assert builder.build(["a", Grid(1, 2)]).positions.dense()[1].tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_batch_is_its_sequences_one_by_one() -> None:
+    builder = SequenceBuilder()
+    batch = builder.build_batch([["a", Grid(1, 2)], ["bc"]])
+    assert [s.input_ids.tolist() for s in batch] == [[97, 256, 258, 258, 257], [98, 99]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "parts: got no tokens, want at least one"),
+        (["", []], "parts: got no tokens, want at least one"),
+        ("text", "parts: got str, want a list of parts"),
+        (["a", [1.5]], r"parts\[1\]: got dtype float64, want integers"),
+        (["a", [258]], r"parts\[1\]: got the patch marker's id 258, want images as parts"),
+        (["a", b"not a picture"], r"parts\[1\]: image: "),
+        (["a", 3], r"parts\[1\]: image: got int"),
+        ([pixels(16, 16), ImageSize(16, 16)], "parts: got images with and without pixels, want all of one sort"),
+    ],
+)
+def test_bad_parts_are_named(parts: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        SequenceBuilder(images=PROCESSOR).build(parts)
+
+
+def test_an_image_without_a_processor_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"parts\[0\]: got bytes, want text or token ids, or a builder with"):
+        SequenceBuilder().build([b""])
+
+
+def test_row_separators_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"parts\[0\]: got a grid with row separators, want one without"):
+        SequenceBuilder().build([Grid(2, 2, row_separator=True)])
+
+
+def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
+    small = ImageProcessor(backend="pillow", max_source_pixels=100)
+    with pytest.raises(LimitExceededError, match=r"documents\[1\]\.parts\[2\]: image: "):
+        SequenceBuilder(images=small).build_batch([["a"], ["b", "c", pixels(30, 30)]])
+
+
+def test_repr_says_what_is_in_it() -> None:
+    assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 tokens, 0 images, patches=None)"

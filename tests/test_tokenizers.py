@@ -1,0 +1,79 @@
+"""Tokenizers: the byte-level default and the adapters."""
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers.decoders import ByteLevel
+
+from mmpos import ByteTokenizer, InvalidInputError
+from mmpos.tokenizers import adapt
+
+
+def trained_bpe() -> Any:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    special = [AddedToken(name, special=True) for name in ("[IMG]", "[/IMG]", "[PATCH]")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["the dog chased another dog"] * 20, trainer)
+    return tokenizer
+
+
+class Plain:
+    """Encodes every character as its code point, and [X] as one id."""
+
+    def encode(self, text: str) -> list[int]:
+        return [7] if text == "[X]" else [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("[X]" if i == 7 else chr(i) for i in ids)
+
+
+def test_bytes_are_ids_and_special_tokens_follow() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("aé[IMG]") == [97, 195, 169, 91, 73, 77, 71, 93]
+    assert [tokenizer.token_to_id(t) for t in ("[IMG]", "[/IMG]", "[PATCH]", "[X]")] == [256, 257, 258, None]
+    assert tokenizer.decode([97, 195, 169, 256, 258, 257]) == "aé[IMG][PATCH][/IMG]"
+    assert tokenizer.decode([195]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_ids_outside_the_byte_vocabulary_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="ids: got 259, want <= 258"):
+        ByteTokenizer().decode([259])
+
+
+def test_a_tokenizers_object_encodes_without_additions() -> None:
+    inner = trained_bpe()
+    tokenizer = adapt(inner)
+    text = "the dog is café"
+    assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.token_to_id("[PATCH]") == 2
+    assert tokenizer.token_to_id("[X]") is None
+
+
+def test_a_transformers_object_encodes_without_additions() -> None:
+    transformers = pytest.importorskip("transformers")
+    inner = transformers.PreTrainedTokenizerFast(tokenizer_object=trained_bpe(), unk_token="[IMG]")
+    tokenizer = adapt(inner)
+    assert tokenizer.encode("the dog") == trained_bpe().encode("the dog").ids
+    assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
+    assert tokenizer.token_to_id("[PATCH]") == 2
+    assert tokenizer.token_to_id("[X]") is None
+
+
+def test_any_object_with_encode_and_decode_will_do() -> None:
+    tokenizer = adapt(Plain())
+    assert (tokenizer.encode("ab"), tokenizer.decode([97, 98])) == ([97, 98], "ab")
+    assert (tokenizer.token_to_id("[X]"), tokenizer.token_to_id("[Y]")) == (7, None)
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="tokenizer: got object, want an object with encode and decode"):
+        adapt(object())

@@ -1,5 +1,7 @@
 """Position ids against the per-image loop of serving engines: lists of parts in, dense ids out, in one run."""
 
+from functools import partial
+
 import numpy as np
 from engine_loop import engine_loop
 from timing import compare, machine
@@ -25,19 +27,20 @@ def main() -> None:
         positions = mmpos.place(segments, "mrope")
         assert (ids(documents, "mrope") == expected).all()
         assert positions.deltas.tolist() == deltas
+        tie = mmpos.place(segments, "rope-tie")
         times = compare(
             {
-                "loop": lambda documents=documents: engine_loop(documents),
-                "mrope": lambda documents=documents: ids(documents, "mrope"),
-                "tie": lambda documents=documents: ids(documents, "rope-tie"),
-                "table": lambda documents=documents: mmpos.SegmentTable.from_documents(documents),
-                "place": lambda segments=segments: mmpos.place(segments, "rope-tie"),
-                "dense": mmpos.place(segments, "rope-tie").dense,
+                "loop": partial(engine_loop, documents),
+                "mrope": partial(ids, documents, "mrope"),
+                "tie": partial(ids, documents, "rope-tie"),
+                "table": partial(mmpos.SegmentTable.from_documents, documents),
+                "place": partial(mmpos.place, segments, "rope-tie"),
+                "dense": tie.dense,
             }
         )
-        loop, mrope, tie = times["loop"], times["mrope"], times["tie"]
-        ratios = [f"{loop.median / t.median:.1f}×" for t in (mrope, tie)]
-        print(ROW.format(f"{name}: {title}", loop.micros, mrope.micros, ratios[0], tie.micros, ratios[1]))
+        loop, ours = times["loop"], [times["mrope"], times["tie"]]
+        cells = [cell for t in ours for cell in (t.micros, f"{loop.median / t.median:.1f}×")]
+        print(ROW.format(f"{name}: {title}", loop.micros, *cells))
         print(
             "   of rope-tie:",
             ", ".join(f"{part} {times[part].median * 1e6:,.1f}" for part in ("table", "place", "dense")),

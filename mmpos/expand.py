@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
+from mmpos.checks import INT32_MAX, IntArray
 from mmpos.columns import AXES, HEIGHT, OFFSET, SKIP, WIDTH, Columns
 from mmpos.errors import InvalidInputError
 
@@ -41,24 +41,26 @@ def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: 
     rows = _axes(table, axes)
     ids = _target(table, out, dtype, len(rows))
     cut = runs(table)
-    exact = ids.dtype.kind == "i"
-    divisor = _denominators(table) if table.fractional else 1
+    wanted = sorted(set(rows))
+    firsts = [rows.index(axis) for axis in wanted]
+    if ids.dtype.kind == "i":
+        _fill(cut, wanted, [ids[i] for i in firsts])
+    else:
+        numerators = np.empty((len(wanted), table.num_tokens), np.int64)
+        _fill(cut, wanted, list(numerators))
+        divisor = _denominators(table) if table.fractional else 1
+        for i, numerator in zip(firsts, numerators, strict=True):
+            np.divide(numerator, divisor, out=ids[i])
     for i, axis in enumerate(rows):
-        if axis in rows[:i]:
+        if rows.index(axis) != i:
             ids[i] = ids[rows.index(axis)]
-        elif exact:
-            _fill(cut, axis, ids[i])
-        else:
-            np.divide(_fill(cut, axis, np.empty(table.num_tokens, np.int64)), divisor, out=ids[i])
     return ids
 
 
 def rationals(table: Columns) -> tuple[IntArray, IntArray]:
     """Numerators and denominators of all tokens; see PositionTable.rationals."""
     numerators = np.empty((table.axes, table.num_tokens), np.int64)
-    cut = runs(table)
-    for axis in range(table.axes):
-        _fill(cut, axis, numerators[axis])
+    _fill(runs(table), range(table.axes), list(numerators))
     return numerators, _denominators(table)
 
 
@@ -85,22 +87,24 @@ def runs(table: Columns) -> Runs:
     return Runs(start, length, value, step_col)
 
 
-def _fill(cut: Runs, axis: int, out: Array) -> Array:
-    """Write the (tokens,) numerators of one axis, a block of whole runs at a time."""
+def _fill(cut: Runs, axes: Sequence[int], out: Sequence[Array]) -> None:
+    """Write the (tokens,) numerators of these axes, a block of whole runs at a time."""
+    if not out or not cut.start.size:
+        return
+    kind, tokens = out[0].dtype, out[0].size
     # Narrow integers wrap around on the way and come out right, since the ids themselves fit.
-    value, step = cut.value[axis].astype(out.dtype), cut.step[axis].astype(out.dtype)
+    value, step = cut.value.astype(kind, copy=False), cut.step.astype(kind, copy=False)
     edges = [0, cut.start.size]
-    if out.size > BLOCK:
-        edges[1:1] = sorted({*cut.start.searchsorted(np.arange(BLOCK, out.size, BLOCK)).tolist()} - {*edges})
+    if tokens > BLOCK:
+        edges[1:1] = sorted({*cut.start.searchsorted(np.arange(BLOCK, tokens, BLOCK)).tolist()} - {*edges})
     for first, stop in pairwise(edges):
         length = cut.length[first:stop]
-        begin = cut.start[first:stop][:1].sum()
-        end = begin + length.sum()
-        block = out[begin:end]
-        token = np.arange(begin, end).astype(out.dtype, copy=False)
-        np.multiply(step[first:stop].repeat(length), token, out=block)
-        block += value[first:stop].repeat(length)
-    return out
+        begin, end = int(cut.start[first]), tokens if stop == cut.start.size else int(cut.start[stop])
+        token = np.arange(begin, end).astype(kind) if end > INT32_MAX else np.arange(begin, end, dtype=kind)
+        for axis, target in zip(axes, out, strict=True):
+            block = target[begin:end]
+            np.multiply(step[axis, first:stop].repeat(length), token, out=block)
+            block += value[axis, first:stop].repeat(length)
 
 
 def _denominators(table: Columns) -> IntArray:
@@ -136,12 +140,12 @@ def _checked(table: Columns, name: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
     wanted = (np.float64,) if table.fractional else (np.int32, np.int64, np.float64)
     try:
         kind = np.dtype(dtype)
-        described = f"dtype {kind}"
     except TypeError:
-        kind, described = np.dtype(np.void), repr(dtype)
-    if kind not in wanted:
+        kind = None
+    if kind is None or kind not in wanted:
+        got = repr(dtype) if kind is None else f"dtype {kind}"
         names = ", ".join(t.__name__ for t in wanted)
-        raise InvalidInputError(f"{name}: got {described}, want {names} for ids of scheme {table.scheme!r}")
+        raise InvalidInputError(f"{name}: got {got}, want {names} for ids of scheme {table.scheme!r}")
     return kind
 
 

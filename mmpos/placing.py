@@ -47,8 +47,8 @@ def place(
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    _check_scheme(scheme, segments, scheme.strict if strict is None else boolean("strict", strict))
     parts = _parts(segments, _start(scheme, start, segments.num_documents))
+    _check_scheme(scheme, segments, parts, scheme.strict if strict is None else boolean("strict", strict))
     cursor, end = _cursors(scheme, segments, parts)
     columns, document = _columns(scheme, segments, parts, cursor)
     _check_columns(columns, document, int((segments.kind > GRID).sum()), scheme)
@@ -87,13 +87,12 @@ class _Parts(NamedTuple):
 def _parts(segments: SegmentTable, start: IntArray) -> _Parts:
     offsets = segments.segment_offsets
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
-    begin = start[document]
     (text,), (grid,) = (segments.kind == TEXT).nonzero(), (segments.kind == GRID).nonzero()
-    runs = TextRuns(segments.extents[2, text], text, document[text], begin[text])
+    runs = TextRuns(segments.extents[2, text], text, document, start)
     separators, seconds = segments.row_separator, segments.seconds_per_frame
     grids = Grids(
         segments.extents[:, grid],
-        begin[grid],
+        start[document[grid]],
         None if separators is None else separators[grid],
         None if seconds is None else seconds[:, grid],
     )
@@ -110,7 +109,8 @@ def _cursors(scheme: Scheme, segments: SegmentTable, parts: _Parts) -> tuple[Int
     before = after - advance
     base = parts.start - before[segments.segment_offsets[:-1]]
     cursor = before + base[parts.document]
-    if cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
+    # Only products with denominators could wrap around before _check_columns sees them.
+    if scheme.fractional and cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
         s = int(((cursor < INT32_MIN) | (cursor > INT32_MAX)).argmax())
         _outside_int32(_where(parts.document, parts.lengths, s), cursor[s])
     return cursor, after[segments.segment_offsets[1:] - 1] + base
@@ -140,11 +140,14 @@ def _columns(scheme: Scheme, segments: SegmentTable, parts: _Parts, cursor: IntA
 
 
 def _put(columns: IntArray, where: IntArray, placement: Placement) -> None:
-    columns[DENOMINATOR, where] = placement.denominator
+    """Write a placement into columns whose steps are 0 and whose denominator is 1."""
+    if not isinstance(placement.denominator, int) or placement.denominator != 1:
+        columns[DENOMINATOR, where] = placement.denominator
     parts = (placement.origin, placement.step_frame, placement.step_row, placement.step_col)
     for i, per_axis in enumerate(parts):
         for axis, values in enumerate(per_axis or ()):
-            columns[AXES + 4 * axis + i, where] = values
+            if not isinstance(values, int) or values != 0:
+                columns[AXES + 4 * axis + i, where] = values
 
 
 def _real_tokens(segments: SegmentTable, parts: _Parts) -> IntArray:
@@ -159,25 +162,29 @@ def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray
     return array
 
 
-def _check_scheme(scheme: Scheme, segments: SegmentTable, strict: bool) -> None:
+def _check_scheme(scheme: Scheme, segments: SegmentTable, parts: _Parts, strict: bool) -> None:
     """Raise for the first segment that the scheme has no place for."""
-    kind = segments.kind
-    if strict:
-        touch = (kind[1:] == GRID) & (kind[:-1] == GRID)
-        touch[segments.segment_offsets[1:-1] - 1] = False
-        if touch.any():
-            s = int(touch.argmax()) + 1
-            d, i = _place_of(segments, s)
-            raise InvalidInputError(
-                f"documents[{d}][{i}]: got a grid right after a grid, want text between them in {scheme.name} "
-                "(markers such as [IMG] and [/IMG] do), or strict=False"
-            )
     if not scheme.text:
-        _refuse(scheme, segments, kind == TEXT, "text", "grids only")
-    if not scheme.frames:
+        _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
+    if not parts.grid.size:
+        return
+    if strict and (parts.grid[1:] - parts.grid[:-1] == 1).any():
+        _check_touching(scheme, segments)
+    if not scheme.frames and parts.grids.frames.max() > 1:
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", "one grid per frame, or axes=3")
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
+
+
+def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
+    touch = (segments.kind[1:] == GRID) & (segments.kind[:-1] == GRID)
+    touch[segments.segment_offsets[1:-1] - 1] = False
+    if touch.any():
+        d, i = _place_of(segments, int(touch.argmax()) + 1)
+        raise InvalidInputError(
+            f"documents[{d}][{i}]: got a grid right after a grid, want text between them in {scheme.name} "
+            "(markers such as [IMG] and [/IMG] do), or strict=False"
+        )
 
 
 def _refuse(scheme: Scheme, segments: SegmentTable, where: npt.NDArray[np.bool_], got: str, want: str) -> None:
@@ -196,11 +203,11 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
     if np.count_nonzero(columns[AXES:].any(axis=0)) != document.size - padding:
         raise UnsupportedError(f"scheme {scheme.name!r}: got a segment with origin and steps 0, which mean padding")
     last = np.empty((3, document.size))
-    last[0] = (columns[SKIP] + columns[OFFSET] - 1) // (columns[HEIGHT] * columns[WIDTH])
+    last[0] = (columns[SKIP] + columns[OFFSET] - 1) // (columns[HEIGHT] * columns[WIDTH]) if scheme.frames else 0
     last[1:] = columns[HEIGHT : WIDTH + 1] - 1
     parts = columns[AXES:].reshape(scheme.axes, 4, -1).astype(np.float64)
     origin, moves = parts[:, 0], parts[:, 1:] * last
-    if document.size and ((np.abs(origin) + np.abs(moves).sum(axis=1)) / denominator).max() <= INT32_MAX:
+    if ((np.abs(origin) + np.abs(moves).sum(axis=1)) / denominator).max(initial=0) <= INT32_MAX:
         return
     lowest = (origin + np.minimum(moves, 0).sum(axis=1)) / denominator
     highest = (origin + np.maximum(moves, 0).sum(axis=1)) / denominator

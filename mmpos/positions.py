@@ -238,7 +238,9 @@ def assemble(columns: IntArray, document: IntArray, header: IntArray, fractional
     tokens = ranges.lengths_to_offsets(columns)
     documents = np.empty((4, header.shape[1]), np.int64)
     documents[FIRST_SEGMENT] = document.searchsorted(np.arange(header.shape[1]))
-    documents[FIRST_TOKEN] = np.append(columns[OFFSET], tokens)[documents[FIRST_SEGMENT]]
+    firsts = np.empty(document.size + 1, np.int64)
+    firsts[:-1], firsts[-1] = columns[OFFSET], tokens
+    documents[FIRST_TOKEN] = firsts[documents[FIRST_SEGMENT]]
     documents[NEXT_POSITION:] = header
     return PositionTable(columns, documents, tokens, fractional, scheme)
 

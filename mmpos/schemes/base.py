@@ -72,14 +72,24 @@ class TextRuns:
     Args:
         lengths: (runs,) tokens.
         segment: (runs,) index of the segment in the table.
-        document: (runs,) index of the document.
-        start: (runs,) first id of the run's document.
+        documents: (segments,) document of every segment of the table.
+        starts: (documents,) first id of every document.
     """
 
     lengths: IntArray
     segment: IntArray
-    document: IntArray
-    start: IntArray
+    documents: IntArray
+    starts: IntArray
+
+    @property
+    def document(self) -> IntArray:
+        """(runs,) index of the run's document."""
+        return self.documents[self.segment]
+
+    @property
+    def start(self) -> IntArray:
+        """(runs,) first id of the run's document."""
+        return self.starts[self.document]
 
     @cached_property
     def continues(self) -> npt.NDArray[np.bool_]:

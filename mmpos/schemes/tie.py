@@ -22,6 +22,8 @@ class _Tie(Scheme):
     """
 
     axes: int = 2
+    centred = False
+    """Whether the strides leave slack on both sides: γ(n + 1) < E + 1."""
     strict = True
     row_separators = True
 
@@ -44,9 +46,9 @@ class _Tie(Scheme):
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         sides = self._sides(grids)
         stride, denominator = self.strides(sides)
-        # (L + K)/2 − γ(n + 1)/2, over the denominator; the difference is even for every member.
-        slack = denominator * (self.consumed(sides) + 1) - stride * (sides + 1)
-        origin = (cursor - 1) * denominator + slack // 2 + stride
+        # The centre (L + K)/2 less γ(n + 1)/2; the difference is even for every member.
+        slack = denominator * (self.consumed(sides) + 1) - stride * (sides + 1) if self.centred else 0
+        origin = (cursor - 1) * denominator + stride + slack // 2
         step = [[stride[a] if a == axis else 0 for a in range(self.axes)] for axis in range(self.axes)]
         return Placement(list(origin), step[0] if self.axes == 3 else None, step[-2], step[-1], denominator)
 
@@ -126,6 +128,7 @@ class RopeTieV2(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-v2"
+    centred = True
     fractional = True
     rounding: Literal["floor"] | None = None
 

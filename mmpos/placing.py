@@ -109,8 +109,7 @@ def _cursors(scheme: Scheme, segments: SegmentTable, parts: _Parts) -> tuple[Int
     before = after - advance
     base = parts.start - before[segments.segment_offsets[:-1]]
     cursor = before + base[parts.document]
-    # Only products with denominators could wrap around before _check_columns sees them.
-    if scheme.fractional and cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
+    if cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
         s = int(((cursor < INT32_MIN) | (cursor > INT32_MAX)).argmax())
         _outside_int32(_where(parts.document, parts.lengths, s), cursor[s])
     return cursor, after[segments.segment_offsets[1:] - 1] + base

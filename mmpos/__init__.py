@@ -17,6 +17,7 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
+    from mmpos import rotary
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
@@ -41,6 +42,7 @@ __all__ = [
     "Text",
     "UnsupportedError",
     "place",
+    "rotary",
 ]
 
 _LAZY = {
@@ -55,11 +57,13 @@ _LAZY = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _LAZY:
+        if name not in _LAZY and name != "rotary":
             raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
         from importlib import import_module
 
+        if name == "rotary":
+            return import_module("mmpos.rotary")
         return getattr(import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_LAZY])
+        return sorted([*globals(), *_LAZY, "rotary"])

@@ -22,8 +22,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
-from torchvision.transforms import InterpolationMode  # type: ignore[import-untyped]
-from torchvision.transforms.v2.functional import resize  # type: ignore[import-untyped]
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import resize
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize

@@ -36,6 +36,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "Text",
         "UnsupportedError",
         "place",
+        "rotary",
     ]
     assert all(hasattr(mmpos, name) for name in mmpos.__all__)
     assert set(mmpos.__all__) <= set(dir(mmpos))

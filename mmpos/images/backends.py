@@ -28,8 +28,8 @@ def torchvision() -> tuple[Any, Any]:
     """torch and torchvision.transforms.v2.functional."""
     try:
         import torch
-        import torchvision.io  # type: ignore[import-untyped] # noqa: F401 (registers decode_jpeg)
-        from torchvision.transforms.v2 import functional  # type: ignore[import-untyped]
+        import torchvision.io  # noqa: F401 (registers decode_jpeg)
+        from torchvision.transforms.v2 import functional
     except ImportError as error:
         raise ImportError(
             'backend="torchvision" needs torch and torchvision: pip install "mmpos[all]"; '

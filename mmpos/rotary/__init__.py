@@ -1,0 +1,47 @@
+"""Rotations of q and k by multimodal positions: exact phases, one fused kernel, forward and backward.
+
+Shapes used throughout:
+    q              (tokens, num_heads, head_dim) "thd", (batch, seq, num_heads, head_dim) "bshd",
+                   or (batch, num_heads, seq, head_dim) "bhsd"; k likewise with num_kv_heads
+    inv_freq       (pairs,) rad per position; pairs = rotary_dim / 2
+    cos, sin       (tokens, pairs) or (batch, seq, pairs) float32
+"""
+
+from typing import TYPE_CHECKING
+
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+
+if TYPE_CHECKING:
+    from mmpos.rotary.apply import apply_rotary
+    from mmpos.rotary.device import DevicePositions
+    from mmpos.rotary.embedding import RotaryEmbedding
+
+__all__ = [
+    "NTK",
+    "DevicePositions",
+    "DynamicNTK",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "PRoPE",
+    "Rotary",
+    "RotaryEmbedding",
+    "Scaling",
+    "YaRN",
+    "apply_rotary",
+]
+
+_WITH_TORCH = {"DevicePositions": "device", "RotaryEmbedding": "embedding", "apply_rotary": "apply"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _WITH_TORCH:
+            raise AttributeError(f"module 'mmpos.rotary' has no attribute {name!r}")
+        from importlib import import_module
+
+        try:
+            return getattr(import_module(f"mmpos.rotary.{_WITH_TORCH[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise ImportError('rotations need torch: pip install "mmpos[all]"') from error

@@ -1,0 +1,138 @@
+"""Allocation: which axis drives each pair of channels, with which frequency of its ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mmpos.checks import integer
+from mmpos.errors import InvalidInputError
+
+__all__ = ["ALLOCATIONS", "Layout", "allocate", "default_axes", "default_section"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axis and the frequency of every pair.
+
+    Args:
+        axis: (pairs,) the axis whose position multiplies the pair's frequency.
+        rung: (pairs,) which frequency of that axis's ladder: θ_rung = theta^(−rung/rungs).
+        rungs: frequencies of a full ladder.
+    """
+
+    axis: tuple[int, ...]
+    rung: tuple[int, ...]
+    rungs: int
+
+
+def _shared(axis: Sequence[int]) -> Layout:
+    """One ladder for all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
+    return Layout(tuple(axis), tuple(range(len(axis))), len(axis))
+
+
+def _interleaved(axes: int, pairs: int) -> Layout:
+    """Pair j to axis j mod axes (HunyuanImage-3.0)."""
+    return _shared([j % axes for j in range(pairs)])
+
+
+def _split(axes: int, pairs: int) -> Layout:
+    """Contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
+    return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)])
+
+
+def _axial(axes: int, pairs: int) -> Layout:
+    """Each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
+    if pairs % axes:
+        raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}")
+    rungs = pairs // axes
+    return Layout(
+        tuple(a for a in range(axes) for _ in range(rungs)), tuple(j for _ in range(axes) for j in range(rungs)), rungs
+    )
+
+
+def _pixtral(axes: int, pairs: int) -> Layout:
+    """Even θ to rows, then odd θ to columns, of one ladder (Pixtral): the pairs change order with their θ."""
+    if axes != 2:
+        raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
+    if pairs % 2:
+        raise InvalidInputError(f"allocation 'pixtral': got {pairs} pairs, want an even number")
+    return Layout((0,) * (pairs // 2) + (1,) * (pairs // 2), (*range(0, pairs, 2), *range(1, pairs, 2)), pairs)
+
+
+def _sections(section: Sequence[int], pairs: int) -> Layout:
+    """Contiguous blocks of the given sizes (Qwen2-VL)."""
+    return _shared([a for a, count in enumerate(section) for _ in range(count)])
+
+
+def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
+    """Pairs 1, 4, 7, … to rows, 2, 5, 8, … to columns, as many as their sections say, the rest to frames (Qwen3-VL)."""
+    axis = [0] * pairs
+    for a in (1, 2):
+        axis[a : 3 * section[a] : 3] = [a] * len(range(a, min(3 * section[a], pairs), 3))
+    counts = [axis.count(a) for a in range(3)]
+    if counts != list(section):
+        raise InvalidInputError(
+            f"mrope_section: got {list(section)}, want sizes that interleave over {pairs} pairs, as {counts} does"
+        )
+    return _shared(axis)
+
+
+_BY_AXES: Mapping[str, Callable[[int, int], Layout]] = MappingProxyType(
+    {"interleaved": _interleaved, "split": _split, "axial": _axial, "pixtral": _pixtral}
+)
+_BY_SECTION: Mapping[str, Callable[[Sequence[int], int], Layout]] = MappingProxyType(
+    {"sections": _sections, "mrope-interleaved": _mrope_interleaved}
+)
+ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION)
+"""Every allocation that has a name; a sequence of the axis of each pair is one, too."""
+
+
+def allocate(allocation: str | Sequence[int], axes: int, pairs: int, section: Sequence[int] | None) -> Layout:
+    """The layout of an allocation over this many pairs.
+
+    Args:
+        allocation: a name of ALLOCATIONS, or (pairs,) the axis of each pair.
+        axes: position axes.
+        pairs: pairs of channels.
+        section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
+
+    Raises:
+        InvalidInputError: the allocation does not cover the pairs and axes.
+    """
+    if section is not None and (not isinstance(allocation, str) or allocation not in _BY_SECTION):
+        raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
+    if not isinstance(allocation, str):
+        if len(allocation) != pairs:
+            raise InvalidInputError(f"allocation: got {len(allocation)} axes, want one for each of {pairs} pairs")
+        for j, axis in enumerate(allocation):
+            integer(f"allocation[{j}]", axis, minimum=0, maximum=axes - 1)
+        return _shared(allocation)
+    if allocation in _BY_AXES:
+        if pairs < axes:
+            raise InvalidInputError(f"axes: got {axes}, want at most one per pair, of which there are {pairs}")
+        return _BY_AXES[allocation](axes, pairs)
+    if section is None:
+        raise InvalidInputError(f"mrope_section: got None, want pairs per axis for allocation {allocation!r}")
+    if len(section) != axes or (allocation == "mrope-interleaved" and axes != 3):
+        want = 3 if allocation == "mrope-interleaved" else len(section)
+        raise InvalidInputError(f"axes: got {axes}, want {want} for allocation {allocation!r}")
+    if sum(section) != pairs:
+        raise InvalidInputError(f"mrope_section: got {list(section)}, want sizes that sum to {pairs} pairs")
+    return _BY_SECTION[allocation](section, pairs)
+
+
+def default_axes(allocation: str | Sequence[int], section: Sequence[int] | None) -> int:
+    """The axes that an allocation speaks of; 2 where it does not say."""
+    if section is not None:
+        return len(section)
+    if isinstance(allocation, str):
+        return 3 if allocation == "mrope-interleaved" else 2
+    return max(allocation, default=0) + 1
+
+
+def default_section(allocation: Any, pairs: int) -> tuple[int, ...] | None:
+    """Qwen3-VL's 24, 20, 20 for the interleaved M-RoPE of 64 pairs, otherwise None."""
+    return (24, 20, 20) if allocation == "mrope-interleaved" and pairs == 64 else None

@@ -1,0 +1,277 @@
+"""Rotary: the one frozen description of a rotation, from which frequencies, axes and turns follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mmpos.checks import IntArray, integer, one_of
+from mmpos.errors import InvalidInputError
+from mmpos.rotary.allocation import ALLOCATIONS, Layout, allocate, default_axes, default_section
+from mmpos.rotary.frequencies import (
+    MAX_INV_FREQ,
+    Arithmetic,
+    Exact,
+    Float32,
+    Float32Array,
+    Float64Array,
+    Power,
+    UInt64Array,
+    fixed_point_turns,
+    rounded_power,
+)
+from mmpos.rotary.hf_config import hf_arguments
+from mmpos.rotary.scaling import Scaling, scaling_from_dict
+from mmpos.rotary.values import even, finite, integers, numbers
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmpos.rotary.sources import Positions
+    from mmpos.rotary.tables import TableLayout
+
+__all__ = ["Rotary"]
+
+_FROM_THE_REST: Any = None
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotation of q and k: pair j of channels turns by position[axis of j] · inv_freq[j].
+
+    With one ladder for all axes (every allocation but "axial" and "pixtral") inv_freq[j] is
+    θ_j = theta^(−2j/rotary_dim), so that text, which has one id on all axes, is rotated as by RoPE-1D.
+
+    >>> Rotary(head_dim=8).pair_axis.tolist()
+    [0, 1, 0, 1]
+
+    Args:
+        head_dim: channels of a head; even.
+        theta: base >= 1, or one per axis: a pair takes the ladder of its axis.
+        axes: position axes; None for what the allocation says, else 2.
+        allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks as equal as possible, the first
+            ones larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL),
+            "axial" (per axis a full ladder of rotary_dim/axes channels, one block after the other), "pixtral"
+            (even θ to rows, odd θ to columns, row block first), or (pairs,) the axis of each pair.
+        pairing: "half": channels (j, j + rotary_dim/2), or "adjacent": (2j, 2j + 1).
+        rotary_dim: channels that turn, the first ones; even; None for all.
+        scaling: changes each ladder before allocation: one of ``mmpos.rotary.scaling``; "axial" scales
+            every axis's short ladder by its own theta and channels, "pixtral" the full one.
+        precision: "exact" turns of 64 bits, or "hf": float32 angles as Transformers has them.
+        mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None there is 24, 20, 20
+            for the latter with 64 pairs.
+        inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling.
+        length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
+
+    Raises:
+        InvalidInputError: naming the argument, what came and what was wanted.
+    """
+
+    head_dim: int
+    theta: float | Sequence[float] = DEFAULT_THETA
+    axes: int = _FROM_THE_REST
+    allocation: str | Sequence[int] = "interleaved"
+    pairing: Literal["half", "adjacent"] = "half"
+    rotary_dim: int = _FROM_THE_REST
+    scaling: Scaling | None = None
+    precision: Literal["exact", "hf"] = "exact"
+    mrope_section: Sequence[int] | None = None
+    inv_freq: Sequence[float] | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        self._set("head_dim", even("head_dim", self.head_dim))
+        self._set("rotary_dim", even("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim))
+        if self.rotary_dim > self.head_dim:
+            raise InvalidInputError(f"rotary_dim: got {self.rotary_dim}, want <= head_dim {self.head_dim}")
+        one_of("pairing", self.pairing, ("half", "adjacent"))
+        one_of("precision", self.precision, ("exact", "hf"))
+        self._check_allocation()
+        self._check_frequencies()
+
+    @classmethod
+    def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
+        """The rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
+
+        Args:
+            config: a config object or the mapping of its config.json.
+            layer_type: which one, where a config has rope parameters per layer type.
+            overrides: arguments of Rotary that replace what the config says.
+        """
+        return cls(**hf_arguments(config, layer_type=layer_type, overrides=overrides))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Rotary:
+        """The Rotary that ``to_dict`` described."""
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            one_of("Rotary.from_dict", key, known)
+        if "head_dim" not in values:
+            raise InvalidInputError(f"Rotary.from_dict: got {sorted(values)}, want head_dim among them")
+        scaling = values.get("scaling")
+        return cls(**{**values, "scaling": scaling_from_dict(scaling) if scaling is not None else None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as a JSON object, exactly."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return {**found, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
+
+    def for_length(self, length: int) -> Rotary:
+        """The Rotary for ids below length, the cursor (not a count of tokens); itself if no scaling asks for it."""
+        return replace(self, length=integer("length", length, minimum=1))
+
+    def cos_sin(
+        self,
+        positions: Positions,
+        layout: TableLayout = "pairs",
+        device: torch.device | str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """cos and sin of all tokens, in float32, times the attention factor.
+
+        Args:
+            positions: DevicePositions, a PositionTable, or dense ids.
+            layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
+                length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed; "torchtitan": one rope
+                cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
+            device: where to make them; None is where the positions are.
+
+        Returns:
+            new tensors.
+        """
+        from mmpos.rotary.tables import cos_sin
+
+        return cos_sin(self, positions, layout, device)
+
+    def angles(self, positions: Positions, device: torch.device | str | None = None) -> torch.Tensor:
+        """Exact angles wrapped to [−π, π], as the fused rotary kernels of Megatron and TransformerEngine take them.
+
+        Args:
+            positions: DevicePositions, a PositionTable, or dense ids.
+            device: where to make them; None is where the positions are.
+
+        Returns:
+            (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
+        """
+        from mmpos.rotary.tables import angles
+
+        return angles(self, positions, device)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of channels that turn."""
+        return self.rotary_dim // 2
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by: 1.0 but for YaRN and LongRoPE."""
+        return 1.0 if self.scaling is None else self.scaling.scaled_attention()
+
+    @cached_property
+    def pair_axis(self) -> IntArray:
+        """(pairs,) int64 axis that drives each pair; read-only."""
+        return _read_only(np.array(self._layout.axis, np.int64))
+
+    @cached_property
+    def inv_freq_array(self) -> Float64Array:
+        """(pairs,) float64 rad per position, the exact ones rounded; read-only."""
+        return _read_only(np.array([float(value) for value in self._exact_inv_freq], np.float64))
+
+    @cached_property
+    def turns(self) -> UInt64Array:
+        """(pairs,) uint64 turns per position in units of 2⁻⁶⁴, modulo one turn, rounded to nearest; read-only."""
+        return _read_only(fixed_point_turns(self._exact_inv_freq))
+
+    @cached_property
+    def inv_freq_float32(self) -> Float32Array:
+        """(pairs,) float32 rad per position with powers rounded once; read-only. See ``inv_freq_as_hf``."""
+        return _read_only(self.inv_freq_as_hf())
+
+    def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
+        """(pairs,) float32 rad per position by the operations of Transformers.
+
+        All operations but the power are rounded as IEEE 754 has it. The float32 powers of torch on a CPU
+        stray from the rounded ones by an ulp in about one of seventy; pass torch's for the same bits.
+
+        Args:
+            power: float base and (n,) float32 exponents to (n,) float32 powers.
+        """
+        return np.array(self._pairs(Float32(power)), np.float32)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return allocate(self.allocation, self.axes, self.num_pairs, self.mrope_section)
+
+    @cached_property
+    def _exact_inv_freq(self) -> list[Any]:
+        return self._pairs(Exact())
+
+    @property
+    def _thetas(self) -> tuple[float, ...]:
+        return (self.theta,) * self.axes if isinstance(self.theta, float) else tuple(self.theta)
+
+    def _pairs(self, arithmetic: Arithmetic) -> list[Any]:
+        if self.inv_freq is not None:
+            return list(arithmetic.array(self.inv_freq))
+        layout = self._layout
+        with arithmetic.context():
+            ladders = {theta: self._ladder(arithmetic, theta) for theta in set(self._thetas)}
+        return [ladders[self._thetas[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
+
+    def _ladder(self, arithmetic: Arithmetic, theta: float) -> Any:
+        dim = 2 * self._layout.rungs
+        if self.scaling is None:
+            return 1 / arithmetic.powers(arithmetic.number(theta), dim)
+        return self.scaling.inv_freq(arithmetic, theta, dim, self.length)
+
+    def _check_allocation(self) -> None:
+        if isinstance(self.allocation, str):
+            one_of("allocation", self.allocation, ALLOCATIONS)
+        else:
+            self._set("allocation", integers("allocation", self.allocation))
+        section = self.mrope_section
+        if section is None:
+            section = default_section(self.allocation, self.num_pairs)
+        self._set("mrope_section", None if section is None else integers("mrope_section", section))
+        axes = default_axes(self.allocation, self.mrope_section) if self.axes is None else self.axes
+        self._set("axes", integer("axes", axes, minimum=1))
+        _ = self._layout  # refuses what does not fit
+
+    def _check_frequencies(self) -> None:
+        one = isinstance(self.theta, str | bytes) or not isinstance(self.theta, Sequence | np.ndarray)
+        self._set("theta", finite("theta", self.theta, minimum=1) if one else numbers("theta", self.theta, 1))
+        if len(self._thetas) != self.axes:
+            raise InvalidInputError(f"theta: got {len(self._thetas)} bases, want one, or {self.axes}, one per axis")
+        if self.scaling is not None:
+            if not isinstance(self.scaling, Scaling):
+                raise InvalidInputError(f"scaling: got {self.scaling!r}, want a Scaling such as Linear(2.0), or None")
+            for theta in self._thetas:
+                self.scaling.check(theta, 2 * self._layout.rungs)
+        if self.inv_freq is not None:
+            self._check_inv_freq(self.inv_freq)
+        if self.length is not None:
+            length = integer("length", self.length, minimum=1)
+            self._set("length", None if self.scaling is None else self.scaling.effective_length(length))
+
+    def _check_inv_freq(self, inv_freq: Sequence[float]) -> None:
+        if self.scaling is not None or self.theta != DEFAULT_THETA:
+            raise InvalidInputError("inv_freq: got theta or scaling beside it, want it alone: it is taken exactly")
+        values = numbers("inv_freq", inv_freq, -MAX_INV_FREQ)
+        if len(values) != self.num_pairs:
+            raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {self.num_pairs}, one per pair")
+        if max(values) > MAX_INV_FREQ:
+            raise InvalidInputError(f"inv_freq: got {max(values)}, want <= {MAX_INV_FREQ:g}")
+        self._set("inv_freq", values)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _read_only(array: Any) -> Any:
+    array.setflags(write=False)
+    return array

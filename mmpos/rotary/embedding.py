@@ -1,0 +1,63 @@
+"""The rotation as a module, whose buffers are integers and so survive every cast of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmpos.rotary.apply import Implementation, Layout, rotate_with
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.sources import Positions, frequencies_of
+
+__all__ = ["RotaryEmbedding"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates q and k; ``model.to(bfloat16)``, autocast and mixed precision leave its frequencies alone.
+
+    Args:
+        rotary: frequencies, and how they are allotted to axes and channels.
+    """
+
+    frequencies: Tensor
+    pair_axis: Tensor
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary = rotary
+        frequencies, pair_axis = frequencies_of(rotary)
+        # float32 frequencies are kept as their bits, since a cast of the model touches floating buffers only.
+        bits = frequencies.view(torch.int32) if frequencies.is_floating_point() else frequencies
+        self.register_buffer("frequencies", bits, persistent=False)
+        self.register_buffer("pair_axis", pair_axis, persistent=False)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        positions: Positions,
+        *,
+        layout: Layout | None = None,
+        inplace: bool = False,
+        conjugate: bool = False,
+        implementation: Implementation = "auto",
+    ) -> tuple[Tensor, Tensor | None]:
+        """``apply_rotary`` with this module's rotary; arguments and errors are the same."""
+        as_hf = self.rotary.precision == "hf"
+        frequencies = self.frequencies.view(torch.float32) if as_hf else self.frequencies
+        return rotate_with(
+            (frequencies, self.pair_axis),
+            q,
+            k,
+            positions,
+            self.rotary,
+            layout=layout,
+            inplace=inplace,
+            conjugate=conjugate,
+            implementation=implementation,
+            validate=False,
+        )
+
+    def extra_repr(self) -> str:
+        """The rotary."""
+        return repr(self.rotary)

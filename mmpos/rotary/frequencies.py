@@ -1,0 +1,155 @@
+"""Inverse frequencies θ_j = base^(−2j/d): the same formulas in exact decimals or in the float32 of Transformers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "MAX_INV_FREQ",
+    "PI",
+    "Arithmetic",
+    "Exact",
+    "Float32",
+    "Float32Array",
+    "Float64Array",
+    "Power",
+    "UInt64Array",
+    "fixed_point_turns",
+    "rounded_power",
+]
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+UInt64Array = npt.NDArray[np.uint64]
+Power = Callable[[float, Float32Array], Float32Array]
+"""base and (n,) float32 exponents to (n,) float32 base**exponents."""
+
+PI = Decimal(
+    "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651"
+)
+MAX_INV_FREQ = 2.0**32
+"""The largest inverse frequency in rad per position; turns below keep all of their 64 bits up to it."""
+
+_CONTEXT = Context(prec=100, rounding=ROUND_HALF_EVEN)
+
+
+class Arithmetic(ABC):
+    """The numbers that a formula of frequencies is written in: scalars and arrays of pairs.
+
+    Scalars go through ``number`` before they meet anything else, so that one formula serves both kinds.
+    """
+
+    pi: Any
+
+    @abstractmethod
+    def number(self, value: float) -> Any:
+        """The scalar; a float is its exact binary value."""
+
+    @abstractmethod
+    def array(self, values: Iterable[Any]) -> Any:
+        """(n,) array of the numbers."""
+
+    @abstractmethod
+    def log(self, value: Any) -> Any:
+        """The natural logarithm of a scalar."""
+
+    @abstractmethod
+    def powers(self, theta: Any, dim: int, count: int | None = None) -> Any:
+        """(count,) theta^(2j/dim), dim/2 unless told: the reciprocals of the unscaled inverse frequencies."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Where the formula must run."""
+        return nullcontext()
+
+
+class Exact(Arithmetic):
+    """Decimals of 100 digits in arrays of objects; the caller's decimal context plays no part."""
+
+    pi = PI
+
+    def number(self, value: float) -> Decimal:
+        """The scalar; a float is its exact binary value."""
+        return Decimal(value)
+
+    def array(self, values: Iterable[Any]) -> Any:
+        """(n,) array of the numbers."""
+        return np.array([Decimal(value) for value in values], object)
+
+    def log(self, value: Decimal) -> Decimal:
+        """The natural logarithm of a scalar."""
+        return value.ln()
+
+    def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Any:
+        """(count,) theta^(2j/dim), dim/2 unless told."""
+        return np.array([theta ** (Decimal(2 * j) / dim) for j in range(_pairs(dim, count))], object)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Where the formula must run."""
+        return localcontext(_CONTEXT)
+
+
+def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
+    """base**exponents of float32 numbers, rounded once; libraries of float32 powers stray from it by an ulp."""
+    return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Float32(Arithmetic):
+    """The float32 arrays and double scalars of Transformers, operation by operation.
+
+    Every operation is rounded as IEEE 754 has it and so is the same everywhere, but for the power: pass
+    the one of the library to agree with.
+
+    Args:
+        power: how theta^(2j/dim) is computed; rounded once unless told.
+    """
+
+    power: Power = rounded_power
+    pi = math.pi
+
+    def number(self, value: float) -> float:
+        """The scalar, as a double."""
+        return float(value)
+
+    def array(self, values: Iterable[Any]) -> Float32Array:
+        """(n,) array of the numbers."""
+        return np.array(list(values), np.float32)
+
+    def log(self, value: float) -> float:
+        """The natural logarithm of a scalar."""
+        return math.log(value)
+
+    def powers(self, theta: float, dim: int, count: int | None = None) -> Float32Array:
+        """(count,) theta^(2j/dim), dim/2 unless told."""
+        # As many powers at once as Transformers takes: those of torch depend on the place in its vectors.
+        return self.power(theta, np.arange(0, 2 * _pairs(dim, count), 2).astype(np.float32) / np.float32(dim))
+
+
+def fixed_point_turns(inv_freq: Iterable[Decimal]) -> UInt64Array:
+    """Inverse frequencies in units of 2⁻⁶⁴ turn: inv_freq/2π as a 64-bit fraction, modulo one turn.
+
+    >>> int(fixed_point_turns([PI])[0]) == 2**63  # half a turn
+    True
+
+    Args:
+        inv_freq: (pairs,) rad per position, at most MAX_INV_FREQ.
+
+    Returns:
+        (pairs,) uint64, rounded to nearest.
+    """
+    with localcontext(_CONTEXT):
+        units = [(value * 2**63 / PI).to_integral_value() for value in inv_freq]
+    return np.array([int(unit) % 2**64 for unit in units], np.uint64)
+
+
+def _pairs(dim: int, count: int | None) -> int:
+    return dim // 2 if count is None else count

@@ -1,0 +1,93 @@
+"""Positions of any sort, and frequencies, as the tensors that the operator takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmpos.checks import INT32_MAX, INT32_MIN
+from mmpos.errors import InvalidInputError
+from mmpos.positions import PositionTable
+from mmpos.rotary import phases
+from mmpos.rotary.device import DevicePositions
+
+if TYPE_CHECKING:
+    from mmpos.rotary.config import Rotary
+
+Positions = DevicePositions | PositionTable | Tensor
+
+
+class Source(NamedTuple):
+    """Positions as the operator takes them; row_length is 0 when documents differ in length."""
+
+    positions: Tensor
+    mode: int
+    axes: int
+    tokens: int
+    row_length: int
+
+
+def source_of(positions: Positions, device: torch.device, validate: bool = False) -> Source:
+    """Positions of any sort as a tensor and what it holds."""
+    if isinstance(positions, PositionTable):
+        positions = DevicePositions.from_table(positions, device)
+    if isinstance(positions, DevicePositions):
+        mode = phases.TABLE_FRACTIONAL if positions.fractional else phases.TABLE_INTEGER
+        return Source(positions.table, mode, positions.axes, positions.num_tokens, positions.row_length)
+    if not isinstance(positions, Tensor):
+        raise InvalidInputError(
+            f"positions: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
+        )
+    return _dense_source(positions, validate)
+
+
+def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Frequencies and (pairs,) int32 axes: (2, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"."""
+    pair_axis = torch.from_numpy(rotary.pair_axis.astype(np.int32))
+    if rotary.precision == "hf":
+        # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
+        return torch.from_numpy(rotary.inv_freq_as_hf(_torch_power)), pair_axis
+    words = np.stack([rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)])
+    return torch.from_numpy(words.astype(np.int64)), pair_axis
+
+
+@lru_cache(maxsize=64)
+def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies, pair_axis = frequencies_of(rotary)
+    return frequencies.to(device), pair_axis.to(device)
+
+
+def _made_once(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Frequencies and axes on a device, made once; a compiled graph takes them as constants."""
+    return _constants(rotary, device)
+
+
+constants: Any = torch.compiler.assume_constant_result(_made_once)
+
+
+def _torch_power(base: float, exponents: Any) -> Any:
+    return torch.pow(base, torch.from_numpy(exponents)).numpy()
+
+
+def _dense_source(ids: Tensor, validate: bool) -> Source:
+    if ids.dim() not in (2, 3):
+        raise InvalidInputError(f"positions: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
+    row_length = ids.shape[2] if ids.dim() == 3 else 0
+    flat = ids.reshape(ids.shape[0], -1)
+    if ids.dtype in (torch.int32, torch.int64):
+        mode = phases.DENSE_INTEGER
+    elif ids.dtype == torch.float64:
+        mode = phases.DENSE_FIXED
+    else:
+        raise InvalidInputError(f"positions: got dtype {ids.dtype}, want int32, int64 or float64 ids")
+    on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (validate or on_host) and ids.dtype != torch.int32 and flat.numel():
+        low, high = (float(bound) for bound in torch.aminmax(flat))
+        if not (low >= INT32_MIN and high < INT32_MAX + 1):
+            raise InvalidInputError(f"positions: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
+    flat = phases.fixed_from_float(flat) if mode == phases.DENSE_FIXED else flat
+    return Source(flat, mode, flat.shape[0], flat.shape[1], row_length)

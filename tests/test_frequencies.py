@@ -1,0 +1,308 @@
+"""Frequencies: spec literals, an oracle in mpmath for every bit of the turns, and Transformers for float32."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.frequencies import Exact
+from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+
+mpmath: Any = pytest.importorskip("mpmath")
+mpf = mpmath.mpf
+
+SHORT, LONG = [1.0 + j / 17 for j in range(64)], [1.0 + j * j / 13 for j in range(64)]
+SCALINGS: dict[str, Scaling | None] = {
+    "none": None,
+    "linear": Linear(2.5),
+    "ntk": NTK(4),
+    "dynamic": DynamicNTK(2, 4096),
+    "yarn": YaRN(4, 32768),
+    "yarn-untruncated": YaRN(3.3, 4096, beta_fast=16, beta_slow=2, truncate=False),
+    "llama3": Llama3(8, 1, 4, 8192),
+    "longrope": LongRoPE(SHORT, LONG, 4096, factor=32),
+    "p-rope": PRoPE(0.3, 2),
+}
+
+
+def plain(theta: Any, dim: int) -> list[Any]:
+    return [mpf(theta) ** (-mpf(2 * j) / dim) for j in range(dim // 2)]
+
+
+def yarn(scaling: YaRN, theta: Any, dim: int) -> list[Any]:
+    def pair(turns: float) -> Any:
+        return dim * mpmath.log(scaling.original_max_position / (mpf(turns) * 2 * mpmath.pi)) / (2 * mpmath.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = mpmath.floor(low), mpmath.ceil(high)
+    low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
+    high += mpf(0.001) if low == high else 0
+    found = []
+    for j, value in enumerate(plain(theta, dim)):
+        share = min(max((j - low) / (high - low), mpf(0)), mpf(1))
+        found.append(value / mpf(scaling.factor) * share + value * (1 - share))
+    return found
+
+
+def llama3(scaling: Llama3, theta: Any, dim: int) -> list[Any]:
+    found = []
+    for value in plain(theta, dim):
+        turns = scaling.original_max_position * value / (2 * mpmath.pi)
+        low, high = mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
+        share = min(max((turns - low) / (high - low), mpf(0)), mpf(1))
+        found.append((1 - share) * value / mpf(scaling.factor) + share * value)
+    return found
+
+
+def oracle(scaling: Scaling | None, theta: float, dim: int, length: int | None = None) -> list[Any]:
+    base = mpf(theta)
+    match scaling:
+        case None:
+            return plain(base, dim)
+        case Linear():
+            return [value / mpf(scaling.factor) for value in plain(base, dim)]
+        case NTK():
+            return plain(base * mpf(scaling.factor) ** (mpf(dim) / (dim - 2)), dim)
+        case DynamicNTK():
+            f, ratio = mpf(scaling.factor), mpf(length or scaling.original_max_position) / scaling.original_max_position
+            return plain(base * (f * ratio - f + 1) ** (mpf(dim) / (dim - 2)), dim)
+        case YaRN():
+            return yarn(scaling, base, dim)
+        case Llama3():
+            return llama3(scaling, base, dim)
+        case LongRoPE():
+            divisors = scaling.long_factor if length else scaling.short_factor
+            return [value / mpf(divisor) for value, divisor in zip(plain(base, dim), divisors, strict=True)]
+        case PRoPE():
+            turning = int(scaling.p * dim) // 2
+            return [value / mpf(scaling.factor) * (j < turning) for j, value in enumerate(plain(base, dim))]
+    raise AssertionError(scaling)
+
+
+def fixed(values: list[Any]) -> list[int]:
+    return [int(mpmath.nint(value / (2 * mpmath.pi) * 2**64)) % 2**64 for value in values]
+
+
+@pytest.fixture(autouse=True)
+def _many_digits() -> Any:
+    with mpmath.workdps(90):
+        yield
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.8])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_every_bit_of_the_turns_is_that_of_the_oracle(name: str, theta: float) -> None:
+    scaling = SCALINGS[name]
+    rotary = Rotary(128, theta=theta, scaling=scaling)
+    expected = oracle(scaling, theta, 128)
+    assert rotary.turns.tolist() == fixed(expected)
+    assert rotary.inv_freq_array.tolist() == [float(value) for value in expected]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_turns_at_a_length_are_those_of_the_oracle(name: str) -> None:
+    scaling = SCALINGS[name]
+    rotary = Rotary(128, scaling=scaling).for_length(10_001)
+    assert rotary.turns.tolist() == fixed(oracle(scaling, 10000.0, 128, 10_001))
+    assert rotary.turns.tolist() != Rotary(128, scaling=scaling).turns.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
+@pytest.mark.parametrize("axes", [1, 2, 4])
+def test_axial_scales_the_short_ladder_of_each_axis(name: str, axes: int) -> None:
+    scaling = SCALINGS[name]
+    thetas = [10000.0 * 3**axis for axis in range(axes)]
+    rotary = Rotary(64, theta=thetas, axes=axes, allocation="axial", scaling=scaling)
+    expected = [value for theta in thetas for value in oracle(scaling, theta, 64 // axes)]
+    assert rotary.turns.tolist() == fixed(expected)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
+def test_pixtral_takes_even_then_odd_of_the_full_scaled_ladder(name: str) -> None:
+    scaling = SCALINGS[name]
+    rotary = Rotary(64, theta=[10000.0, 20000.0], allocation="pixtral", scaling=scaling)
+    expected = oracle(scaling, 10000.0, 64)[0::2] + oracle(scaling, 20000.0, 64)[1::2]
+    assert rotary.turns.tolist() == fixed(expected)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 6, 40])
+def test_the_ladder_is_that_of_rotary_dim_not_of_head_dim(rotary_dim: int) -> None:
+    rotary = Rotary(64, rotary_dim=rotary_dim, axes=1)
+    assert rotary.turns.tolist() == fixed(plain(10000, rotary_dim))
+
+
+def test_each_axis_has_the_ladder_of_its_own_theta() -> None:
+    rotary = Rotary(16, theta=[10000, 500000.0], allocation="split")
+    expected = plain(10000, 16)[:4] + plain(500000, 16)[4:]
+    assert rotary.turns.tolist() == fixed(expected)
+
+
+def test_explicit_frequencies_are_taken_exactly_modulo_one_turn() -> None:
+    values = [0.1, 7.5, -0.25, 0.0, 351.85837720205683, 2.0**32, 5e-324, 1e-9]
+    rotary = Rotary(16, inv_freq=values)
+    assert rotary.turns.tolist() == fixed([mpf(value) for value in values])
+    assert rotary.inv_freq_array.tolist() == values
+    assert rotary.inv_freq_float32.tolist() == np.array(values, np.float32).tolist()
+
+
+def test_the_decimal_context_of_the_caller_plays_no_part() -> None:
+    import decimal
+
+    expected = Rotary(64, scaling=YaRN(4, 2048)).turns.tolist()
+    with decimal.localcontext(decimal.Context(prec=3, rounding=decimal.ROUND_UP)):
+        assert Rotary(64, scaling=YaRN(4, 2048)).turns.tolist() == expected
+
+
+def test_spec_ntk_stretches_the_base_to_40889_94() -> None:
+    rotary = Rotary(128, scaling=NTK(4))
+    assert rotary.inv_freq_array[1] ** -64 == pytest.approx(40889.94, abs=0.005)
+    assert Rotary(128).inv_freq_array[-1] / rotary.inv_freq_array[-1] == pytest.approx(4)
+
+
+def test_spec_yarn_ramp_ratios_and_attention_factor() -> None:
+    scaling = YaRN(4, 32768)
+    rotary = Rotary(128, theta=1e6, scaling=scaling)
+    ratio = rotary.inv_freq_array / Rotary(128, theta=1e6).inv_freq_array
+    with Exact().context():
+        assert scaling.ramp(Exact(), 1e6, 128) == (23, 40)
+    assert ratio[[0, 23, 40, 63]].tolist() == pytest.approx([1, 1, 0.25, 0.25])
+    assert ratio[[25, 30, 35]].tolist() == pytest.approx([0.9118, 0.6912, 0.4706], abs=5e-5)
+    assert rotary.attention_factor == pytest.approx(1.138629, abs=5e-7)
+
+
+def test_spec_llama3_keeps_29_blends_6_divides_29() -> None:
+    scaling = Llama3(8, 1, 4, 8192)
+    ratio = Rotary(128, theta=5e5, scaling=scaling).inv_freq_array / Rotary(128, theta=5e5).inv_freq_array
+    assert [int((ratio == 1).sum()), int(((ratio < 1) & (ratio > 0.125)).sum()), int((ratio == 0.125).sum())] == [
+        29,
+        6,
+        29,
+    ]
+    assert (np.diff(ratio) <= 0).all()
+
+
+def test_spec_p_rope_is_not_a_partial_rotary_factor() -> None:
+    assert Rotary(16, scaling=PRoPE(0.25)).inv_freq_array.tolist() == pytest.approx([1, 0.3162277660168379, *[0] * 6])
+    assert Rotary(16, rotary_dim=4).inv_freq_array.tolist() == pytest.approx([1, 0.01])
+
+
+def test_p_rope_of_one_changes_nothing_and_of_zero_stops_everything() -> None:
+    assert Rotary(16, scaling=PRoPE(1)).turns.tolist() == Rotary(16).turns.tolist()
+    assert Rotary(16, scaling=PRoPE(0)).turns.tolist() == [0] * 8
+
+
+def test_spec_rope_1d_of_eight_channels() -> None:
+    assert Rotary(8, axes=1).inv_freq_array.tolist() == [1, 0.1, 0.01, 0.001]
+
+
+def test_spec_interleaved_keeps_both_axes_over_the_whole_spectrum() -> None:
+    rotary = Rotary(128)
+    rows, cols = (rotary.inv_freq_array[rotary.pair_axis == axis] for axis in (0, 1))
+    assert np.exp(np.log(rows).mean() - np.log(cols).mean()) == pytest.approx(1.155, abs=5e-4)
+
+
+def test_spec_split_starves_the_columns() -> None:
+    rotary = Rotary(128, allocation="split")
+    rows, cols = (rotary.inv_freq_array[rotary.pair_axis == axis] for axis in (0, 1))
+    assert [rows[0], rows[-1], cols[0], cols[-1]] == pytest.approx([1, 0.0116, 0.01, 1.2e-4], rel=0.04)
+
+
+def test_attention_factors() -> None:
+    assert YaRN(4, 2048, attention_factor=0.5).scaled_attention() == 0.5
+    assert YaRN(1, 2048).scaled_attention() == 1
+    assert YaRN(40, 4096, mscale=1, mscale_all_dim=1).scaled_attention() == 1
+    assert YaRN(40, 4096, mscale=0.707, mscale_all_dim=1).scaled_attention() == pytest.approx(
+        1.2608 / 1.36889, abs=1e-4
+    )
+    assert LongRoPE([1], [1], 4096, factor=32).scaled_attention() == pytest.approx(1.190238, abs=1e-6)
+    assert LongRoPE([1], [1], 4096).scaled_attention() == 1
+    assert LongRoPE([1], [1], 4096, factor=32, attention_factor=1.5).scaled_attention() == 1.5
+    assert [s.scaled_attention() for s in (Linear(2), NTK(2), DynamicNTK(2, 8), PRoPE(0.5))] == [1] * 4
+
+
+def test_yarn_with_one_pair_in_the_ramp_has_no_singularity() -> None:
+    scaling = YaRN(4, 2, beta_fast=1, beta_slow=1, truncate=False)
+    assert Rotary(8, scaling=scaling).turns.tolist() == fixed(yarn(scaling, mpf(10000), 8))
+
+
+# Transformers, bit for bit with its own power, and within an ulp without it.
+
+HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
+    "linear": ({"factor": 2.5}, Linear(2.5)),
+    "dynamic": ({"factor": 2.0}, DynamicNTK(2, 131072)),
+    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 32768}, YaRN(4, 32768)),
+    "yarn ": (
+        {
+            "factor": 3.3,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+        },
+        YaRN(3.3, 4096, 16, 2, None, 0.7, 1.1, False),
+    ),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        Llama3(8, 1, 4, 8192),
+    ),
+    "longrope": (
+        {"factor": 32.0, "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 4096},
+        LongRoPE(SHORT, LONG, 4096, 32),
+    ),
+    "proportional": ({"partial_rotary_factor": 0.3}, PRoPE(0.3)),
+}
+
+
+def torch_power(base: float, exponents: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.pow(base, torch.from_numpy(exponents)).numpy()
+
+
+def config(**rope: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 1, "head_dim": 128}
+    return transformers.LlamaConfig(**sizes, max_position_embeddings=131072, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 1234567.8])
+@pytest.mark.parametrize("length", [None, 200_000])
+@pytest.mark.parametrize("name", HF)
+def test_float32_frequencies_are_those_of_transformers(name: str, length: int | None, theta: float) -> None:
+    parameters, scaling = HF[name]
+    rope_utils = importlib.import_module(pytest.importorskip("transformers").__name__ + ".modeling_rope_utils")
+    told = config(rope_type=name.strip(), rope_theta=theta, **parameters)
+    expected, factor = rope_utils.ROPE_INIT_FUNCTIONS[name.strip()](told, None, seq_len=length)
+    rotary = Rotary(128, theta=theta, scaling=scaling, precision="hf", length=length)
+    assert rotary.inv_freq_as_hf(torch_power).tobytes() == expected.numpy().tobytes()
+    np.testing.assert_allclose(rotary.inv_freq_float32, expected.numpy(), rtol=3e-7)
+    assert rotary.attention_factor == factor
+    assert Rotary.from_hf_config(told, precision="hf", length=length) == rotary
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.5, 0.25])
+def test_unscaled_float32_frequencies_are_those_of_transformers(partial: float) -> None:
+    torch = pytest.importorskip("torch")
+    dim = int(128 * partial)
+    rotary = Rotary(128, theta=5e5, rotary_dim=dim, precision="hf")
+    expected = 1.0 / (5e5 ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    assert rotary.inv_freq_as_hf(torch_power).tobytes() == expected.numpy().tobytes()
+    assert rotary.inv_freq_float32.dtype == np.float32
+    np.testing.assert_allclose(rotary.inv_freq_float32, expected.numpy(), rtol=1.2e-7)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80])
+def test_axial_frequencies_are_those_of_timm(dim: int) -> None:
+    timm = pytest.importorskip("timm.layers.pos_embed_sincos")
+    rotary = Rotary(dim, allocation="axial", pairing="adjacent")
+    sin, cos = timm.build_rotary_pos_embed([3, 4], dim=dim, in_pixels=False)
+    ids = np.stack([np.repeat(np.arange(3), 4), np.tile(np.arange(4), 3)])
+    angle = ids[rotary.pair_axis].T * rotary.inv_freq_array
+    np.testing.assert_allclose(sin[:, ::2].numpy(), np.sin(angle), atol=3e-7)
+    np.testing.assert_allclose(cos[:, ::2].numpy(), np.cos(angle), atol=3e-7)

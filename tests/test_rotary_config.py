@@ -1,0 +1,533 @@
+"""Rotary: allocations against plain loops, refusals by their words, round trips, configs as Transformers reads them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import re
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.hf_config import ROPE_TYPES
+from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MODELS, OTHER_ROTATIONS, SECTIONS
+from mmpos.rotary.scaling import NTK, SCALINGS, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN, scaling_from_dict
+
+
+def axes_of(**arguments: Any) -> list[int]:
+    axes: list[int] = Rotary(**arguments).pair_axis.tolist()
+    return axes
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [8, 10, 64, 128])
+def test_interleaved_gives_pair_j_to_axis_j_mod_axes(head_dim: int, axes: int) -> None:
+    expected = []
+    for j in range(head_dim // 2):
+        expected.append(j % axes)
+    assert axes_of(head_dim=head_dim, axes=axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "axes", "blocks"),
+    [(8, 1, [4]), (8, 2, [2, 2]), (10, 2, [3, 2]), (64, 3, [11, 11, 10]), (22, 4, [3, 3, 3, 2])],
+)
+def test_split_gives_blocks_as_equal_as_possible(head_dim: int, axes: int, blocks: list[int]) -> None:
+    expected = [a for a, count in enumerate(blocks) for _ in range(count)]
+    assert axes_of(head_dim=head_dim, axes=axes, allocation="split") == expected
+
+
+def test_sections_are_blocks_of_the_told_sizes() -> None:
+    expected = [0] * 16 + [1] * 24 + [2] * 24
+    assert axes_of(head_dim=128, allocation="sections", mrope_section=[16, 24, 24]) == expected
+    assert Rotary(8, allocation="sections", mrope_section=[4, 0]).axes == 2
+
+
+def test_mrope_interleaved_is_qwen3_vl() -> None:
+    rotary = Rotary(128, allocation="mrope-interleaved")
+    assert rotary == Rotary(128, axes=3, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
+    found = {a: [j for j, axis in enumerate(rotary.pair_axis.tolist()) if axis == a] for a in range(3)}
+    assert found[1] == list(range(1, 59, 3))
+    assert found[2] == list(range(2, 60, 3))
+    assert found[0] == [*range(0, 60, 3), 60, 61, 62, 63]
+
+
+def test_mrope_interleaved_of_an_uneven_number_of_pairs() -> None:
+    rotary = Rotary(256, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
+    assert rotary.pair_axis.tolist() == [j % 3 for j in range(32)]
+
+
+@pytest.mark.parametrize("axes", [1, 2, 4])
+def test_axial_is_one_full_ladder_per_axis(axes: int) -> None:
+    rotary = Rotary(64, axes=axes, allocation="axial")
+    rungs = 32 // axes
+    expected = []
+    for _ in range(axes):
+        for i in range(rungs):
+            expected.append(10000.0 ** (-2 * i / (64 / axes)))
+    assert rotary.pair_axis.tolist() == [a for a in range(axes) for _ in range(rungs)]
+    np.testing.assert_allclose(rotary.inv_freq_array, expected, rtol=1e-14)
+
+
+def test_pixtral_is_even_frequencies_of_rows_then_odd_ones_of_columns() -> None:
+    rotary, plain = Rotary(64, allocation="pixtral"), Rotary(64, axes=1)
+    assert rotary.pair_axis.tolist() == [0] * 16 + [1] * 16
+    assert rotary.turns.tolist() == plain.turns[0::2].tolist() + plain.turns[1::2].tolist()
+
+
+def test_an_explicit_vector_says_the_axis_of_each_pair() -> None:
+    rotary = Rotary(8, allocation=[2, 0, 0, 1])
+    assert (rotary.axes, rotary.pair_axis.tolist()) == (3, [2, 0, 0, 1])
+    assert rotary.turns.tolist() == Rotary(8).turns.tolist()
+    assert Rotary(8, axes=5, allocation=np.array([2, 0, 0, 1])).axes == 5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scaling", [None, YaRN(4, 2048), PRoPE(0.4), NTK(3)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"axes": 3},
+        {"allocation": "split"},
+        {"allocation": "sections", "mrope_section": [7, 9]},
+        {"allocation": [1] * 16},
+    ],
+)
+def test_t1_one_ladder_for_all_axes_is_that_of_rope_1d(arguments: dict[str, Any], scaling: Any) -> None:
+    assert Rotary(32, scaling=scaling, **arguments).turns.tolist() == Rotary(32, axes=1, scaling=scaling).turns.tolist()
+
+
+def test_arrays_are_read_only_and_of_the_stated_types() -> None:
+    rotary = Rotary(16, rotary_dim=12)
+    arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64, "inv_freq_float32": np.float32}
+    for name, dtype in arrays.items():
+        array = getattr(rotary, name)
+        assert (array.shape, array.dtype, array.flags.writeable) == ((6,), np.dtype(dtype), False)
+        assert getattr(rotary, name) is array
+    assert rotary.num_pairs == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head_dim": 7}, "head_dim: got 7, want an even number"),
+        ({"head_dim": 0}, "head_dim: got 0, want >= 2"),
+        ({"head_dim": 8.0}, "head_dim: got 8.0, want an integer"),
+        ({"rotary_dim": 18}, "rotary_dim: got 18, want <= head_dim 16"),
+        ({"rotary_dim": 5}, "rotary_dim: got 5, want an even number"),
+        ({"theta": 0}, "theta: got 0, want a finite number >= 1"),
+        ({"theta": -1e4}, "theta: got -10000.0, want a finite number >= 1"),
+        ({"theta": nan}, "theta: got nan, want a finite number >= 1"),
+        ({"theta": inf}, "theta: got inf, want a finite number >= 1"),
+        ({"theta": "1e4"}, "theta: got '1e4', want a finite number >= 1"),
+        ({"theta": True}, "theta: got True, want a finite number >= 1"),
+        ({"theta": [1e4, 0.5]}, "theta[1]: got 0.5, want a finite number >= 1"),
+        ({"theta": [1e4]}, "theta: got 1 bases, want one, or 2, one per axis"),
+        ({"axes": 0}, "axes: got 0, want >= 1"),
+        ({"axes": 9}, "axes: got 9, want at most one per pair, of which there are 8"),
+        (
+            {"allocation": "interleave"},
+            "allocation: got 'interleave', want one of 'interleaved', 'split', 'axial', 'pixtral', 'sections', "
+            "'mrope-interleaved'",
+        ),
+        ({"allocation": 3}, "allocation: got 3, want a sequence of numbers"),
+        ({"allocation": [0, 1]}, "allocation: got 2 axes, want one for each of 8 pairs"),
+        ({"axes": 2, "allocation": [0, 1, 2, 0, 1, 0, 1, 0]}, "allocation[2]: got 2, want <= 1"),
+        ({"allocation": [0, 1, -1, 0, 1, 0, 1, 0]}, "allocation[2]: got -1, want >= 0"),
+        ({"allocation": [0.0] * 8}, "allocation[0]: got 0.0, want an integer"),
+        ({"allocation": "axial", "axes": 3}, "allocation 'axial': got 8 pairs, want a multiple of axes=3"),
+        ({"allocation": "pixtral", "axes": 3}, "axes: got 3, want 2 for allocation 'pixtral'"),
+        ({"allocation": "pixtral", "rotary_dim": 10}, "allocation 'pixtral': got 5 pairs, want an even number"),
+        ({"allocation": "sections"}, "mrope_section: got None, want pairs per axis for allocation 'sections'"),
+        (
+            {"allocation": "sections", "mrope_section": [3, 4]},
+            "mrope_section: got [3, 4], want sizes that sum to 8 pairs",
+        ),
+        ({"allocation": "sections", "mrope_section": [9, -1]}, "mrope_section[1]: got -1, want >= 0"),
+        (
+            {"allocation": "sections", "axes": 3, "mrope_section": [4, 4]},
+            "axes: got 3, want 2 for allocation 'sections'",
+        ),
+        ({"allocation": "mrope-interleaved"}, "mrope_section: got None, want pairs per axis"),
+        (
+            {"allocation": "mrope-interleaved", "mrope_section": [4, 4]},
+            "axes: got 2, want 3 for allocation 'mrope-interleaved'",
+        ),
+        (
+            {"allocation": "mrope-interleaved", "mrope_section": [1, 4, 3]},
+            "mrope_section: got [1, 4, 3], want sizes that interleave over 8 pairs, as [3, 3, 2] does",
+        ),
+        ({"mrope_section": [4, 4]}, "mrope_section: got [4, 4], want None for allocation 'interleaved'"),
+        ({"pairing": "interleaved"}, "pairing: got 'interleaved', want one of 'half', 'adjacent'"),
+        ({"precision": "fp32"}, "precision: got 'fp32', want one of 'exact', 'hf'"),
+        ({"scaling": "yarn"}, "scaling: got 'yarn', want a Scaling such as Linear(2.0), or None"),
+        ({"scaling": NTK(2), "rotary_dim": 2, "axes": 1}, "scaling: got NTK for 1 pairs, want at least 2"),
+        ({"scaling": DynamicNTK(2, 8), "axes": 8, "allocation": "axial"}, "scaling: got DynamicNTK for 1 pairs"),
+        ({"scaling": YaRN(2, 8), "theta": 1}, "theta: got 1.0, want more for YaRN"),
+        ({"scaling": LongRoPE([1] * 8, [1] * 7, 8)}, "LongRoPE.long_factor: got 7 numbers, want 8, one per frequency"),
+        ({"inv_freq": [1.0] * 7}, "inv_freq: got 7 numbers, want 8, one per pair"),
+        ({"inv_freq": [1.0] * 7 + [2.0**33]}, "inv_freq: got 8589934592.0, want <= 4.29497e+09"),
+        ({"inv_freq": [1.0] * 7 + [nan]}, "inv_freq[7]: got nan, want a finite number"),
+        ({"inv_freq": 1.0}, "inv_freq: got 1.0, want a sequence of numbers"),
+        ({"inv_freq": [1.0] * 8, "scaling": Linear(2)}, "inv_freq: got theta or scaling beside it, want it alone"),
+        ({"inv_freq": [1.0] * 8, "theta": 5e5}, "inv_freq: got theta or scaling beside it, want it alone"),
+        ({"length": 0}, "length: got 0, want >= 1"),
+    ],
+)
+def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match="^" + re.escape(message)):
+        Rotary(**{"head_dim": 16, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Linear, [0.5], "Linear.factor: got 0.5, want a finite number >= 1"),
+        (Linear, [None], "Linear.factor: got None, want a finite number >= 1"),
+        (NTK, [nan], "NTK.factor: got nan, want a finite number >= 1"),
+        (DynamicNTK, [2, 0], "DynamicNTK.original_max_position: got 0, want >= 1"),
+        (DynamicNTK, [2, 8.5], "DynamicNTK.original_max_position: got 8.5, want an integer"),
+        (YaRN, [0.9, 8], "YaRN.factor: got 0.9, want a finite number >= 1"),
+        (YaRN, [2, 8, 1, 2], "YaRN.beta_fast: got 1, want a finite number >= 2"),
+        (YaRN, [2, 8, 2, 0], "YaRN.beta_slow: got 0, want a finite number > 0"),
+        (YaRN, [2, 8, 32, 1, -1], "YaRN.attention_factor: got -1, want a finite number >= 0"),
+        (YaRN, [2, 8, 32, 1, None, None, None, 1], "YaRN.truncate: got 1, want True or False"),
+        (Llama3, [8, 0, 4, 8], "Llama3.low_freq_factor: got 0, want a finite number > 0"),
+        (Llama3, [8, 4, 4, 8], "Llama3.high_freq_factor: got 4, want a finite number > 4"),
+        (LongRoPE, [[1, 0], [1, 1], 8], "LongRoPE.short_factor[1]: got 0, want a finite number >= 1e-06"),
+        (LongRoPE, [[1], 2, 8], "LongRoPE.long_factor: got 2, want a list of numbers"),
+        (LongRoPE, [[1], [1], 1], "LongRoPE.original_max_position: got 1, want >= 2"),
+        (LongRoPE, [[1], [1], 8, 0], "LongRoPE.factor: got 0, want a finite number > 0"),
+        (PRoPE, [-0.1], "PRoPE.p: got -0.1, want a finite number >= 0"),
+        (PRoPE, [1.5], "PRoPE.p: got 1.5, want <= 1"),
+        (PRoPE, [0.5, 0.5], "PRoPE.factor: got 0.5, want a finite number >= 1"),
+    ],
+)
+def test_a_scaling_that_means_nothing_is_refused(kind: Any, arguments: list[Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match="^" + re.escape(message)):
+        kind(*arguments)
+
+
+EVERY_SCALING = [
+    Linear(2),
+    NTK(2),
+    DynamicNTK(2, 4096),
+    YaRN(4, 2048, truncate=False),
+    Llama3(8, 1, 4, 8192),
+    LongRoPE([1.25] * 8, [2.5] * 8, 4096),
+    PRoPE(0.5),
+]
+ROTARIES = [
+    Rotary(16),
+    Rotary(16, theta=[1e4, 0.1 + 1e6], rotary_dim=12, pairing="adjacent", precision="hf"),
+    Rotary(16, allocation="sections", mrope_section=(2, 3, 3)),
+    Rotary(16, allocation=(0, 0, 1, 2, 0, 0, 1, 2), inv_freq=[0.1] * 8),
+    Rotary(128, allocation="mrope-interleaved"),
+    *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
+    *(Rotary(16, scaling=scaling).for_length(10_000) for scaling in EVERY_SCALING),
+]
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+def test_a_rotary_round_trips_through_json_and_pickle(rotary: Rotary) -> None:
+    for again in (Rotary.from_dict(json.loads(json.dumps(rotary.to_dict()))), pickle.loads(pickle.dumps(rotary))):
+        assert again == rotary
+        assert hash(again) == hash(rotary)
+        assert again.turns.tolist() == rotary.turns.tolist()
+
+
+def test_every_scaling_has_a_case_here() -> None:
+    assert {type(scaling) for scaling in EVERY_SCALING} == set(SCALINGS.values())
+
+
+def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> None:
+    told = Rotary(np.int64(8), 10000, rotary_dim=8, axes=2, allocation="interleaved")  # type: ignore[arg-type]
+    assert told == Rotary(8)
+    assert hash(told) == hash(Rotary(8))
+    assert Rotary(8, allocation=[0, 1, 0, 1]) == Rotary(8, allocation=(0, 1, 0, 1))
+    different = [
+        Rotary(8),
+        Rotary(8, theta=1e5),
+        Rotary(8, pairing="adjacent"),
+        Rotary(8, axes=1),
+        Rotary(8, precision="hf"),
+    ]
+    assert len(set(different)) == 5
+
+
+def test_from_dict_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(InvalidInputError, match=r"Rotary.from_dict: got 'base', want one of 'head_dim', 'theta'"):
+        Rotary.from_dict({"head_dim": 8, "base": 1e4})
+    with pytest.raises(InvalidInputError, match=r"Rotary.from_dict: got \['axes'\], want head_dim among them"):
+        Rotary.from_dict({"axes": 2})
+    with pytest.raises(InvalidInputError, match=r"scaling.type: got 'abf', want one of 'linear', 'ntk'"):
+        Rotary.from_dict({"head_dim": 8, "scaling": {"type": "abf"}})
+    with pytest.raises(InvalidInputError, match="want the parameters of Linear"):
+        scaling_from_dict({"type": "linear", "factors": 2})
+    with pytest.raises(InvalidInputError, match=r"scaling.type: got 3, want one of"):
+        scaling_from_dict(3)  # type: ignore[arg-type]
+
+
+def test_for_length_changes_only_scalings_that_depend_on_it() -> None:
+    for scaling in EVERY_SCALING:
+        rotary = Rotary(16, scaling=scaling)
+        assert rotary.for_length(1) == rotary
+        assert (rotary.for_length(4096) == rotary) is True
+        assert (rotary.for_length(4097) == rotary) is not isinstance(scaling, DynamicNTK | LongRoPE)
+    assert Rotary(16).for_length(10**6) == Rotary(16)
+    longer = Rotary(16, scaling=EVERY_SCALING[5]).for_length(5000)
+    assert longer == longer.for_length(10**6)
+    assert longer.for_length(4096) == Rotary(16, scaling=EVERY_SCALING[5])
+    with pytest.raises(InvalidInputError, match="length: got 0, want >= 1"):
+        longer.for_length(0)
+
+
+# What configs say.
+
+SIZES = {"hidden_size": 512, "num_attention_heads": 8}
+
+
+def test_an_old_config_has_rope_theta_and_rope_scaling() -> None:
+    rotary = Rotary.from_hf_config({**SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert rotary == Rotary(64, theta=5e5, scaling=Linear(4))
+
+
+def test_a_new_config_has_rope_parameters() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {**SIZES, "head_dim": 128, "rope_parameters": {**rope, "original_max_position_embeddings": 8192}}
+    assert Rotary.from_hf_config(config) == Rotary(128, theta=5e5, scaling=Llama3(8, 1, 4, 8192))
+
+
+def test_a_config_without_a_word_on_rope_is_the_default_of_llama() -> None:
+    assert Rotary.from_hf_config(SIZES) == Rotary(64)
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, DynamicNTK(2, 8192)),
+        ({"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, NTK(1000)),
+        ({"type": "yarn", "factor": 4.0}, YaRN(4, 8192)),
+        ({"type": "yarn", "original_max_position_embeddings": 2048}, YaRN(4, 2048)),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": None, "beta_slow": 2.0, "mscale": 0.7},
+            YaRN(4, 8192, 32, 2, mscale=0.7),
+        ),
+        (
+            {
+                "type": "su",
+                "short_factor": [1.0] * 32,
+                "long_factor": [2.0] * 32,
+                "original_max_position_embeddings": 4096,
+            },
+            LongRoPE([1] * 32, [2] * 32, 4096, 2),
+        ),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.25}, PRoPE(0.25)),
+        ({"rope_type": "default"}, None),
+        ({"type": "mrope"}, None),
+    ],
+)
+def test_every_rope_type_is_read(rope: dict[str, Any], scaling: Any) -> None:
+    config = {**SIZES, "max_position_embeddings": 8192, "rope_scaling": rope}
+    assert Rotary.from_hf_config(config) == Rotary(64, scaling=scaling)
+
+
+def test_an_unknown_rope_type_is_named() -> None:
+    config = {**SIZES, "rope_scaling": {"type": "abf"}}
+    with pytest.raises(UnsupportedError, match="rope_type: got 'abf', want one of 'default', 'linear', 'dynamic'"):
+        Rotary.from_hf_config(config)
+    assert Rotary.from_hf_config(config, scaling=NTK(2)) == Rotary(64, scaling=NTK(2))
+
+
+def test_a_field_that_a_rope_type_needs_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"Linear.factor: got None"):
+        Rotary.from_hf_config({**SIZES, "rope_scaling": {"type": "linear"}})
+    with pytest.raises(InvalidInputError, match=r"LongRoPE.short_factor: got None, want a list of numbers"):
+        Rotary.from_hf_config({**SIZES, "rope_scaling": {"type": "longrope"}})
+    with pytest.raises(InvalidInputError, match="head_dim: got none in the config"):
+        Rotary.from_hf_config({"hidden_size": 64})
+
+
+def test_partial_rotation_is_read_wherever_it_stands() -> None:
+    expected = Rotary(64, rotary_dim=16)
+    assert Rotary.from_hf_config({**SIZES, "partial_rotary_factor": 0.25}) == expected
+    assert Rotary.from_hf_config({**SIZES, "rotary_pct": 0.25}) == expected
+    assert Rotary.from_hf_config({**SIZES, "rope_parameters": {"partial_rotary_factor": 0.25}}) == expected
+    gptj = {"n_embd": 512, "n_head": 8, "rotary_dim": 16, "model_type": "gptj"}
+    assert Rotary.from_hf_config(gptj) == Rotary(64, rotary_dim=16, pairing="adjacent")
+
+
+def test_the_rotated_part_of_latent_attention_is_a_head_of_its_own() -> None:
+    config = {
+        **SIZES,
+        "qk_rope_head_dim": 32,
+        "head_dim": 96,
+        "partial_rotary_factor": 0.5,
+        "model_type": "deepseek_v3",
+    }
+    assert Rotary.from_hf_config(config) == Rotary(32, pairing="adjacent")
+    assert Rotary.from_hf_config({**config, "rope_interleave": False}) == Rotary(32)
+
+
+def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
+    rope = {"type": "mrope", "mrope_section": [8, 12, 12]}
+    sections = Rotary(64, allocation="sections", mrope_section=[8, 12, 12])
+    text = {**SIZES, "rope_scaling": rope}
+    assert Rotary.from_hf_config(text) == sections
+    assert Rotary.from_hf_config({"hidden_size": 7, "text_config": text}) == sections
+    assert Rotary.from_hf_config({"thinker_config": {"text_config": text}}) == sections
+    interleaved = {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    expected = Rotary(64, allocation="mrope-interleaved", mrope_section=[12, 10, 10])
+    assert Rotary.from_hf_config({**SIZES, "rope_parameters": interleaved}) == expected
+
+
+def test_overrides_replace_what_the_config_says() -> None:
+    config = {**SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+    assert Rotary.from_hf_config(config, allocation="interleaved", axes=2) == Rotary(64, theta=5e5)
+    assert Rotary.from_hf_config(SIZES, pairing="adjacent", precision="hf") == Rotary(
+        64, pairing="adjacent", precision="hf"
+    )
+    assert Rotary.from_hf_config({**SIZES, "rope_theta": 5e5}, inv_freq=[1.0] * 32) == Rotary(64, inv_freq=[1.0] * 32)
+
+
+def test_rope_parameters_per_layer_type_need_the_layer_type() -> None:
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {**SIZES, "rope_parameters": rope}
+    assert Rotary.from_hf_config(config, layer_type="full_attention") == Rotary(64, theta=1e6)
+    with pytest.raises(
+        InvalidInputError, match="layer_type: got None, want one of 'full_attention', 'sliding_attention'"
+    ):
+        Rotary.from_hf_config(config)
+    with pytest.raises(UnsupportedError, match="rope_parameters: got a second base beside it"):
+        Rotary.from_hf_config({**SIZES, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
+
+
+def test_rotations_that_rotary_does_not_describe_are_refused_by_model_type() -> None:
+    with pytest.raises(
+        UnsupportedError, match="model_type: got 'nanochat', want another: it turns the other way round"
+    ):
+        Rotary.from_hf_config({**SIZES, "model_type": "nanochat"})
+    vision: dict[str, Any] = {**SIZES, "patch_size": 16, "num_channels": 3, "model_type": "gemma4_vision"}
+    with pytest.raises(
+        UnsupportedError, match="model_type: got 'gemma4' with axial rotation, want allocation and pairing"
+    ):
+        Rotary.from_hf_config(vision)
+    assert Rotary.from_hf_config(vision, allocation="axial", pairing="half") == Rotary(64, allocation="axial")
+
+
+def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:
+    vision = {"embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "in_chans": 3, "patch_size": 14}
+    assert Rotary.from_hf_config({**vision, "model_type": "qwen2_vl"}) == Rotary(80, allocation="axial")
+    pixtral = {
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "patch_size": 16,
+        "num_channels": 3,
+        "model_type": "pixtral",
+    }
+    assert Rotary.from_hf_config(pixtral) == Rotary(64, allocation="pixtral")
+
+
+# What the code of Transformers does.
+
+
+def module_of(model: str, name: str) -> Any:
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+
+
+def config_of(model: str, name: str, **arguments: Any) -> Any:
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{model}.configuration_{model}"), name)(**arguments)
+
+
+ROTATIONS = [
+    ("qwen2_vl", "Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
+    ("qwen2_5_vl", "Qwen2_5_VLTextConfig", "Qwen2_5_VLRotaryEmbedding", {}),
+    ("qwen3_vl", "Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
+    ("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5TextRotaryEmbedding", {}),
+    ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextConfig", "Ernie4_5_VLMoeTextRotaryEmbedding", {}),
+    ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding", {}),
+    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionRotaryEmbedding", {}),
+    ("pixtral", "PixtralVisionConfig", "PixtralVisionRotaryEmbedding", {}),
+    ("cohere", "CohereConfig", "CohereRotaryEmbedding", {}),
+    ("llama", "LlamaConfig", "LlamaRotaryEmbedding", {}),
+]
+
+
+@pytest.mark.parametrize(("model", "config", "module", "arguments"), ROTATIONS, ids=[row[2] for row in ROTATIONS])
+def test_angles_are_those_of_the_module_in_transformers(model: str, config: str, module: str, arguments: Any) -> None:
+    torch = pytest.importorskip("torch")
+    told = config_of(model, config, **arguments)
+    rotary = Rotary.from_hf_config(told, precision="hf")
+    ids = torch.randint(0, 1000, (rotary.axes, 50), generator=torch.Generator().manual_seed(0))
+    if "Vision" in config:
+        given = ids.T
+    elif rotary.mrope_section or not isinstance(rotary.allocation, str):
+        given = ids[:, None]
+    else:  # text only
+        given = ids = ids[:1].expand(rotary.axes, -1)
+        given = ids[:1]
+    cos, sin = module_of(model, module)(told)(torch.zeros(1), given)
+    power = lambda base, exponents: torch.pow(base, torch.from_numpy(exponents)).numpy()  # noqa: E731
+    angle = ids[rotary.pair_axis.tolist()].T.float() * torch.from_numpy(rotary.inv_freq_as_hf(power))
+    cos, sin = (table.reshape(50, -1)[:, : rotary.rotary_dim] for table in (cos, sin))
+    place = slice(0, None, 2) if rotary.pairing == "adjacent" else slice(0, rotary.num_pairs)
+    assert cos.shape == (50, rotary.rotary_dim)
+    assert torch.equal(cos[:, place], angle.cos())
+    assert torch.equal(sin[:, place], angle.sin())
+
+
+def sources() -> dict[str, str]:
+    transformers = pytest.importorskip("transformers")
+    folder = Path(transformers.__file__).parent / "models"
+    return {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
+
+
+def test_adjacent_models_are_those_whose_code_rotates_adjacent_channels() -> None:
+    # Not language models with a head of their own, or rotated on other axes than positions.
+    elsewhere = {"dots3_note", "edgetam_video", "efficientloftr", "inkling2", "lightglue", "musicflamingo"}
+    elsewhere |= {"sam2_video", "sam3", "sam3_tracker_video", "deepseek_v4"}
+    adjacent = set()
+    for model, source in sources().items():
+        spread = re.search(
+            r"def rotate_(half\w*|every_two|pairwise)\((?:(?!\ndef ).)*?x\[[:., ]*0?::2\]", source, re.DOTALL
+        )
+        complex_numbers = "freqs_cis" in source and "view_as_complex" in source
+        if spread or complex_numbers or "def apply_rotary_pos_emb_interleave" in source:
+            adjacent.add(model)
+    assert adjacent - elsewhere == ADJACENT_MODELS - {"openai_privacy_filter", "roformer"}
+
+
+def test_axial_models_lay_out_rows_then_columns() -> None:
+    found = set()
+    for model, source in sources().items():
+        if "compute_axial_rope_parameters" in source:
+            lines = "freq_h, freq_w = freq[:, 0], freq[:, 1]", "return torch.cat([freq_hw, freq_hw], dim=-1)"
+            if all(line in source for line in (*lines, "spatial_dim = dim // 2")):
+                found.add(model)
+    assert found >= AXIAL_MODELS
+
+
+def test_default_sections_are_those_of_the_code() -> None:
+    texts = sources()
+    for model, section in SECTIONS.items():
+        assert f'.get("mrope_section", {list(section)})' in texts[model]
+        interleaves = "self.mrope_section[dim] * 3" in texts[model]
+        assert interleaves == (model in INTERLEAVED_MODELS)
+
+
+def test_every_model_type_of_the_tables_exists() -> None:
+    assert ADJACENT_MODELS | AXIAL_MODELS | INTERLEAVED_MODELS | OTHER_ROTATIONS.keys() <= sources().keys()
+
+
+def test_every_rope_type_of_transformers_is_known() -> None:
+    pytest.importorskip("transformers")
+    rope_utils = importlib.import_module("transformers.modeling_rope_utils")
+    assert {*rope_utils.ROPE_INIT_FUNCTIONS} <= {*ROPE_TYPES}

@@ -7,4 +7,4 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Imported once, before doctests collect its modules one by one.
-import mmpos  # noqa: E402, F401
+import mmpos  # noqa: F401

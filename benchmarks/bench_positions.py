@@ -18,6 +18,7 @@ def ids(documents: list[Document], scheme: str) -> np.ndarray[tuple[int, int], n
 
 
 def main() -> None:
+    """Measure and print."""
     print(machine())
     print("median microseconds (20th–80th percentile); ratios are engine loop / mmpos\n")
     print(ROW.format("workload", "engine loop, mrope", "mmpos, mrope", "ratio", "mmpos, rope-tie", "ratio"))

@@ -2,9 +2,9 @@
 
 import numpy as np
 import numpy.typing as npt
+from workloads import Document
 
 from mmpos import Grid
-from workloads import Document
 
 
 def engine_loop(documents: list[Document]) -> tuple[npt.NDArray[np.int64], list[int]]:

@@ -18,6 +18,12 @@ class Timing:
     p20: float
     p80: float
 
+    @classmethod
+    def of(cls, values: list[float]) -> "Timing":
+        """The middle and the range of many measurements."""
+        cuts = statistics.quantiles(values, n=10)
+        return cls(statistics.median(values), cuts[1], cuts[7])
+
     @property
     def micros(self) -> str:
         """Median microseconds, and the range from the 20th to the 80th percentile."""
@@ -46,7 +52,7 @@ def compare(calls: dict[str, Call], seconds: float = 1.0, rounds: int = 25) -> d
             for _ in range(repeats[name]):
                 call()
             spent[name].append((time.perf_counter() - begin) / repeats[name])
-    return {name: _timing(values) for name, values in spent.items()}
+    return {name: Timing.of(values) for name, values in spent.items()}
 
 
 def machine() -> str:
@@ -57,8 +63,3 @@ def machine() -> str:
     with open("/proc/cpuinfo") as lines:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     return f"{model}, Python {platform.python_version()}, commit {commit or 'unknown'}"
-
-
-def _timing(values: list[float]) -> Timing:
-    cuts = statistics.quantiles(values, n=10)
-    return Timing(statistics.median(values), cuts[1], cuts[7])

@@ -1,5 +1,7 @@
 """The four workloads of the position benchmarks, as lists of text lengths and image grids."""
 
+from itertools import pairwise
+
 from mmpos import Grid, Text
 
 Document = list[Text | Grid]
@@ -9,7 +11,7 @@ def workload(documents: int, tokens: int, images: int, side: int) -> list[Docume
     """Documents of equal length with square images spread evenly between texts."""
     text = tokens - images * side * side
     cuts = [text * i // (images + 1) for i in range(images + 2)]
-    lengths = [stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+    lengths = [stop - start for start, stop in pairwise(cuts)]
     document: Document = [Text(lengths[0])]
     for length in lengths[1:]:
         document += [Grid(side, side), Text(length)]

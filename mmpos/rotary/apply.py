@@ -104,7 +104,9 @@ def rotate_with(
         _use_triton(implementation, q.device),
     )
     held = constants(rotary, q.device) if frequencies is None else frequencies
-    keys = q4[:, :, :0] if k4 is None else k4
+    if held[0].device != q.device:
+        raise InvalidInputError(f"q: got a tensor on {q.device}, want {held[0].device} as the frequencies")
+    keys = q4.detach()[:, :, :0] if k4 is None else k4
     if inplace:
         _check_inplace(q4, k4)
         operator.rotate_(q4, keys, source.positions, *held, *numbers)
@@ -115,6 +117,8 @@ def rotate_with(
 
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
     """q and k as (batch, seq, heads, head_dim)."""
+    if layout is not None:
+        one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
         if x is None:
             continue
@@ -124,8 +128,6 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
         want = 3 if layout == "thd" else 4
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
-    if layout is not None:
-        one_of("layout", layout, ("thd", "bshd", "bhsd"))
     q4 = _as_bshd(q, layout)
     if k is None:
         return q4, None
@@ -178,19 +180,38 @@ def _check_inplace(q: Tensor, k: Tensor | None) -> None:
             continue
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-        if not _distinct(x):
+        # A graph that is being traced has no addresses yet.
+        if not torch.compiler.is_compiling() and not _nested(_steps(x)):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
-    if k is not None and k.numel() and q.data_ptr() == k.data_ptr():
+    if k is not None and not torch.compiler.is_compiling() and not _apart(q, k):
         raise InvalidInputError("k: got the memory of q, want inplace=False")
 
 
-def _distinct(x: Tensor) -> bool:
-    """Whether no two elements share memory: sorted by stride, every step passes all that lies below it."""
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
-        if stride <= reach:
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    """Strides and sizes, the largest stride first, without the dimensions of one element."""
+    return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+
+
+def _reach(steps: list[tuple[int, int]]) -> int:
+    return sum(stride * (size - 1) for stride, size in steps)
+
+
+def _nested(steps: list[tuple[int, int]]) -> bool:
+    """Whether no two elements share memory: every step passes all that lies below it."""
+    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
+
+
+def _apart(q: Tensor, k: Tensor) -> bool:
+    """Whether two views share no element: one lies behind the other, in all or within equal outer steps."""
+    if not q.numel() or not k.numel():
+        return True
+    low, high = sorted((q, k), key=Tensor.data_ptr)
+    gap = (high.data_ptr() - low.data_ptr()) // q.element_size()
+    inner, other = _steps(low), _steps(high)
+    while _reach(inner) >= gap:
+        if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
             return False
-        reach += stride * (size - 1)
+        inner, other = inner[1:], other[1:]
     return True
 
 
@@ -200,6 +221,8 @@ def _use_triton(implementation: Implementation, device: torch.device) -> bool:
         return device.type == "cuda" and _has_triton()
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
+    if implementation == "triton" and not _has_triton():
+        raise ImportError('implementation "triton" needs triton: pip install "mmpos[all]"')
     return implementation == "triton"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,10 +27,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rotary: Rotary) -> None:
         super().__init__()
         self.rotary = rotary
-        frequencies, pair_axis = frequencies_of(rotary)
-        # float32 frequencies are kept as their bits, since a cast of the model touches floating buffers only.
-        bits = frequencies.view(torch.int32) if frequencies.is_floating_point() else frequencies
-        self.register_buffer("frequencies", bits, persistent=False)
+        frequencies, pair_axis = self._values()
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.register_buffer("pair_axis", pair_axis, persistent=False)
 
     def forward(
@@ -57,6 +57,18 @@ class RotaryEmbedding(nn.Module):
             implementation=implementation,
             validate=False,
         )
+
+    def _values(self) -> tuple[Tensor, Tensor]:
+        frequencies, pair_axis = frequencies_of(self.rotary)
+        # float32 frequencies are kept as their bits, since a cast of the model touches floating buffers only.
+        return frequencies.view(torch.int32) if frequencies.is_floating_point() else frequencies, pair_axis
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # ``to_empty`` after a start on the meta device leaves buffers unset, and no checkpoint holds these.
+        for held, value in zip((self.frequencies, self.pair_axis), self._values(), strict=True):
+            held.copy_(value)
+        return self
 
     def extra_repr(self) -> str:
         """The rotary."""

@@ -146,7 +146,8 @@ def _phases(
     unsigned = whole.to(tl.uint32, bitcast=True)
     turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
     if MODE % 2 == 1:
-        turn += tl.umulhi(fraction, hi)
+        rounds = tl.load(frequencies + 2 * PAIRS + pair, mask=real, other=0).to(tl.uint32)[None, :]
+        turn += tl.umulhi(fraction, hi) + fraction * rounds
     return _cos_sin(turn)
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mmpos.rotary import phases, reference
 
+CPU_BLOCK = 256
+"""Tokens whose cos and sin are made at a time on a CPU."""
+
 
 @torch.library.custom_op("mmpos::rotate", mutates_args=())
 def rotate(
@@ -29,7 +32,7 @@ def rotate(
         q: (batch, seq, num_heads, head_dim), any strides.
         k: (batch, seq, num_kv_heads, head_dim); zero heads where there is no k.
         positions: a table or dense ids, as the mode says.
-        frequencies: (2, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
+        frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
         pair_axis: (pairs,) int32 axis of each pair.
         mode: what positions holds, see phases.
         adjacent: whether pair j is channels (2j, 2j + 1).
@@ -65,11 +68,16 @@ def cos_sin(
     """(tokens, pairs) float32 cos and sin, times the attention factor."""
     fixed = phases.fixed_positions(positions, mode, tokens)
     axis = pair_axis.to(torch.int64)
-    if frequencies.dtype == torch.float32:
-        cos, sin = phases.cos_sin_as_hf(fixed, axis, frequencies)
-    else:
-        cos, sin = phases.cos_sin_of_turns(phases.turns(fixed, axis, frequencies))
-    return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+    fractional = mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
+    make = phases.cos_sin_as_hf if frequencies.dtype == torch.float32 else phases.cos_sin
+    # On a CPU in blocks that stay in its cache; on a device at once.
+    block = CPU_BLOCK if fixed.device.type == "cpu" else max(1, tokens)
+    cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32, device=fixed.device)
+    sin = torch.empty_like(cos)
+    for start in range(0, tokens, block):
+        part = slice(start, start + block)
+        cos[part], sin[part] = make(fixed[:, part], axis, frequencies, fractional)
+    return (cos, sin) if attention_factor == 1.0 else (cos.mul_(attention_factor), sin.mul_(attention_factor))
 
 
 def _run(
@@ -91,8 +99,7 @@ def _run(
     cos, sin = cos.view(batch, seq, -1), sin.view(batch, seq, -1)
     if conjugate:
         sin = -sin
-    reference.rotate(q, q_out, cos, sin, adjacent=adjacent)
-    reference.rotate(k, k_out, cos, sin, adjacent=adjacent)
+    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=adjacent)
 
 
 @rotate.register_fake

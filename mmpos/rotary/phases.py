@@ -51,44 +51,62 @@ def fixed_from_float(ids: Tensor) -> Tensor:
     return (whole.to(torch.int64) << 32) + ((ids - whole) * 2.0**32).to(torch.int64)
 
 
-def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor) -> Tensor:
+def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> Tensor:
     """Angles as fractions of a turn.
 
-    With a position I + f/2³² and a frequency (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
-    I·hi + ⌊I·lo/2³²⌋ + ⌊f·hi/2³²⌋ in units of 2⁻³² turn, below 3.41 units from the truth.
+    With a position I + f/2³² and a frequency n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
+    I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn, below 3.41 units from the truth for at most
+    one rad per id. Whole turns n count at fractions only.
 
     Args:
         fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f.
         pair_axis: (pairs,) int64 axis of each pair.
-        tau: (2, pairs) int64 words hi and lo of each frequency, 0 to 2³² − 1.
+        tau: (3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
+        fractional: whether any position may have a fraction.
 
     Returns:
         (tokens, pairs) int64, 0 to 2³² − 1.
     """
-    chosen = fixed[pair_axis].T
-    whole, fraction = chosen >> 32, chosen & MASK
-    hi, lo = tau
+    hi, lo, rounds = tau
+    whole = (fixed >> 32).T[:, pair_axis]
     # ⌊I·lo/2³²⌋ of a signed I, by halves of lo, since the whole product may pass 63 bits.
-    low = (whole * (lo >> 16) + ((whole * (lo & 0xFFFF)) >> 16)) >> 16
-    part = ((fraction * (hi >> 16)) + ((fraction * (hi & 0xFFFF)) >> 16)) >> 16
-    return (whole * hi + low + part) & MASK
+    turn = (whole * (lo & 0xFFFF)).bitwise_right_shift_(16).add_(whole * (lo >> 16)).bitwise_right_shift_(16)
+    turn += whole.mul_(hi)
+    if fractional:
+        fraction = (fixed & MASK).T[:, pair_axis]
+        part = (fraction * (hi & 0xFFFF)).bitwise_right_shift_(16)
+        turn += part.add_(fraction * (hi >> 16)).bitwise_right_shift_(16)
+        turn += fraction.mul_(rounds)
+    return turn.bitwise_and_(MASK)
+
+
+def cos_sin(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> tuple[Tensor, Tensor]:
+    """float32 cos and sin, (tokens, pairs), of exact angles; arguments as for ``turns``."""
+    return cos_sin_of_turns(turns(fixed, pair_axis, tau, fractional))
 
 
 def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
     """float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7; the same bits on every device."""
+    turn = turn.to(torch.int32)
     quadrant = (turn + (1 << 29)) >> 30
     # The remainder lies within an eighth of a turn and becomes u in [−1, 1] with one rounding.
-    u = (turn - (quadrant << 30)).to(torch.float32) * 2.0**-29
+    u = (turn - (quadrant << 30)).to(torch.float32).mul_(2.0**-29)
     z = u * u
-    sin = u * (SIN[0] + z * (SIN[1] + z * (SIN[2] + z * SIN[3])))
-    cos = 1.0 + z * (COS[0] + z * (COS[1] + z * (COS[2] + z * COS[3])))
+    sin = _polynomial(SIN, z).mul_(u)
+    cos = _polynomial(COS, z).mul_(z).add_(1.0)
     odd = (quadrant & 1).bool()
-    cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
-    cos = torch.where(((quadrant + 1) & 2).bool(), -cos, cos)
-    return cos, torch.where((quadrant & 2).bool(), -sin, sin)
+    # Signs are −1 in two of the four quadrants: bit 1 of the quadrant for sin, of the next one for cos.
+    cos_sign, sin_sign = (1 - ((quadrant + 1) & 2)), (1 - (quadrant & 2))
+    return torch.where(odd, sin, cos).mul_(cos_sign), torch.where(odd, cos, sin).mul_(sin_sign)
 
 
-def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> Tensor:
+    """c0 + z·(c1 + z·(c2 + z·c3)), every product and sum rounded."""
+    c0, c1, c2, c3 = coefficients
+    return (z * c3).add_(c2).mul_(z).add_(c1).mul_(z).add_(c0)
+
+
+def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor, fractional: bool = True) -> tuple[Tensor, Tensor]:
     """float32 cos and sin of the float32 product of id and frequency, as Transformers computes them."""
     angle = as_float(fixed)[pair_axis].T * inv_freq
     return angle.cos(), angle.sin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,24 +11,29 @@ BLOCK_ELEMENTS = 1 << 18
 """Channels rotated at a time: the float32 copies of a block stay in a core's cache."""
 
 
-def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
-    """Rotate the first 2·pairs channels of x into out, and copy the rest.
+def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
+    """Rotate the first 2·pairs channels of each tensor into another, and copy the rest.
 
     Arithmetic is in float32 with one rounding at the end; products and sums are rounded one by one,
     as the kernel does it, so both give the same bits.
 
     Args:
-        x: (batch, seq, heads, head_dim) of any floating dtype and strides.
-        out: likewise; may be x itself.
+        tensors: pairs (x, out) of (batch, seq, heads, head_dim) in any floating dtype and strides; out may be x.
         cos: (batch, seq, pairs) float32.
         sin: likewise.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
     """
-    width = 2 * cos.shape[-1]
-    if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
-        out[..., width:].copy_(x[..., width:])
     spread = _interleave if adjacent else _concatenate
     cos, sin = spread(cos, cos).unsqueeze(2), spread(-sin, sin).unsqueeze(2)
+    for x, out in tensors:
+        _rotate(x, out, cos, sin, adjacent)
+
+
+def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> None:
+    """Rotate one tensor by cos and sin of every channel, (batch, seq, 1, 2·pairs)."""
+    width = cos.shape[-1]
+    if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
+        out[..., width:].copy_(x[..., width:])
     value = turned = result = x.new_empty(0, dtype=torch.float32)
     for batch, seq in _blocks(x):
         source = x[batch, seq, :, :width]

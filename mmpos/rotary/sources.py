@@ -46,13 +46,15 @@ def source_of(positions: Positions, device: torch.device, validate: bool = False
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Frequencies and (pairs,) int32 axes: (2, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"."""
+    """Frequencies and (pairs,) int32 axes: (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"."""
     pair_axis = torch.from_numpy(rotary.pair_axis.astype(np.int32))
     if rotary.precision == "hf":
         # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
         return torch.from_numpy(rotary.inv_freq_as_hf(_torch_power)), pair_axis
-    words = np.stack([rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)])
-    return torch.from_numpy(words.astype(np.int64)), pair_axis
+    hi, lo = rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)
+    # Whole turns per id, which the turns leave out: below 0 for negative frequencies.
+    rounds = np.rint(rotary.inv_freq_array / (2 * np.pi) - hi * 2.0**-32)
+    return torch.from_numpy(np.stack([hi, lo, rounds]).astype(np.int64)), pair_axis
 
 
 @lru_cache(maxsize=64)

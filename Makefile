@@ -11,6 +11,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 demo: $(VENV)/demo  ## positions of a text with two photographs, printed and drawn
+	@mkdir -p out
 	$(BIN)/mmpos demo -o out/demo.png
 
 test: $(VENV)/dev  ## the tests

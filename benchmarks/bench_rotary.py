@@ -8,6 +8,7 @@ python benchmarks/bench_rotary.py --tiny               every path once on toy si
 import argparse
 import importlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import Tensor
 
 import mmpos
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
+from mmpos.rotary.apply import Implementation
+from mmpos.rotary.sources import Positions
 
 Call = Callable[[], object]
 Pair = tuple[Tensor, Tensor]
@@ -62,11 +65,10 @@ class Case:
 
 
 def positions_of(tokens: int) -> mmpos.PositionTable:
-    """An image of 16×16 in every 320 tokens, as in an interleaved document."""
-    images, rest = divmod(tokens, 320)
-    document: list[mmpos.Text | mmpos.Grid] = [
-        part for _ in range(images) for part in (mmpos.Text(64), mmpos.Grid(16, 16))
-    ]
+    """An image of 16×16 in every 320 tokens, as in an interleaved document; of 2×2 in every 8 of a toy."""
+    side, text = (16, 64) if tokens >= 320 else (2, 4)
+    images, rest = divmod(tokens, text + side * side)
+    document: list[mmpos.Text | mmpos.Grid] = [mmpos.Text(text), mmpos.Grid(side, side)] * images
     if rest:
         document.append(mmpos.Text(rest))
     return mmpos.place(mmpos.SegmentTable.from_documents([document]))
@@ -99,15 +101,21 @@ def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 def contestants(case: Case) -> dict[str, Callable[[Tensor, Tensor], Pair]]:
     """Every way to rotate that can be had here."""
     compiled = torch.compile(eager)
+
+    def ours(q: Tensor, k: Tensor, positions: Positions, implementation: Implementation = "auto") -> Pair:
+        q_out, k_out = apply_rotary(q, k, positions, case.rotary, implementation=implementation)
+        assert k_out is not None
+        return q_out, k_out
+
     found: dict[str, Callable[[Tensor, Tensor], Pair]] = {
-        "mmpos, table": lambda q, k: apply_rotary(q, k, case.table, case.rotary),  # type: ignore[return-value, dict-item]
-        "mmpos, dense ids": lambda q, k: apply_rotary(q, k, case.dense, case.rotary),  # type: ignore[return-value, dict-item]
+        "mmpos, table": lambda q, k: ours(q, k, case.table),
+        "mmpos, dense ids": lambda q, k: ours(q, k, case.dense),
         "eager": lambda q, k: eager(q, k, case.cos, case.sin),
         "torch.compile": lambda q, k: compiled(q, k, case.cos, case.sin),
     }
-    if case.q.is_cuda:
-        found |= peers(case)
-    return found
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        found["mmpos, interpreted"] = lambda q, k: ours(q, k, case.table, "triton")
+    return found | peers(case) if case.q.is_cuda else found
 
 
 def peers(case: Case) -> dict[str, Callable[[Tensor, Tensor], Pair]]:
@@ -156,7 +164,7 @@ def device_timings(calls: dict[str, Call], rounds: int = 60) -> dict[str, Timing
     return {name: Timing.of(values) for name, values in spent.items()}
 
 
-def measure(case: Case, backward: bool) -> dict[str, Timing]:
+def measure(case: Case, backward: bool, seconds: float, rounds: int) -> dict[str, Timing]:
     """Seconds of each contestant; backward adds the gradients of q and k."""
     calls: dict[str, Call] = {}
     for name, rotate in contestants(case).items():
@@ -171,7 +179,7 @@ def measure(case: Case, backward: bool) -> dict[str, Timing]:
             k.copy_(case.k)
 
     calls = {"copy": copy, **calls}
-    return device_timings(calls) if case.q.is_cuda else compare(calls, seconds=2.0, rounds=9)
+    return device_timings(calls) if case.q.is_cuda else compare(calls, seconds, rounds)
 
 
 def _forward(case: Case, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
@@ -197,11 +205,11 @@ def main() -> None:
     print(f"{machine()}, torch {torch.__version__}, {where}")
     rows = []
     for name, shape in SHAPES.items():
-        lengths = (64,) if options.tiny else shape.tokens if device == "cuda" else (4096,)
+        lengths = (16,) if options.tiny else shape.tokens if device == "cuda" else (4096,)
         for tokens in lengths:
             for backward in (False, True) if options.backward or device == "cuda" or options.tiny else (False,):
                 case = case_of(shape, tokens, device)
-                times = measure(case, backward)
+                times = measure(case, backward, *((0.0, 2) if options.tiny else (3.0, 11)))
                 moved = case.bytes * (2 if backward else 1)
                 print(f"\n{name}, {tokens} tokens, {'forward and backward' if backward else 'forward'}")
                 for who, t in times.items():

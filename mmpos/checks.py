@@ -96,6 +96,14 @@ def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
     return value
 
 
+def shown(values: IntArray) -> str:
+    """The values as a list, shortened where there are many."""
+    if values.size <= 8:
+        return str(values.tolist())
+    head, tail = ", ".join(map(str, values[:3].tolist())), values[-1]
+    return f"[{head}, … {tail}] ({values.size} values)"
+
+
 def _kind(value: Any) -> str:
     device = getattr(value, "device", None)
     return type(value).__name__ + (f" on {device}" if device is not None else "")

@@ -114,10 +114,10 @@ def _denominators(table: Columns) -> IntArray:
 def _axes(table: Columns, axes: tuple[int, ...] | None) -> tuple[int, ...]:
     if axes is None:
         return tuple(range(table.axes))
-    rows = list(axes) if isinstance(axes, Sequence) else [None]
+    rows: list[Any] = list(axes) if isinstance(axes, Sequence | np.ndarray) and np.ndim(axes) == 1 else [None]
     if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < table.axes for a in rows):
         raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {table.axes - 1}")
-    return tuple(rows)
+    return tuple(map(int, rows))
 
 
 def _target(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
@@ -140,7 +140,7 @@ def _checked(table: Columns, name: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
     wanted = (np.float64,) if table.fractional else (np.int32, np.int64, np.float64)
     try:
         kind = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         kind = None
     if kind is None or kind not in wanted:
         got = repr(dtype) if kind is None else f"dtype {kind}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, first_bad, host_array, int_array, integer
+from mmpos.checks import INT32_MAX, IntArray, first_bad, host_array, int_array, integer, shown
 from mmpos.errors import InvalidInputError
 from mmpos.spans import span_tokens
 
@@ -76,7 +76,7 @@ def find(input_ids: Any, *modalities: Modality, spatial_merge_size: int, cu_seql
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
     batch = _batch(input_ids, cu_seqlens, attention_mask)
     wanted = [modality for modality in modalities if _wanted(modality)]
-    if len({modality.token_id for modality in wanted}) < len(wanted):
+    if len({_token_id(modality) for modality in wanted}) < len(wanted):
         raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
     spans = [_match(batch, modality, merge) for modality in wanted]
     first = np.concatenate([np.zeros(0, np.int64), *(s.first for s in spans)])
@@ -113,15 +113,20 @@ def _wanted(modality: Modality) -> bool:
     return True
 
 
+def _token_id(modality: Modality) -> int:
+    return integer(modality.name.replace("grid_thw", "token_id"), modality.token_id)
+
+
 def _match(batch: _Batch, modality: Modality, merge: int) -> _Spans:
     name = modality.name
-    token_id = integer(name.replace("grid_thw", "token_id"), modality.token_id)
     raw = int_array(name, () if modality.grid_thw is None else modality.grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
-    at = batch.where(token_id)
+    at = batch.where(_token_id(modality))
     grids, owner = raw, np.arange(len(raw))
     if modality.frames_apart:
-        owner = np.repeat(owner, np.minimum(raw[:, 0], at.size + 1))  # more cannot fit
+        if raw[:, 0].sum() > at.size:
+            raise InvalidInputError(f"{name}: got {raw[:, 0].sum()} frames, want at most {at.size}, the placeholders")
+        owner = np.repeat(owner, raw[:, 0])
         grids = raw[owner]
         grids[:, 0] = 1
     odd = (grids[:, 1:] % merge).any(axis=1)
@@ -211,7 +216,7 @@ def _batch(input_ids: Any, cu_seqlens: Any, attention_mask: Any) -> _Batch:
 def _cu_seqlens(cu_seqlens: Any, ids: npt.NDArray[Any]) -> IntArray:
     cu = int_array("cu_seqlens", cu_seqlens, (None,))
     if cu.size == 0 or cu[0] != 0 or cu[-1] != ids.size:
-        raise InvalidInputError(f"cu_seqlens: got {cu.tolist()}, want 0 first and {ids.size} tokens last")
+        raise InvalidInputError(f"cu_seqlens: got {shown(cu)}, want 0 first and {ids.size} tokens last")
     if (np.diff(cu) < 1).any():
         d = int((np.diff(cu) < 1).argmax())
         raise InvalidInputError(f"cu_seqlens[{d + 1}]: got {cu[d + 1]} after {cu[d]}, want at least one token")

@@ -104,15 +104,13 @@ def _cursors(scheme: Scheme, segments: SegmentTable, parts: _Parts) -> tuple[Int
     advance = np.zeros(segments.kind.size, np.int64)
     advance[parts.text] = scheme.advance_text(parts.runs)
     if parts.grid.size:
-        advance[parts.grid] = scheme.advance(parts.grids)
+        advance[parts.grid] = _whole(scheme, "advance", scheme.advance(parts.grids))
     after = advance.cumsum()
     before = after - advance
     base = parts.start - before[segments.segment_offsets[:-1]]
     cursor = before + base[parts.document]
-    if cursor.size and (cursor.max() > INT32_MAX or cursor.min() < INT32_MIN):
-        s = int(((cursor < INT32_MIN) | (cursor > INT32_MAX)).argmax())
-        _outside_int32(_where(parts.document, parts.lengths, s), cursor[s])
-    return cursor, after[segments.segment_offsets[1:] - 1] + base
+    # Beyond int32 the error is certain, and _check_columns raises it; products must not wrap around before.
+    return cursor.clip(INT32_MIN, INT32_MAX + 1), after[segments.segment_offsets[1:] - 1] + base
 
 
 def _columns(scheme: Scheme, segments: SegmentTable, parts: _Parts, cursor: IntArray) -> tuple[IntArray, IntArray]:
@@ -120,7 +118,7 @@ def _columns(scheme: Scheme, segments: SegmentTable, parts: _Parts, cursor: IntA
     columns = np.zeros((AXES + 4 * scheme.axes, cursor.size), np.int64)
     columns[HEIGHT] = columns[DENOMINATOR] = 1
     columns[OFFSET] = columns[WIDTH] = parts.lengths
-    _put(columns, parts.text, scheme.place_text(parts.runs, cursor[parts.text]))
+    _put(columns, scheme, parts.text, scheme.place_text(parts.runs, cursor[parts.text]))
     if not parts.grid.size:
         return columns, parts.document
     placement = scheme.place(parts.grids, cursor[parts.grid])
@@ -134,19 +132,33 @@ def _columns(scheme: Scheme, segments: SegmentTable, parts: _Parts, cursor: IntA
         grid, height, width = np.flatnonzero(segments.kind[owner] == GRID), pieces.height, pieces.width
         columns[OFFSET, grid], columns[SKIP, grid] = pieces.tokens, pieces.skip
     columns[HEIGHT, grid], columns[WIDTH, grid] = height, width
-    _put(columns, grid, placement)
+    _put(columns, scheme, grid, placement)
     return columns, document
 
 
-def _put(columns: IntArray, where: IntArray, placement: Placement) -> None:
+def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placement) -> None:
     """Write a placement into columns whose steps are 0 and whose denominator is 1."""
-    if not isinstance(placement.denominator, int) or placement.denominator != 1:
-        columns[DENOMINATOR, where] = placement.denominator
-    parts = (placement.origin, placement.step_frame, placement.step_row, placement.step_col)
-    for i, per_axis in enumerate(parts):
+    if scheme.fractional:
+        columns[DENOMINATOR, where] = _whole(scheme, "denominator", placement.denominator)
+    elif not isinstance(placement.denominator, int) or placement.denominator != 1:
+        raise InvalidInputError(f"scheme {scheme.name!r}: got a denominator, want fractional = True with it")
+    for i, name in enumerate(("origin", "step_frame", "step_row", "step_col")):
+        per_axis = getattr(placement, name)
+        if per_axis is not None and len(per_axis) != scheme.axes:
+            raise InvalidInputError(
+                f"scheme {scheme.name!r}: got {len(per_axis)} {name}s, want {scheme.axes}, one per axis"
+            )
         for axis, values in enumerate(per_axis or ()):
             if not isinstance(values, int) or values != 0:
-                columns[AXES + 4 * axis + i, where] = values
+                columns[AXES + 4 * axis + i, where] = _whole(scheme, name, values)
+
+
+def _whole(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:
+    """What a scheme gave, if it is integers."""
+    if isinstance(values, int) or (isinstance(values, np.ndarray) and values.dtype.kind in "iu"):
+        return values
+    got = values.dtype if isinstance(values, np.ndarray) else repr(values)
+    raise InvalidInputError(f"scheme {scheme.name!r}: got {name} {got}, want integers")
 
 
 def _real_tokens(segments: SegmentTable, parts: _Parts) -> IntArray:
@@ -170,7 +182,8 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, parts: _Parts, strict:
     if strict and (parts.grid[1:] - parts.grid[:-1] == 1).any():
         _check_touching(scheme, segments)
     if not scheme.frames and parts.grids.frames.max() > 1:
-        _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", "one grid per frame, or axes=3")
+        want = "one grid per frame, or axes=3" if "axes" in vars(scheme) else "one grid per frame"
+        _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
 
@@ -199,6 +212,8 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
         s = int(denominator.argmax())
         where = _where(document, columns[OFFSET], s)
         raise LimitExceededError(f"{where}: got denominator {denominator[s]}, want below 2**31")
+    if scheme.fractional and denominator.min(initial=1) < 1:
+        raise InvalidInputError(f"scheme {scheme.name!r}: got denominator {denominator.min()}, want >= 1")
     if np.count_nonzero(columns[AXES:].any(axis=0)) != document.size - padding:
         raise UnsupportedError(f"scheme {scheme.name!r}: got a segment with origin and steps 0, which mean padding")
     last = np.empty((3, document.size))
@@ -214,17 +229,15 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
     if bad.any():
         s = int(bad.argmax())
         low, high = lowest[:, s].min(), highest[:, s].max()
-        _outside_int32(_where(document, columns[OFFSET], s), high if high > INT32_MAX else low)
+        got = f"up to {high:.0f}" if high > INT32_MAX else f"down to {low:.0f}"
+        raise LimitExceededError(f"{_where(document, columns[OFFSET], s)}: got ids {got}, want ids within int32")
 
 
 def _where(document: IntArray, lengths: IntArray, segment: int) -> str:
-    """The document of a segment and the token that it begins with."""
+    """The document of a segment, and its tokens there."""
     d = document[segment]
-    return f"documents[{d}], token {lengths[:segment][document[:segment] == d].sum()}"
-
-
-def _outside_int32(where: str, got: float) -> None:
-    raise LimitExceededError(f"{where}: got id {got:.0f}, want ids within int32")
+    first = lengths[:segment][document[:segment] == d].sum()
+    return f"documents[{d}], tokens {first} to {first + lengths[segment] - 1}"
 
 
 def _place_of(segments: SegmentTable, segment: int) -> tuple[int, int]:

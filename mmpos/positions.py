@@ -210,7 +210,8 @@ class PositionTable(Columns):
         one_of("layout", layout, ("zigzag", "contiguous"))
         world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
         rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
-        blocks = [rank, 2 * world_size - 1 - rank] if layout == "zigzag" else [rank]
+        # One rank alone holds everything, in any layout.
+        blocks = [rank, 2 * world_size - 1 - rank] if layout == "zigzag" and world_size > 1 else [rank]
         multiple = world_size * len(blocks)
         odd = self.lengths % multiple
         if odd.any():

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import placeholders, spans
-from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, host_array, int_array
+from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, host_array, int_array, shown
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.padding import insert_padding
 from mmpos.parts import Grid, Text, rationals
@@ -95,7 +95,7 @@ class SegmentTable:
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """The table from arrays as its fields describe them; int64 arrays are not copied."""
+        """The table from arrays as its fields describe them; copies, so that they may change."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
@@ -103,10 +103,10 @@ class SegmentTable:
         first_bad("kind", kind, minimum=TEXT, maximum=PAD)
         return cls(
             kind.astype(np.uint8),
-            int_array("extents", extents, (3, None)),
-            int_array("segment_offsets", segment_offsets, (None,)),
-            None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)),
-            separator,
+            int_array("extents", extents, (3, None)).copy(),
+            int_array("segment_offsets", segment_offsets, (None,)).copy(),
+            None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)).copy(),
+            None if separator is None else separator.copy(),
         )
 
     @classmethod
@@ -248,7 +248,7 @@ def _check(table: SegmentTable) -> None:
     if kind.ndim != 1 or extents.shape != (3, kind.size):
         raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
     if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != kind.size:
-        raise InvalidInputError(f"segment_offsets: got {offsets.tolist()}, want 0 first and {kind.size} last")
+        raise InvalidInputError(f"segment_offsets: got {shown(offsets)}, want 0 first and {kind.size} last")
     empty = offsets[1:] <= offsets[:-1]
     if empty.any():
         raise InvalidInputError(f"documents[{int(empty.argmax())}]: got an empty document, want at least one segment")

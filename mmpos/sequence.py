@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, int_array, integer
+from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.parts import Grid, Text
@@ -50,7 +51,7 @@ class Markers:
             token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
             if token_id is None:
                 raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
-            found.append(integer(f"markers.{name}", token_id, minimum=0))
+            found.append(integer(f"markers.{name}", token_id, minimum=0, maximum=INT32_MAX))
         begin, end, patch = found
         if len({begin, end, patch}) < 3:
             raise InvalidInputError(f"markers: got ids {begin}, {end} and {patch}, want three different ids")
@@ -92,7 +93,9 @@ class SequenceBuilder:
     """Builds sequences from parts: str, token ids, and images of any sort that the ImageProcessor takes.
 
     A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known
-    only by its size. Text that spells a marker stays text.
+    only by its size. Text that spells a marker given by name stays text: it is encoded in two pieces, cut inside
+    the marker. Every text part is encoded by itself, so a tokenizer that puts something before each text (a space,
+    as SentencePiece does) puts it before each part.
 
     >>> builder = SequenceBuilder()
     >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
@@ -114,6 +117,10 @@ class SequenceBuilder:
     marker_ids: tuple[int, int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.markers, Markers):
+            raise InvalidInputError(f"markers: got {type(self.markers).__name__}, want Markers")
+        if not isinstance(self.images, ImageProcessor | None):
+            raise InvalidInputError(f"images: got {type(self.images).__name__}, want an ImageProcessor or None")
         object.__setattr__(self, "tokenizer", adapt(self.tokenizer))
         object.__setattr__(self, "scheme", get_scheme(self.scheme))
         object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
@@ -126,7 +133,7 @@ class SequenceBuilder:
                 ``parts[i]``.
             LimitExceededError: an image or an id is beyond its limit.
         """
-        if isinstance(parts, str | bytes):
+        if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         begin, end, patch = self.marker_ids
         text: list[int] = []
@@ -152,6 +159,8 @@ class SequenceBuilder:
 
     def build_batch(self, documents: Sequence[Sequence[Any]]) -> list[InterleavedSequence]:
         """The sequences of several documents; errors name ``documents[d].parts[i]``."""
+        if not isinstance(documents, list | tuple):
+            raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
         return [_naming(f"documents[{d}]", self.build, parts, joint=".") for d, parts in enumerate(documents)]
 
     def _assemble(
@@ -178,8 +187,8 @@ class SequenceBuilder:
         """Token ids, or an image."""
         if isinstance(part, str):
             return self._encode(name, part)
-        if isinstance(part, list | tuple) or getattr(part, "ndim", 0) == 1:
-            ids = int_array(name, part, (None,)).tolist()
+        if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+            ids = _token_ids(name, part)
             if self.marker_ids[2] in ids:
                 raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
             return ids
@@ -195,7 +204,12 @@ class SequenceBuilder:
 
     def _encode(self, name: str, text: str) -> list[int]:
         """Ids of user text; a marker spelled in it is cut after its first character, so it stays text."""
-        ids = [token for piece in self._pieces(text) for token in self.tokenizer.encode(piece)]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"{name}: got text with a lone surrogate ({error}), want Unicode text") from None
+        pieces = [_token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(p)) for p in self._pieces(text)]
+        ids = list(chain.from_iterable(pieces))
         for marker in self.marker_ids:
             if marker in ids:
                 raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
@@ -204,11 +218,19 @@ class SequenceBuilder:
     def _pieces(self, text: str) -> Iterator[str]:
         names = [m for m in (self.markers.begin, self.markers.end, self.markers.patch) if isinstance(m, str)]
         done = 0
-        for match in re.finditer("|".join(map(re.escape, names)), text) if names else ():
+        # Looked for at every character, since occurrences may overlap.
+        for match in re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ():
             yield text[done : match.start() + 1]
             done = match.start() + 1
         if done < len(text):
             yield text[done:]
+
+
+def _token_ids(name: str, ids: Any) -> list[int]:
+    array = int_array(name, ids, (None,))
+    first_bad(name, array, minimum=0)
+    found: list[int] = array.tolist()
+    return found
 
 
 def _naming(name: str, call: Any, argument: Any, joint: str = ": ") -> Any:

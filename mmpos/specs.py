@@ -45,7 +45,8 @@ def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
 
 def _read(argument: str) -> list[Document]:
     suffix = Path(argument).suffix.lower()
-    if not suffix and not Path(argument).exists():
+    # What looks like a spec is one, however long: the file system refuses long names.
+    if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
         return [_spec(argument)]
     if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
         raise InvalidInputError(

@@ -98,7 +98,8 @@ class _PlainAdapter:
     inner: Any
 
     def encode(self, text: str) -> list[int]:
-        return list(self.inner.encode(text))
+        ids: list[int] = self.inner.encode(text)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.inner.decode(list(ids)))
@@ -114,7 +115,7 @@ def adapt(tokenizer: Any) -> Tokenizer:
     Raises:
         InvalidInputError: the object has no encode and decode.
     """
-    if isinstance(tokenizer, ByteTokenizer):
+    if isinstance(tokenizer, ByteTokenizer | _TokenizersAdapter | _TransformersAdapter | _PlainAdapter):
         return tokenizer
     if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
         raise InvalidInputError(f"tokenizer: got {type(tokenizer).__name__}, want an object with encode and decode")
@@ -122,4 +123,5 @@ def adapt(tokenizer: Any) -> Tokenizer:
         return _TransformersAdapter(tokenizer)
     if type(tokenizer).__module__.partition(".")[0] == "tokenizers":
         return _TokenizersAdapter(tokenizer)
-    return _PlainAdapter(tokenizer)
+    own: Tokenizer = tokenizer
+    return own if callable(getattr(tokenizer, "token_to_id", None)) else _PlainAdapter(tokenizer)

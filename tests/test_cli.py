@@ -399,3 +399,7 @@ def test_a_missing_extra_is_one_line_that_names_it(
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail(capsys, "plot", "3", "-o", "ids.png")
     assert (code, message) == (1, f'{missing} is not installed, want pip install "mmpos[cli]"')
+
+
+def test_a_spec_may_be_longer_than_a_file_name() -> None:
+    assert "387 tokens" in run("positions", ",".join(["2,3x4"] * 27 + ["9"]))

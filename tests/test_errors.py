@@ -336,27 +336,27 @@ LIMITS: list[Refusal] = [
     ),
     (
         lambda: placed([Text(2)], "flatten", 2**31 - 1),
-        "documents[0], token 0: got id 2147483648, want ids within int32",
+        "documents[0], tokens 0 to 1: got ids up to 2147483648, want ids within int32",
     ),
     (
         lambda: placed([Text(2**31 - 1), Text(2)], "flatten"),
-        "documents[0], token 2147483647: got id 2147483648, want ids within int32",
+        "documents[0], tokens 2147483647 to 2147483648: got ids up to 2147483648, want ids within int32",
     ),
     (
         lambda: placed([Text(2**31 - 1), Text(1), Text(3)], "flatten"),
-        "documents[0], token 2147483648: got id 2147483648, want ids within int32",
+        "documents[0], tokens 2147483648 to 2147483650: got ids up to 2147483650, want ids within int32",
     ),
     (
         lambda: placed([Grid(3, 3)], "videorope", -(2**31)),
-        "documents[0], token 0: got id -2147483649, want ids within int32",
+        "documents[0], tokens 0 to 8: got ids down to -2147483649, want ids within int32",
     ),
     (
         lambda: placed([Text(1), Grid(30000, 30000)], "rope-tie", 2**31 - 9),
-        "documents[0], token 1: got id 3047513639, want ids within int32",
+        "documents[0], tokens 1 to 900000000: got ids up to 3047513639, want ids within int32",
     ),
     (
         lambda: placed([Text(2), Grid(1, 1, frames=4, seconds_per_frame=2**29)], "mrope-qwen2.5"),
-        "documents[0], token 4: got id 2147483650, want ids within int32",
+        "documents[0], tokens 4 to 4: got ids up to 2147483650, want ids within int32",
     ),
     (
         lambda: placed([Grid(1, 1, frames=2**31 - 1)], MRopeQwen25(tokens_per_second=3)),
@@ -370,7 +370,7 @@ LIMITS: list[Refusal] = [
     ),
     (
         lambda: placed([Grid(46340, 46341)], "rope-tie-fractional"),
-        "documents[0], token 0: got denominator 2147534622, want below 2**31",
+        "documents[0], tokens 0 to 2147441939: got denominator 2147534622, want below 2**31",
     ),
     (
         lambda: placed([Text(1)], "flatten", 2**31 - 1).decode(),
@@ -442,7 +442,8 @@ def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
     segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=3)]])
     if name == "grid-2d":
         return
-    message = f"documents[1][2]: got a grid with frames, want one grid per frame, or axes=3 in scheme '{name}'"
+    want = "one grid per frame, or axes=3" if name.startswith("rope-tie") else "one grid per frame"
+    message = f"documents[1][2]: got a grid with frames, want {want} in scheme '{name}'"
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
 
 

@@ -255,7 +255,7 @@ def test_frames_apart_without_text_between_still_fit() -> None:
 def test_a_video_of_absurd_length_costs_no_memory() -> None:
     options = {"video_grid_thw": [[2**31 - 1, 1, 1]], "video_token_id": VIDEO, "frames_apart": True}
     assert refused([1, VIDEO, 2], **options) == (
-        "video_grid_thw[0]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"
+        "video_grid_thw: got 2147483647 frames, want at most 1, the placeholders"
     )
 
 

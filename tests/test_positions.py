@@ -312,3 +312,9 @@ def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
         "token 0 (documents[0], token 0) is row 1, column 1 of a grid of width 3 (segment 0): "
         "position (10, 8) = (6, 5) + 1·(4, 0) + 1·(0, 3)"
     )
+
+
+def test_one_rank_alone_holds_everything() -> None:
+    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
+    assert (positions.shard(0, 1).table == positions.table).all()
+    assert positions.shard_indices(0, 1).tolist() == list(range(11))

@@ -1,5 +1,6 @@
 """Sequences: parts become input_ids with markers, segments, positions, patches and spans."""
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def test_every_kind_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
     path.write_bytes(encoded.getvalue())
     builder = SequenceBuilder(images=PROCESSOR)
     want = builder.build(["x", photo, "y"])
-    kinds = [Image.fromarray(photo), torch.from_numpy(photo).permute(2, 0, 1), encoded.getvalue(), path]
+    data = encoded.getvalue()
+    kinds = [Image.fromarray(photo), torch.from_numpy(photo).permute(2, 0, 1), data, memoryview(data), path]
     for image in kinds:
         got = builder.build(["x", image, "y"])
         assert (got.input_ids == want.input_ids).all()
@@ -119,6 +121,42 @@ def test_text_that_cannot_be_kept_apart_from_a_marker_is_refused() -> None:
         builder.build(["ab", "e"])
 
 
+@pytest.mark.parametrize(("marker", "text"), [("||", "a|||b"), ("aba", "xababay")])
+def test_a_marker_that_overlaps_itself_in_text_stays_text(marker: str, text: str) -> None:
+    tokenizer = ByteTokenizer(special_tokens=(marker, "[/IMG]", "[PATCH]"))
+    builder = SequenceBuilder(tokenizer, markers=Markers(begin=marker))
+    pieces = list(builder._pieces(text))
+    assert "".join(pieces) == text
+    assert not any(marker in piece for piece in pieces)
+
+
+class OwnSpecialTokens(Plain):
+    """Never encodes to a special token, and knows their ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def token_to_id(self, token: str) -> int | None:
+        return {"[IMG]": 1, "[/IMG]": 2, "[PATCH]": 3}.get(token)
+
+
+def test_a_tokenizer_that_knows_its_special_tokens_is_asked() -> None:
+    builder = SequenceBuilder(OwnSpecialTokens())
+    assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
+    assert dataclasses.replace(builder, start=5).build(["a"]).positions.dense().tolist() == [[5], [5]]
+
+
+@pytest.mark.parametrize(("ids", "message"), [([1.5], "dtype float64"), (["h"], "dtype"), ([-1], "got -1")])
+def test_what_a_tokenizer_gives_is_checked(ids: Any, message: str) -> None:
+    class Odd(Plain):
+        def encode(self, text: str) -> Any:
+            return ids
+
+    builder = SequenceBuilder(Odd(), markers=Markers(7, 8, 9))
+    with pytest.raises(InvalidInputError, match=rf"parts\[0\]: tokenizer.encode.*{message}"):
+        builder.build(["a"])
+
+
 def test_markers_may_be_ids() -> None:
     builder = SequenceBuilder(Plain(), markers=Markers(begin=1, end=2, patch=3))
     assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
@@ -154,6 +192,10 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
         ([], "parts: got no tokens, want at least one"),
         (["", []], "parts: got no tokens, want at least one"),
         ("text", "parts: got str, want a list of parts"),
+        (None, "parts: got NoneType, want a list of parts"),
+        (pixels(16, 16), "parts: got ndarray, want a list of parts"),
+        (["a", "\ud800"], r"parts\[1\]: got text with a lone surrogate"),
+        (["a", [-1]], r"parts\[1\]\[0\]: got -1, want >= 0"),
         (["a", [1.5]], r"parts\[1\]: got dtype float64, want integers"),
         (["a", [258]], r"parts\[1\]: got the patch marker's id 258, want images as parts"),
         (["a", b"not a picture"], r"parts\[1\]: image: "),

@@ -259,7 +259,7 @@ def launch(
     tokens, pairs = batch * seq, pair_axis.shape[0]
     if tokens == 0:
         return
-    block, shares = _tiling(tokens, q_heads + k.shape[2])
+    block, shares, warps = _tiling(tokens, q_heads + k.shape[2])
     rest = head_dim - 2 * pairs
     axes = (positions.shape[0] - 5) // 4 if mode < 2 else positions.shape[0]
     with _on(q.device):
@@ -271,7 +271,7 @@ def launch(
             REST=rest, REST_PADDED=triton.next_power_of_2(max(rest, 1)),
             AXES=axes, MODE=mode, AS_HF=as_hf, ADJACENT=adjacent, CONJUGATE=conjugate,
             SCALED=attention_factor != 1.0, COPY_REST=q.data_ptr() != q_out.data_ptr(), BLOCK=block,
-            num_warps=4, enable_fp_fusion=False,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -291,13 +291,12 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _tiling(tokens: int, heads: int) -> tuple[int, int]:
-    """Tokens per program, and programs that share the heads of these tokens.
+def _tiling(tokens: int, heads: int) -> tuple[int, int, int]:
+    """Tokens per program, programs that share the heads of these tokens, and warps per program.
 
-    Sixteen tokens with all heads reuse the phases best; few tokens are spread over more programs,
-    so that decoding fills the device too.
+    A program makes its phases once and uses them for all its heads, so it should have many; but a device
+    is only full with a few thousand programs. A thread holds eight pairs of a head: two loads of 16 bytes.
     """
-    if tokens >= 4096:
-        return 16, 1
-    block = 4 if tokens >= 512 else 2
-    return block, max(1, min(heads, 512 * block // tokens))
+    block, warps = (16, 4) if tokens >= 2048 else (4, 1)
+    programs = triton.cdiv(tokens, block)
+    return block, max(1, min(triton.cdiv(heads, 2), 2048 // programs)), warps

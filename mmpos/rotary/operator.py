@@ -20,7 +20,7 @@ def rotate(
     positions: Tensor,
     frequencies: Tensor,
     pair_axis: Tensor,
-    mode: int,
+    kind: int,
     adjacent: bool,
     attention_factor: float,
     conjugate: bool,
@@ -34,14 +34,14 @@ def rotate(
         positions: a table or dense ids, as the mode says.
         frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
         pair_axis: (pairs,) int32 axis of each pair.
-        mode: what positions holds, see phases.
+        kind: what positions holds, the mode of phases; torch's modes take the name for themselves.
         adjacent: whether pair j is channels (2j, 2j + 1).
         attention_factor: multiplies cos and sin.
         conjugate: rotate backwards.
         triton: by the kernel instead of plain torch.
     """
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _run(q, k, q_out, k_out, positions, frequencies, pair_axis, mode, adjacent, attention_factor, conjugate, triton)
+    _run(q, k, q_out, k_out, positions, frequencies, pair_axis, kind, adjacent, attention_factor, conjugate, triton)
     return q_out, k_out
 
 
@@ -52,14 +52,14 @@ def rotate_(
     positions: Tensor,
     frequencies: Tensor,
     pair_axis: Tensor,
-    mode: int,
+    kind: int,
     adjacent: bool,
     attention_factor: float,
     conjugate: bool,
     triton: bool,
 ) -> None:
     """Rotate q and k in place; arguments as for ``rotate``."""
-    _run(q, k, q, k, positions, frequencies, pair_axis, mode, adjacent, attention_factor, conjugate, triton)
+    _run(q, k, q, k, positions, frequencies, pair_axis, kind, adjacent, attention_factor, conjugate, triton)
 
 
 def cos_sin(

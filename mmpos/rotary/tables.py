@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ImportError('rotations need torch: pip install "mmpos[all]"') from error
 from torch import Tensor
 
 from mmpos.checks import one_of

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray
+from mmpos.errors import LimitExceededError
 
 Steps = Sequence[IntArray | int]
 
@@ -192,3 +193,13 @@ class Scheme(ABC):
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         """(grids,) lowest next position that each grid demands, where the cursor does not say it."""
         return None
+
+
+MAX_PIECES = 2**20
+"""Pieces that the grids of one batch may be cut into."""
+
+
+def check_pieces(scheme: Scheme, count: int) -> None:
+    """Raise before a scheme that cuts grids into pieces would make too many of them."""
+    if count > MAX_PIECES:
+        raise LimitExceededError(f"scheme {scheme.name!r}: got grids of {count} pieces, want at most {MAX_PIECES}")

@@ -47,7 +47,7 @@ class V2PE(Scheme):
     stride: int = 64
 
     def __post_init__(self) -> None:
-        integer("V2PE.stride", self.stride, minimum=1, maximum=256)
+        object.__setattr__(self, "stride", integer("V2PE.stride", self.stride, minimum=1, maximum=256))
 
     def advance(self, grids: Grids) -> IntArray:
         return -(-grids.tokens * self.stride // 256)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mmpos.checks import INT32_MAX, IntArray, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.schemes.base import Grids, Pieces, Placement, Scheme
+from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, check_pieces
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class MRopeTransformers(MRope):
 
     def __post_init__(self) -> None:
         if self.tokens_per_second is not None:
-            integer("MRopeTransformers.tokens_per_second", self.tokens_per_second, minimum=1, maximum=INT32_MAX)
+            rate = integer("MRopeTransformers.tokens_per_second", self.tokens_per_second, minimum=1, maximum=INT32_MAX)
+            object.__setattr__(self, "tokens_per_second", rate)
 
     def advance(self, grids: Grids) -> IntArray:
         return grids.extents[1:].max(axis=0)
@@ -103,7 +104,10 @@ class MRopeQwen25(MRope):
     tokens_per_second: int | Fraction = 2
 
     def __post_init__(self) -> None:
-        rate = self.tokens_per_second
+        rate: Any = self.tokens_per_second
+        if isinstance(rate, np.integer):
+            rate = int(rate)
+            object.__setattr__(self, "tokens_per_second", rate)
         if isinstance(rate, bool) or not isinstance(rate, int | Fraction) or rate <= 0:
             raise InvalidInputError(f"MRopeQwen25.tokens_per_second: got {rate!r}, want an integer or Fraction > 0")
         if max(rate.numerator, rate.denominator) > INT32_MAX:
@@ -119,6 +123,7 @@ class MRopeQwen25(MRope):
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         """One piece per frame, since floored times are not affine."""
+        check_pieces(self, int(grids.frames.sum()))
         owner = np.repeat(np.arange(grids.frames.size), grids.frames)
         frame = np.arange(owner.size) - (np.cumsum(grids.frames) - grids.frames)[owner]
         height, width = grids.height[owner], grids.width[owner]

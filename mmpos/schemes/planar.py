@@ -9,7 +9,7 @@ import numpy as np
 
 from mmpos.checks import IntArray, integer, one_of
 from mmpos.errors import UnsupportedError
-from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
+from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns, check_pieces
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Grid2D(Scheme):
 
     def __post_init__(self) -> None:
         one_of("Grid2D.order", self.order, ("raster", "merged"))
-        integer("Grid2D.spatial_merge_size", self.spatial_merge_size, minimum=1)
+        side = integer("Grid2D.spatial_merge_size", self.spatial_merge_size, minimum=1)
+        object.__setattr__(self, "spatial_merge_size", side)
 
     def advance(self, grids: Grids) -> IntArray:
         return np.zeros_like(grids.height)
@@ -94,6 +95,7 @@ class Grid2D(Scheme):
                 f"grid-2d: got a grid whose sides spatial_merge_size={side} does not divide, want whole blocks"
             )
         bands = grids.height // side
+        check_pieces(self, int((grids.frames * bands).sum()))
         owner = np.repeat(np.arange(bands.size), grids.frames * bands)
         first = np.cumsum(grids.frames * bands) - grids.frames * bands
         band = (np.arange(owner.size) - first[owner]) % bands[owner]

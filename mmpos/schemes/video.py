@@ -24,7 +24,7 @@ class VideoRope(Scheme):
     delta: int = 2
 
     def __post_init__(self) -> None:
-        integer("VideoRope.delta", self.delta, minimum=1, maximum=INT32_MAX)
+        object.__setattr__(self, "delta", integer("VideoRope.delta", self.delta, minimum=1, maximum=INT32_MAX))
 
     def advance(self, grids: Grids) -> IntArray:
         return self.delta * (grids.frames - 1) + 1

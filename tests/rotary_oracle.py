@@ -1,0 +1,226 @@
+"""The oracle of rotations: complex numbers turned by phases of 60 digits, written from the formula, not from mmpos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpmath import mp
+from oracle import Document, exact
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import Rotary
+
+Ids = Sequence[Sequence[Fraction | int]]
+"""One id per axis, token after token."""
+
+Array = npt.NDArray[Any]
+Real = npt.NDArray[np.float64]
+
+DIGITS = 60
+
+ARITHMETIC = 4e-7
+"""Error of a rotation in float32, of the length of its pair: cos and sin 1.7e-7, products and sum 1.2e-7."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def pair_axes(rotary: Rotary) -> list[int]:
+    """The axis that drives each pair."""
+    pairs, axes, allocation = rotary.rotary_dim // 2, rotary.axes, rotary.allocation
+    interleaved = [j % axes for j in range(pairs)]
+    if not isinstance(allocation, str):
+        return list(allocation)
+    section = rotary.mrope_section or [pairs // axes] * axes
+    if allocation == "mrope-interleaved":
+        return [j % 3 if j < 3 * section[j % 3] else 0 for j in range(pairs)]
+    if allocation == "sections":
+        return [axis for axis in range(axes) for _ in range(section[axis])]
+    return interleaved if allocation == "interleaved" else sorted(interleaved)
+
+
+def frequencies(rotary: Rotary) -> list[Any]:
+    """The frequency of each pair in rad per position; scaled ones, which test_frequencies judges, are taken over."""
+    if rotary.scaling is not None or rotary.inv_freq is not None:
+        return [mp.mpf(float(value)) for value in rotary.inv_freq_array]
+    found = []
+    axes = pair_axes(rotary)
+    pairs, seen = len(axes), [0] * rotary.axes
+    for j, axis in enumerate(axes):
+        exponent = Fraction(j, pairs)
+        if rotary.allocation == "axial":
+            exponent = Fraction(seen[axis] * rotary.axes, pairs)
+        elif rotary.allocation == "pixtral":
+            exponent = Fraction(2 * seen[axis] + axis, pairs)
+        theta = rotary.theta if isinstance(rotary.theta, float) else rotary.theta[axis]
+        found.append(mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator))
+        seen[axis] += 1
+    return found
+
+
+def phases(ids: Ids, rotary: Rotary) -> Real:
+    """(tokens, pairs) angles, reduced modulo one turn before they become float64."""
+    with mpmath.workdps(DIGITS):
+        omegas, axes, turn = frequencies(rotary), pair_axes(rotary), 2 * mp.pi
+        rows = []
+        for position in ids:
+            exact_ids = [mp.mpf(Fraction(value).numerator) / Fraction(value).denominator for value in position]
+            rows.append([float(mp.fmod(exact_ids[a] * omega, turn)) for a, omega in zip(axes, omegas, strict=True)])
+    return np.array(rows, np.float64).reshape(len(rows), len(axes))
+
+
+def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
+    """Angles in units of 2⁻³² turn, exact but for the frequency, which holds 2⁻²⁰⁰ turn; not reduced."""
+    with mpmath.workdps(2 * DIGITS):
+        taus = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 200)) for omega in frequencies(rotary)]
+    axes = pair_axes(rotary)
+    return [[Fraction(p[a]) * tau / 2**168 for a, tau in zip(axes, taus, strict=True)] for p in ids]
+
+
+def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
+    """The first and the second channel of each pair."""
+    pairs = rotary.rotary_dim // 2
+    if rotary.pairing == "adjacent":
+        return [2 * j for j in range(pairs)], [2 * j + 1 for j in range(pairs)]
+    return list(range(pairs)), [j + pairs for j in range(pairs)]
+
+
+def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real:
+    """(tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor."""
+    first, second = channels(rotary)
+    out = x.astype(np.float64)
+    phase = -phases(ids, rotary) if conjugate else phases(ids, rotary)
+    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * phase)[:, None] * rotary.attention_factor
+    out[..., first], out[..., second] = z.real, z.imag
+    return out
+
+
+def lengths(x: Array, rotary: Rotary) -> Real:
+    """(tokens, heads, head_dim) the length of each channel's pair; 0 where a channel passes through."""
+    first, second = channels(rotary)
+    out = np.zeros(x.shape)
+    out[..., first] = out[..., second] = np.hypot(x[..., first], x[..., second]) * rotary.attention_factor
+    return out
+
+
+def thd(x: Tensor, layout: str | None) -> Array:
+    """(tokens, heads, head_dim) float64, whatever the layout."""
+    x = x.detach().double().cpu()
+    x = x.permute(0, 2, 1, 3) if layout == "bhsd" else x
+    return x.reshape(-1, *x.shape[-2:]).numpy()
+
+
+def ids_of(positions: PositionTable | Tensor) -> Ids:
+    """The ids of a table, or of a dense tensor, as fractions."""
+    if isinstance(positions, PositionTable):
+        return exact(positions)
+    return [[Fraction(value) for value in column] for column in positions.reshape(positions.shape[0], -1).T.tolist()]
+
+
+def assert_rotated(
+    got: Tensor | None,
+    x: Tensor,
+    positions: PositionTable | Tensor | Ids,
+    rotary: Rotary,
+    *,
+    layout: str | None = None,
+    conjugate: bool = False,
+    slack: float = ARITHMETIC,
+) -> None:
+    """Every element is the truth, moved by the float32 arithmetic at most, rounded once to its dtype."""
+    assert got is not None
+    assert (got.shape, got.dtype, got.device) == (x.shape, x.dtype, x.device)
+    ids = ids_of(positions) if isinstance(positions, PositionTable | Tensor) else positions
+    before = thd(x, layout)
+    truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
+    room = torch.from_numpy(slack * lengths(before, rotary))
+    found = torch.from_numpy(thd(got, layout))
+    # Rounding is monotone: what lies within room of the truth rounds to between these two.
+    low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
+    wrong = ~((found >= low) & (found <= high))
+    assert not wrong.any(), (
+        f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {found[wrong][0]}, want {truth[wrong][0]}"
+    )
+
+
+# Positions: every view of a table, and tables of any ids whatever.
+
+SCHEMES = {
+    "flatten": 1, "v2pe": 1, "rope-tie": 2, "rope-tie-v2": 2, "rope-tie-fractional": 2, "rows": 2,
+    "mrope": 3, "mrope-qwen2.5": 3, "videorope": 3, "vrope": 4,
+}  # fmt: skip
+"""Schemes with text and images, and their axes; v2pe, v2 and fractional have fractions, videorope negative ids."""
+
+BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
+"""A scheme of each number of axes, the hardest."""
+
+
+def packed(scheme: str, start: int = 0) -> PositionTable:
+    """Three documents of 9, 12 and 11 tokens: text and images, an image first, touching the end, one column."""
+    documents: list[Document] = [
+        [Text(3), Grid(2, 2), Text(2)],
+        [Grid(3, 2), Text(1), Grid(1, 5)],
+        [Text(2), Grid(2, 3), Text(1), Grid(2, 1)],
+    ]
+    return place(SegmentTable.from_documents(documents), scheme, start)
+
+
+VIEWS: Mapping[str, Callable[[PositionTable], PositionTable]] = {
+    "packed": lambda table: table,
+    "padded": lambda table: table.pad(13),
+    "left-padded": lambda table: table.pad(side="left"),
+    "sliced": lambda table: table.slice(5, 28),  # cuts the first image and the last one of row 2
+    "sharded": lambda table: table.pad(12).shard(1, 2),
+    "pruned": lambda table: table.take(range(0, 32, 3), range(1, 33, 3)),
+}
+"""Ways to cut and pad 32 tokens of three documents."""
+
+
+def table_of(ids: Ids) -> PositionTable:
+    """One token per segment, at these ids."""
+    axes, tokens = len(ids[0]), len(ids)
+    table = np.zeros((5 + 4 * axes, tokens), np.int64)
+    table[0], table[2:5] = np.arange(tokens), 1
+    for g, position in enumerate(ids):
+        denominator = int(np.lcm.reduce([Fraction(value).denominator for value in position]))
+        table[4, g] = denominator
+        table[5::4, g] = [int(value * denominator) for value in position]
+    documents = np.array([[0], [0], [0], [0]])
+    return PositionTable(table, documents, tokens, True, "by hand")
+
+
+ROTARIES: Mapping[str, Rotary] = {
+    "1 axis": Rotary(16, axes=1),
+    "interleaved": Rotary(20),
+    "interleaved 3": Rotary(24, axes=3),
+    "interleaved 4": Rotary(16, axes=4),
+    "split": Rotary(20, allocation="split"),
+    "split 4": Rotary(18, axes=4, allocation="split"),
+    "sections": Rotary(24, allocation="sections", mrope_section=[2, 7, 3]),
+    "mrope-interleaved": Rotary(24, allocation="mrope-interleaved", mrope_section=[6, 3, 3]),
+    "axial": Rotary(24, allocation="axial"),
+    "axial 3": Rotary(24, axes=3, allocation="axial"),
+    "pixtral": Rotary(16, allocation="pixtral"),
+    "vector": Rotary(12, allocation=[1, 1, 0, 1, 0, 0]),
+    "inv_freq": Rotary(8, inv_freq=[0.3, 2.5, 0.0, -1.25]),
+    "theta per axis": Rotary(16, theta=[100.0, 5e5], allocation="split"),
+    "partial": Rotary(20, rotary_dim=12),
+    "partial axial": Rotary(14, rotary_dim=4, allocation="axial"),
+}
+"""Every allocation, with full and partial rotation and head_dims that are powers of two and not."""
+
+
+def heads(
+    tokens: int | tuple[int, ...], num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Tensor:
+    """Random q or k with the heads last but one."""
+    shape = (tokens,) if isinstance(tokens, int) else tokens
+    return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)

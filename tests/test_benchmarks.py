@@ -1,0 +1,38 @@
+"""The benchmarks run, prove equality first, and write what they say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def bench(name: str, *options: str, **environment: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_position_benchmark_beats_the_engine_loop_on_batches() -> None:
+    rows = [line for line in bench("bench_positions").splitlines() if line[:2] in ("a:", "b:", "c:", "d:")]
+    assert [row[0] for row in rows] == ["a", "b", "c", "d"]
+    for row in rows[1:3]:
+        mrope, tie = (float(cell.removesuffix("×")) for cell in row.split() if cell.endswith("×") and "." in cell)
+        assert mrope > 2
+        assert tie > 2
+
+
+@pytest.mark.slow
+def test_the_rotary_benchmark_takes_every_path_on_toy_sizes(tmp_path: Path) -> None:
+    bench("bench_rotary", "--tiny", "--json", str(tmp_path / "figures.json"), TRITON_INTERPRET="1")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    seen = {(shape, backward, who) for shape, _, backward, who, *_ in figures["rows"]}
+    contestants = ["copy", "mmpos, table", "mmpos, dense ids", "eager", "torch.compile", "mmpos, interpreted"]
+    shapes = ["7B layer", "72B layer", "vision encoder", "decode, 7B"]
+    assert seen == {(shape, backward, who) for shape in shapes for backward in (False, True) for who in contestants}

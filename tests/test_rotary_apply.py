@@ -1,0 +1,579 @@
+"""apply_rotary on a CPU: every allocation, dtype, layout and table against the oracle, element by element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import exact, placed, settled
+from rotary_oracle import (
+    ARITHMETIC,
+    BY_AXES,
+    DTYPES,
+    INT32_MAX,
+    INT32_MIN,
+    ROTARIES,
+    SCHEMES,
+    VIEWS,
+    assert_rotated,
+    heads,
+    packed,
+    rotated,
+    table_of,
+)
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, Text
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, operator
+
+PAIRINGS = ("half", "adjacent")
+
+
+def both(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> tuple[Tensor, Tensor]:
+    """Rotated q and k, neither of them None."""
+    q_out, k_out = apply_rotary(q, k, positions, rotary, **options)
+    assert k_out is not None
+    return q_out, k_out
+
+
+def one(x: Tensor, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
+    """Rotated q, without k."""
+    out, none = apply_rotary(x, None, positions, rotary, **options)
+    assert none is None
+    return out
+
+
+def bits(x: Tensor) -> list[Any]:
+    """The bits of every element, in which 0 and −0 differ."""
+    found: list[Any] = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).tolist()
+    return found
+
+
+def dense(positions: PositionTable) -> Tensor:
+    return torch.from_numpy(positions.dense())
+
+
+# The map.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("name", ROTARIES)
+def test_every_allocation_rotates_as_the_oracle_does(name: str, pairing: Any, dtype: torch.dtype) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    table = packed(BY_AXES[rotary.axes])
+    q, k = heads(32, 3, rotary.head_dim, dtype), heads(32, 1, rotary.head_dim, dtype, seed=1)
+    q_out, k_out = both(q, k, table, rotary)
+    assert_rotated(q_out, q, table, rotary)
+    assert_rotated(k_out, k, table, rotary)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_table_rotates_as_the_oracle_does(scheme: str, view: str) -> None:
+    rotary = Rotary(16, axes=SCHEMES[scheme])
+    table = VIEWS[view](packed(scheme, 9_000_000))
+    q = heads(table.num_tokens, 2, 16)
+    assert_rotated(one(q, table, rotary), q, table, rotary)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 20, 80, 96, 128, 160])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_any_even_head_dim_rotates(head_dim: int, pairing: Any) -> None:
+    rotary = Rotary(head_dim, axes=1, pairing=pairing)
+    q = heads(7, 2, head_dim)
+    assert_rotated(one(q, table_of([[i] for i in range(7)]), rotary), q, [[i] for i in range(7)], rotary)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_model_sized_heads_rotate_with_qwens_allocations(pairing: Any) -> None:
+    table = packed("mrope", 100_000)
+    for rotary in (
+        Rotary(128, theta=1e6, allocation="sections", mrope_section=[16, 24, 24], pairing=pairing),
+        Rotary(128, theta=5e6, allocation="mrope-interleaved", pairing=pairing),
+    ):
+        q = heads(32, 1, 128, torch.bfloat16)
+        assert_rotated(one(q, table, rotary), q, table, rotary)
+
+
+@settled
+@given(
+    ids=st.lists(
+        st.one_of(
+            st.integers(INT32_MIN, INT32_MAX),
+            st.builds(
+                lambda whole, part, denominator: whole + Fraction(part % denominator, denominator),
+                st.integers(INT32_MIN, INT32_MAX - 1),
+                st.integers(0, INT32_MAX),
+                st.integers(1, INT32_MAX),
+            ),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    pairs=st.integers(1, 9),
+    rest=st.integers(0, 3),
+    pairing=st.sampled_from(PAIRINGS),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_ids_rotate_as_the_oracle_does(
+    ids: list[Fraction | int], pairs: int, rest: int, pairing: Any, dtype: torch.dtype
+) -> None:
+    rotary = Rotary(2 * (pairs + rest), rotary_dim=2 * pairs, axes=1, pairing=pairing)
+    table = table_of([[value] for value in ids])
+    q = heads(len(ids), 1, rotary.head_dim, dtype)
+    assert_rotated(one(q, table, rotary), q, table, rotary)
+
+
+def test_the_worked_numbers_of_both_pairings() -> None:
+    position = torch.tensor([[1]])
+    adjacent = one(torch.tensor([[[1.0, 0, 1, 0]]]), position, Rotary(4, axes=1, pairing="adjacent"))
+    torch.testing.assert_close(adjacent, torch.tensor([[[0.540302, 0.841471, 0.99995, 0.01]]]), rtol=0, atol=5e-7)
+    half = one(torch.tensor([[[1.0, 1, 0, 0]]]), position, Rotary(4, axes=1))
+    torch.testing.assert_close(half, torch.tensor([[[0.540302, 0.99995, 0.841471, 0.01]]]), rtol=0, atol=5e-7)
+
+
+def test_half_is_adjacent_with_evens_before_odds() -> None:
+    table = packed("rope-tie-v2")
+    q = heads(32, 2, 20)
+    order = [*range(0, 20, 2), *range(1, 20, 2)]
+    half = one(q[..., order], table, Rotary(20))
+    adjacent = one(q, table, Rotary(20, pairing="adjacent"))[..., order]
+    assert bits(half) == bits(adjacent)
+
+
+def test_partial_rotation_passes_the_rest_through() -> None:
+    table = packed("rope-tie")
+    q = heads(32, 2, 20, torch.bfloat16)
+    q[0, 0, 12:14] = torch.tensor([torch.inf, torch.nan])
+    out = one(q, table, Rotary(20, rotary_dim=12))
+    assert bits(out[..., 12:]) == bits(q[..., 12:])
+    alone = one(q[..., :12], table, Rotary(12))
+    assert bits(out[..., :12]) == bits(alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_yarn_scales_cos_and_sin(dtype: torch.dtype) -> None:
+    rotary = Rotary(128, theta=1e6, scaling=YaRN(4.0, 32768))
+    assert rotary.attention_factor == pytest.approx(1.138629, abs=1e-6)
+    table = packed("rope-tie-fractional", 40_000)
+    q = heads(32, 1, 128, dtype)
+    assert_rotated(one(q, table, rotary), q, table, rotary)
+    partial = Rotary(20, rotary_dim=12, scaling=YaRN(4.0, 32768))
+    q = heads(32, 1, 20, dtype)
+    out = one(q, table, partial)
+    assert_rotated(out, q, table, partial)
+    assert bits(out[..., 12:]) == bits(q[..., 12:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_the_float32_result_rounded_once(dtype: torch.dtype) -> None:
+    table, rotary = packed("rope-tie"), Rotary(64)
+    q = heads(32, 2, 64, dtype)
+    assert bits(one(q, table, rotary)) == bits(one(q.float(), table, rotary).to(dtype))
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3, 4])
+def test_hf_precision_rotates_by_float32_angles(axes: int) -> None:
+    rotary = Rotary(24, axes=axes, precision="hf")
+    table = packed(BY_AXES[axes])
+    q = heads(32, 2, 24)
+    # Ids stay below 20, so float32 angles err by less than 2e-6.
+    assert_rotated(one(q, table, rotary), q, table, replace(rotary, precision="exact"), slack=3e-6)
+
+
+# What rotations are for.
+
+ONE_LADDER = [name for name in ROTARIES if "axial" not in name and name != "pixtral" and "theta" not in name]
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("name", ONE_LADDER)
+def test_text_is_rotated_as_by_rope_1d_to_the_bit(name: str, pairing: Any) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    scheme = BY_AXES[rotary.axes]
+    flat = replace(rotary, axes=1, allocation="interleaved", mrope_section=None)
+    q = heads(40, 2, rotary.head_dim)
+    text = placed([Text(40)], scheme, 5_000_000)
+    rope_1d = torch.arange(5_000_000, 5_000_040)[None]
+    assert bits(one(q, text, rotary)) == bits(one(q, rope_1d, flat))
+
+
+@pytest.mark.parametrize("name", ["axial", "pixtral"])
+def test_axial_and_pixtral_are_not_rope_1d_on_text(name: str) -> None:
+    rotary = ROTARIES[name]
+    q = heads(40, 1, rotary.head_dim)
+    ids = torch.arange(40)[None]
+    flat = one(q, ids, Rotary(rotary.head_dim, axes=1))
+    assert (one(q, ids.expand(2, -1), rotary) - flat).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_norms_are_kept(name: str) -> None:
+    rotary = ROTARIES[name]
+    q = heads(32, 3, rotary.head_dim)
+    out = one(q, packed(BY_AXES[rotary.axes], 10**6), rotary)
+    torch.testing.assert_close(out.double().norm(dim=-1), q.double().norm(dim=-1), rtol=ARITHMETIC, atol=0)
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_scores_depend_on_differences_only(name: str) -> None:
+    rotary = ROTARIES[name]
+    ids = dense(packed(BY_AXES[rotary.axes]))
+    q, k = heads(32, 1, rotary.head_dim), heads(32, 1, rotary.head_dim, seed=1)
+
+    def scores(shift: int) -> Tensor:
+        q_out, k_out = both(q, k, ids + shift, rotary)
+        return torch.einsum("qhd,khd->hqk", q_out.double(), k_out.double())
+
+    size = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    for shift in (1, -77, 1_000_000):
+        assert (scores(shift) - scores(0)).abs().max() < 2 * ARITHMETIC * size
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_relocation_turns_by_the_difference(name: str) -> None:
+    rotary = ROTARIES[name]
+    table = packed(BY_AXES[rotary.axes], 123_456)
+    k = heads(32, 2, rotary.head_dim)
+    there = one(k, table, rotary)
+    back = torch.full((rotary.axes, 32), -123_000)
+    moved = one(there, back, rotary)
+    nearer = [[value - 123_000 for value in position] for position in exact(table)]
+    assert_rotated(moved, k, nearer, rotary, slack=2 * ARITHMETIC)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_conjugate_turns_backwards_and_inverts(pairing: Any, dtype: torch.dtype) -> None:
+    rotary = Rotary(20, rotary_dim=16, pairing=pairing)
+    table = packed("rope-tie-v2")
+    q = heads(32, 2, 20, dtype)
+    assert_rotated(one(q, table, rotary, conjugate=True), q, table, rotary, conjugate=True)
+    there_and_back = one(one(q, table, rotary), table, rotary, conjugate=True)
+    size = torch.finfo(dtype).eps * 2 * float(q.abs().max())
+    torch.testing.assert_close(there_and_back, q, rtol=0, atol=size)
+
+
+# The tensors.
+
+LAYOUTS = {"thd": (39,), "bshd": (3, 13), "bhsd": (3, 13)}
+
+
+def as_layout(x: Tensor, layout: str) -> Tensor:
+    """(39, heads, head_dim) as the layout has it, without a copy."""
+    if layout == "thd":
+        return x
+    four = x.view(3, 13, *x.shape[1:])
+    return four.transpose(1, 2) if layout == "bhsd" else four
+
+
+def passed(monkeypatch: pytest.MonkeyPatch, name: str = "rotate") -> list[Tensor]:
+    """Collects the q and k that reach the operator."""
+    found: list[Tensor] = []
+    original = getattr(operator, name)
+
+    def listen(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        found.extend((q, k))
+        return original(q, k, *rest)
+
+    monkeypatch.setattr(operator, name, listen)
+    return found
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_of_a_fused_qkv_are_not_copied(layout: Any, pairing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary = Rotary(12, pairing=pairing)
+    table = packed("rope-tie").pad(13)
+    fused = heads(39, 4 + 2 + 2, 12, torch.float16)
+    before = fused.clone()
+    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
+    seen = passed(monkeypatch)
+    q_out, k_out = both(q, k, table, rotary, layout=layout)
+    assert [x.data_ptr() for x in seen] == [q.data_ptr(), k.data_ptr()]
+    assert_rotated(q_out, q, table, rotary, layout=layout)
+    assert_rotated(k_out, k, table, rotary, layout=layout)
+    assert bits(fused) == bits(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides_rotate(layout: Any) -> None:
+    rotary = Rotary(8)
+    table = packed("rope-tie").pad(13)
+    shape = (*LAYOUTS[layout], 2, 8) if layout != "bhsd" else (3, 2, 13, 8)
+    axes = len(shape)
+    whole = heads(tuple(2 * n for n in shape[:-2]), 2 * shape[-2], 2 * shape[-1])
+    strided = whole[(slice(1, None, 2),) * axes]
+    backwards = heads(tuple(reversed(shape))[:-2], shape[1], shape[0]).permute(*reversed(range(axes)))
+    broadcast = heads((1,) * (axes - 2), 1, shape[-1]).expand(shape)
+    for x in (strided, backwards, broadcast):
+        assert x.shape == shape
+        before = x.clone()
+        assert_rotated(one(x, table, rotary, layout=layout), x, table, rotary, layout=layout)
+        assert bits(x) == bits(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_place_writes_into_views_and_nowhere_else(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary = Rotary(12, rotary_dim=8)
+    table = packed("rope-tie").pad(13)
+    fused = heads(39, 8, 12)
+    before = fused.clone()
+    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
+    fresh = both(q, k, table, rotary, layout=layout)
+    assert bits(fused) == bits(before)
+    q_out, k_out = apply_rotary(q, k, table, rotary, layout=layout, inplace=True)
+    assert q_out is q
+    assert k_out is k
+    assert bits(q) == bits(fresh[0])
+    assert bits(k) == bits(fresh[1])
+    assert bits(fused[:, 6:]) == bits(before[:, 6:])
+    alone, none = apply_rotary(q, None, table, rotary, layout=layout, inplace=True, conjugate=True)
+    assert alone is q
+    assert none is None
+    assert bits(k) == bits(fresh[1])
+
+
+def test_layouts_without_a_name_follow_the_dimensions() -> None:
+    rotary, table = Rotary(8), packed("rope-tie").pad(13)
+    q = heads(39, 2, 8)
+    flat = one(q, table, rotary)
+    assert bits(one(q.view(3, 13, 2, 8), table, rotary)) == bits(flat.view(3, 13, 2, 8))
+    assert bits(one(q, table, rotary, layout="thd")) == bits(flat)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grouped_keys_have_their_own_heads(layout: Any) -> None:
+    rotary, table = Rotary(8), packed("rope-tie").pad(13)
+    q, k = as_layout(heads(39, 6, 8), layout), as_layout(heads(39, 2, 8, seed=1), layout)
+    q_out, k_out = both(q, k, table, rotary, layout=layout)
+    assert bits(q_out) == bits(one(q, table, rotary, layout=layout))
+    assert bits(k_out) == bits(one(k, table, rotary, layout=layout))
+
+
+def test_empty_batches_and_no_heads_give_empty_tensors() -> None:
+    rotary = Rotary(8)
+    nothing = packed("rope-tie").slice(4, 4)
+    q, k = both(heads(0, 2, 8), heads(0, 1, 8), nothing, rotary)
+    assert (q.shape, k.shape) == ((0, 2, 8), (0, 1, 8))
+    assert one(heads((0, 5), 2, 8), torch.zeros(2, 0, 5, dtype=torch.int32), rotary).shape == (0, 5, 2, 8)
+    x = heads(32, 2, 8)
+    q, k = both(x[:, :0], x, packed("rope-tie"), rotary)
+    assert q.shape == (32, 0, 8)
+    assert_rotated(k, x, packed("rope-tie"), rotary)
+    apply_rotary(heads(0, 2, 8), heads(0, 1, 8), nothing, rotary, inplace=True)
+
+
+def test_long_inputs_are_cut_into_blocks() -> None:
+    rotary = Rotary(64, axes=1)
+    ids = torch.arange(1100, dtype=torch.int32).repeat(4).view(1, 4, 1100)
+    q = heads((4, 1100), 6, 64, torch.bfloat16)
+    out = one(q, ids, rotary)
+    for tokens in (slice(0, 5), slice(255, 258), slice(680, 690), slice(1090, 1100)):
+        assert_rotated(out[:, tokens], q[:, tokens], ids[:, :, tokens], rotary)
+    assert torch.equal(out, torch.cat([one(row[None], ids[:, :1], rotary) for row in q]))
+
+
+# The positions.
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("axes", BY_AXES)
+def test_tables_device_tables_and_dense_ids_agree(axes: int, view: str) -> None:
+    rotary = Rotary(16, axes=axes)
+    table = VIEWS[view](packed(BY_AXES[axes]))
+    q, k = heads(table.num_tokens, 2, 16), heads(table.num_tokens, 1, 16, seed=1)
+    want = both(q, k, table, rotary)
+    ids = dense(table)
+    device = DevicePositions.from_table(table)
+    roomy = DevicePositions.from_table(table, capacity=100)
+    exactly: list[Any] = [device, roomy]
+    if not table.fractional:
+        assert ids.dtype == torch.int32
+        exactly += [ids, ids.to(torch.int64), ids.to(torch.float64)]
+    for positions in exactly:
+        got = both(q, k, positions, rotary)
+        assert (bits(got[0]), bits(got[1])) == (bits(want[0]), bits(want[1]))
+    # float64 holds thirds only nearly, and rounds them down or not by one unit of 2⁻³².
+    near = both(q, k, ids.to(torch.float64), rotary)
+    torch.testing.assert_close(near, want, rtol=0, atol=1e-6)
+    assert_rotated(near[0], q, table, rotary)
+
+
+def test_a_module_rotates_as_the_function_does() -> None:
+    q, table = heads(32, 2, 16), packed("rope-tie-v2")
+    for rotary in (Rotary(16), Rotary(16, precision="hf")):
+        module = RotaryEmbedding(rotary).to(torch.bfloat16)
+        assert bits(module(q, None, table)[0]) == bits(one(q, table, rotary))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
+def test_padded_tables_are_batches(scheme: str, side: Any) -> None:
+    rotary = Rotary(8)
+    table = packed(scheme).pad(13, side)
+    ids = dense(table)
+    q = heads((3, 13), 2, 8)
+    want = one(q.view(39, 2, 8), table, rotary)
+    for positions in (table, ids, ids.view(2, 3, 13)):
+        assert bits(one(q, positions, rotary)) == bits(want.view(3, 13, 2, 8))
+        over_heads = one(q.transpose(1, 2), positions, rotary, layout="bhsd")
+        assert bits(over_heads.transpose(1, 2)) == bits(want.view(3, 13, 2, 8))
+    padding = torch.from_numpy(packed(scheme).padded(13, side)[1] == 0)
+    assert bits(want.view(3, 13, 2, 8)[padding]) == bits(q[padding])
+
+
+def test_documents_of_one_length_are_a_batch() -> None:
+    rotary = Rotary(8)
+    table = packed("rope-tie").decode(4)
+    q = heads((3, 4), 2, 8)
+    assert_rotated(one(q, table, rotary), q, table, rotary)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 6, 13, 28, 31])
+def test_slices_rotate_as_the_whole_does(cut: int) -> None:
+    rotary, table = Rotary(8), packed("rope-tie-fractional")
+    q = heads(32, 2, 8)
+    parts = [one(q[a:b], table.slice(a, b), rotary) for a, b in ((0, cut), (cut, 32))]
+    assert bits(torch.cat(parts)) == bits(one(q, table, rotary))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_shards_rotate_as_the_whole_does(layout: Any) -> None:
+    rotary, table = Rotary(8), packed("rope-tie-fractional").pad(12)
+    q = heads(36, 2, 8)
+    whole = one(q, table, rotary)
+    for rank in range(3):
+        rows = torch.from_numpy(table.shard_indices(rank, 3, layout))
+        assert bits(one(q[rows], table.shard(rank, 3, layout), rotary)) == bits(whole[rows])
+
+
+def test_negative_ids_rotate() -> None:
+    table = placed([Grid(5, 4), Text(2)], "videorope")
+    assert table.dense().min() < 0
+    rotary = Rotary(12, axes=3)
+    q = heads(22, 1, 12)
+    assert_rotated(one(q, table, rotary), q, table, rotary)
+
+
+# Gradients.
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_gradients_are_turned_backwards(conjugate: bool, pairing: Any, dtype: torch.dtype) -> None:
+    rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
+    table = packed("rope-tie-fractional")
+    q, k = leaf(heads(32, 3, 20, dtype)), leaf(heads(32, 1, 20, dtype, seed=1))
+    q_grad, k_grad = heads(32, 3, 20, dtype, seed=2), heads(32, 1, 20, dtype, seed=3)
+    torch.autograd.backward(both(q, k, table, rotary, conjugate=conjugate), (q_grad, k_grad))
+    assert_rotated(q.grad, q_grad, table, rotary, conjugate=not conjugate)
+    assert_rotated(k.grad, k_grad, table, rotary, conjugate=not conjugate)
+
+
+@pytest.mark.parametrize("name", ["1 axis", "vector", "inv_freq", "interleaved 4", "partial axial"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_gradcheck_passes(name: str, pairing: Any) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    positions = DevicePositions.from_table(packed(BY_AXES[rotary.axes]).slice(4, 6))
+    q, k = leaf(heads(2, 2, rotary.head_dim)), leaf(heads(2, 1, rotary.head_dim, seed=1))
+
+    # The map is linear, so differences over a step of 1 are exact up to float32 rounding: no float64 is needed.
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return both(q, k, positions, rotary)
+
+    with pytest.warns(UserWarning, match="double precision"):
+        assert torch.autograd.gradcheck(rotate, (q, k), eps=1.0, atol=1e-5, rtol=0, fast_mode=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_flow_through_fused_views(layout: Any) -> None:
+    rotary, table = Rotary(12), packed("rope-tie").pad(13)
+    fused = leaf(heads(39, 8, 12))
+    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
+    weights = heads(39, 6, 12, seed=4)
+    q_out, k_out = both(q, k, table, rotary, layout=layout)
+    loss = (q_out * as_layout(weights[:, :4], layout)).sum() + (k_out * as_layout(weights[:, 4:], layout)).sum()
+    loss.backward()
+    assert fused.grad is not None
+    assert_rotated(fused.grad[:, :6], weights, table, rotary, conjugate=True)
+    assert not fused.grad[:, 6:].any()
+
+
+def test_expanded_gradients_are_not_written() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    q = leaf(heads(32, 2, 8))
+    one(q, table, rotary).sum().backward()
+    assert_rotated(q.grad, torch.ones(32, 2, 8), table, rotary, conjugate=True)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    grad = heads(32, 2, 8, seed=5)
+    q, k = leaf(heads(32, 2, 8)), heads(32, 1, 8)
+    both(q, k, table, rotary)[0].backward(grad)
+    assert_rotated(q.grad, grad, table, rotary, conjugate=True)
+    assert k.grad is None
+    alone = leaf(q.detach())
+    one(alone, table, rotary).backward(grad)
+    assert alone.grad is not None
+    assert q.grad is not None
+    assert bits(alone.grad) == bits(q.grad)
+    k = leaf(k)
+    both(q.detach(), k, table, rotary)[1].backward(grad[:, :1])
+    assert_rotated(k.grad, grad[:, :1], table, rotary, conjugate=True)
+
+
+def test_graphs_are_kept_and_used_twice() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    q = leaf(heads(32, 2, 8))
+    grad = heads(32, 2, 8, seed=5)
+    out = one(q, table, rotary)
+    out.backward(grad, retain_graph=True)
+    assert q.grad is not None
+    first = q.grad.clone()
+    out.backward(grad)
+    assert bits(q.grad) == bits(2 * first)
+    again = leaf(q.detach())
+    torch.autograd.backward([one(again, table, rotary), one(again, table, rotary)], [grad, grad])
+    assert again.grad is not None
+    assert bits(again.grad) == bits(2 * first)
+
+
+def test_second_derivatives_turn_forwards_again() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    q, grad = leaf(heads(32, 2, 8)), leaf(heads(32, 2, 8, seed=5))
+    (first,) = torch.autograd.grad(one(q, table, rotary), q, grad, create_graph=True)
+    weights = heads(32, 2, 8, seed=6)
+    (second,) = torch.autograd.grad(first, grad, weights)
+    assert_rotated(second, weights, table, rotary)
+
+
+def test_a_table_refreshed_before_the_backward_pass_is_refused() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    q, grad = leaf(heads(32, 2, 8)), heads(32, 2, 8, seed=5)
+    positions = DevicePositions.from_table(table)
+    out = one(q, positions, rotary)
+    positions.refresh(packed("rope-tie", 500))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
+    one(q, positions, rotary).backward(grad)
+    assert_rotated(q.grad, grad, packed("rope-tie", 500), rotary, conjugate=True)
+
+
+def test_the_oracle_is_the_rotation_matrix() -> None:
+    cos, sin = 0.8775825618903728, 0.479425538604203
+    truth = rotated(np.array([[[3.0, 4.0]]]), [[Fraction(1, 2)]], Rotary(2, axes=1))
+    assert truth.tolist() == [[pytest.approx([3 * cos - 4 * sin, 3 * sin + 4 * cos], abs=1e-15)]]

@@ -1,0 +1,354 @@
+"""The kernel against the plain torch reference, bit by bit: in Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import placed, settled
+from rotary_oracle import (
+    BY_AXES,
+    DTYPES,
+    INT32_MAX,
+    INT32_MIN,
+    ROTARIES,
+    SCHEMES,
+    VIEWS,
+    heads,
+    packed,
+    table_of,
+)
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, Text
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, kernel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAIRINGS = ("half", "adjacent")
+LAYOUTS = ("thd", "bshd", "bhsd")
+
+own_tiling = kernel._tiling
+
+
+def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
+    """Tokens per program, and programs that share their heads, from here on."""
+    monkeypatch.setattr(kernel, "_tiling", lambda tokens, heads: (block, shares, 4))
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs program after program; tilings have a test of their own."""
+    tile(monkeypatch, 16, 1)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh outputs hold NaN, so that an element that nobody writes shows."""
+    empty_like = torch.empty_like
+
+    def poisoned(x: Tensor, **options: Any) -> Tensor:
+        out = empty_like(x, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+
+
+def integers(x: Tensor) -> Tensor:
+    """The bits of every element."""
+    return x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).cpu()
+
+
+def assert_same(got: Tensor | None, want: Tensor | None) -> None:
+    """Equal to the bit; bfloat16 within one ulp in the interpreter, which truncates where a GPU rounds."""
+    assert got is not None
+    assert want is not None
+    assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    assert not got.isnan().any()
+    ulps = 1 if got.dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0
+    apart = (integers(got).long() - integers(want).long()).abs()
+    assert int(apart.max() if apart.numel() else 0) <= ulps
+
+
+def device_heads(*args: Any, **options: Any) -> Tensor:
+    return heads(*args, **options).to(DEVICE)
+
+
+def everything(
+    implementation: str, q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any
+) -> list[Tensor | None]:
+    """Rotated q and k, and the gradients of both."""
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    out = apply_rotary(q, k, positions, rotary, implementation=implementation, **options)  # type: ignore[arg-type]
+    assert out[1] is not None
+    weights = [device_heads(x.shape[:-2], *x.shape[-2:], dtype=x.dtype, seed=9) for x in out if x is not None]
+    torch.autograd.backward(out, weights)  # type: ignore[arg-type]
+    return [*out, q.grad, k.grad]
+
+
+def in_both_ways(q: Tensor, positions: Any, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """q rotated by the kernel, and by the reference."""
+    return (
+        apply_rotary(q, None, positions, rotary, implementation="triton")[0],
+        apply_rotary(q, None, positions, rotary, implementation="reference")[0],
+    )
+
+
+def assert_kernel_agrees(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> None:
+    """Forward and gradient."""
+    before = q.clone(), k.clone()
+    want = everything("reference", q, k, positions, rotary, **options)
+    got = everything("triton", q, k, positions, rotary, **options)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a, b)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("name", ROTARIES)
+def test_every_allocation_agrees(name: str, pairing: Any) -> None:
+    rotary = replace(ROTARIES[name], pairing=pairing)
+    q, k = device_heads(32, 2, rotary.head_dim), device_heads(32, 1, rotary.head_dim, seed=1)
+    assert_kernel_agrees(q, k, packed(BY_AXES[rotary.axes], 70_000), rotary)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_every_dtype_agrees(conjugate: bool, pairing: Any, dtype: torch.dtype) -> None:
+    rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
+    q, k = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1)
+    assert_kernel_agrees(q, k, packed("rope-tie-fractional", 70_000), rotary, conjugate=conjugate)
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 20, 64, 80, 96])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_any_even_head_dim_agrees(head_dim: int, pairing: Any) -> None:
+    rotary = Rotary(head_dim, axes=1, pairing=pairing)
+    q, k = device_heads(5, 2, head_dim), device_heads(5, 1, head_dim, seed=1)
+    assert_kernel_agrees(q, k, placed([Text(5)], "flatten", 10**9), rotary)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_table_agrees(scheme: str, view: str) -> None:
+    table = VIEWS[view](packed(scheme, 9_000_000))
+    rotary = Rotary(8, axes=SCHEMES[scheme])
+    q = device_heads(table.num_tokens, 2, 8)
+    assert_same(*in_both_ways(q, table, rotary))
+
+
+@pytest.mark.parametrize("axes", BY_AXES)
+def test_every_form_of_positions_agrees(axes: int) -> None:
+    table = packed(BY_AXES[axes])
+    ids = torch.from_numpy(table.dense()).to(DEVICE)
+    rotary = Rotary(8, axes=axes)
+    q, k = device_heads(32, 2, 8), device_heads(32, 1, 8, seed=1)
+    forms: list[Any] = [DevicePositions.from_table(table, DEVICE, capacity) for capacity in (None, 64)]
+    forms += [ids.to(torch.float64), ids.to(torch.float64).view(axes, 1, 32)]
+    forms += [ids.floor().to(torch.int32), ids.floor().to(torch.int64), ids.floor().to(torch.int32).T.contiguous().T]
+    for positions in forms:
+        assert_kernel_agrees(q, k, positions, rotary)
+
+
+@settled
+@given(
+    ids=st.lists(
+        st.tuples(
+            st.integers(INT32_MIN, INT32_MAX - 1),
+            st.integers(0, INT32_MAX),
+            st.one_of(st.just(1), st.integers(1, INT32_MAX)),
+        ),
+        min_size=1,
+        max_size=17,
+    ),
+    inv_freq=st.lists(st.floats(-100, 100), min_size=1, max_size=5),
+    pairing=st.sampled_from(PAIRINGS),
+)
+def test_any_ids_and_frequencies_agree(ids: list[tuple[int, int, int]], inv_freq: list[float], pairing: Any) -> None:
+    table = table_of([[whole + Fraction(part % bottom, bottom)] for whole, part, bottom in ids])
+    rotary = Rotary(2 * len(inv_freq), axes=1, inv_freq=inv_freq, pairing=pairing)
+    q = device_heads(len(ids), 1, rotary.head_dim)
+    floors = torch.tensor([[whole for whole, _, _ in ids]], dtype=torch.int32, device=DEVICE)
+    for positions in (table, floors):
+        assert_same(*in_both_ways(q, positions, rotary))
+
+
+@pytest.mark.parametrize("start", [INT32_MIN, -20, INT32_MAX - 60])
+@pytest.mark.parametrize("scheme", ["rope-tie", "videorope"])
+def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
+    start += 4 if scheme == "videorope" and start == INT32_MIN else 0
+    table = placed([Text(3), Grid(3, 4), Text(2)], scheme, start)
+    q, k = device_heads(17, 1, 12), device_heads(17, 1, 12, seed=1)
+    assert_kernel_agrees(q, k, table, Rotary(12, axes=table.axes))
+
+
+# The shape of the launch.
+
+TILINGS = [(64, 1), (4, 1), (2, 1), (4, 3), (16, 7), (1, 1)]
+
+
+@pytest.mark.parametrize(("block", "shares"), TILINGS)
+def test_every_tiling_agrees(block: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile(monkeypatch, block, shares)
+    table = packed("rope-tie-v2").slice(4, 17)
+    rotary = Rotary(12, rotary_dim=8)
+    q, k = device_heads(13, 5, 12), device_heads(13, 4, 12, seed=1)
+    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, 40), rotary)
+    # In place, a head that two programs shared would turn twice.
+    want = apply_rotary(q, k, table, rotary, implementation="reference")
+    apply_rotary(q, k, table, rotary, inplace=True, implementation="triton")
+    assert_same(q, want[0])
+    assert_same(k, want[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 33])
+def test_any_number_of_tokens_agrees(tokens: int) -> None:
+    table = packed("rope-tie").pad(12).slice(0, tokens)
+    q, k = device_heads(tokens, 2, 6), device_heads(tokens, 1, 6, seed=1)
+    assert_kernel_agrees(q, k, table, Rotary(6))
+
+
+CASES: dict[str, Callable[[], PositionTable]] = {
+    "one-token segments": lambda: table_of([[Fraction(7 * i, i % 5 + 1), -i] for i in range(70)]),
+    "one-column rows": lambda: placed([Text(1), Grid(1, 1), Text(1), Grid(1, 2)] * 14, "rope-tie"),
+    "one long image": lambda: placed([Grid(7, 9)], "rope-tie-fractional"),
+    "one long text": lambda: placed([Text(69)], "rope-tie", 2**30),
+    "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 273),
+    "a segment that begins with each block": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_segments_of_any_length_agree(case: str) -> None:
+    table = CASES[case]()
+    q, k = device_heads(table.num_tokens, 1, 4), device_heads(table.num_tokens, 1, 4, seed=1)
+    assert_kernel_agrees(q, k, table, Rotary(4))
+    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), Rotary(4))
+
+
+def test_tilings_share_heads_among_programs_while_tokens_are_few() -> None:
+    sizes = [1, 2, 100, 511, 512, 2047, 2048, 4096, 10**6]
+    for num_heads in (0, 1, 5, 40):
+        tilings = [own_tiling(tokens, num_heads) for tokens in sizes]
+        for block, shares, warps in tilings:
+            assert block & (block - 1) == 0
+            assert warps in (1, 2, 4, 8)
+            assert 1 <= shares <= max(1, num_heads)
+        assert tilings[-1][1] == 1
+    assert own_tiling(1, 40)[1] > 1
+
+
+@pytest.mark.parametrize("num_heads", [1, 5])
+def test_the_tiling_of_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_tiling", own_tiling)
+    q, k = device_heads(11, num_heads, 6), device_heads(11, 1, 6, seed=1)
+    assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
+
+
+# The tensors.
+
+
+def as_layout(x: Tensor, layout: str) -> Tensor:
+    """(39, heads, head_dim) as the layout has it, without a copy."""
+    if layout == "thd":
+        return x
+    four = x.view(3, 13, *x.shape[1:])
+    return four.transpose(1, 2) if layout == "bhsd" else four
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_of_a_fused_qkv_agree_in_every_layout(layout: Any, pairing: Any) -> None:
+    rotary = Rotary(12, rotary_dim=8, pairing=pairing)
+    fused = device_heads(39, 8, 12, dtype=torch.float16)
+    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
+    assert_kernel_agrees(q, k, packed("rope-tie").pad(13), rotary, layout=layout)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_place_agrees_and_writes_nowhere_else(layout: Any, pairing: Any) -> None:
+    rotary = Rotary(12, rotary_dim=8, pairing=pairing)
+    table = packed("rope-tie").pad(13)
+    fused = device_heads(39, 8, 12)
+    pair = []
+    for implementation in ("triton", "reference"):
+        mine = fused.clone()
+        q, k = as_layout(mine[:, :4], layout), as_layout(mine[:, 4:6], layout)
+        options: Any = {"inplace": True, "implementation": implementation}
+        out = apply_rotary(q, k, table, rotary, layout=layout, **options)
+        assert out[0] is q
+        assert out[1] is k
+        pair.append(mine)
+    assert_same(*pair)
+    assert torch.equal(pair[0][:, 6:], fused[:, 6:])
+    assert torch.equal(pair[0][..., 8:], fused[..., 8:])
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_any_strides_agree(pairing: Any) -> None:
+    rotary, table = Rotary(8, rotary_dim=6, pairing=pairing), packed("rope-tie")
+    strided = device_heads(64, 4, 16)[1::2, ::2, ::2]
+    backwards = device_heads(8, 2, 32).permute(2, 1, 0)
+    broadcast = device_heads(1, 1, 8).expand(32, 2, 8)
+    for x in (strided, backwards, broadcast):
+        assert_kernel_agrees(x, x[:, :1], table, rotary)
+
+
+def test_no_k_no_heads_and_no_tokens_agree() -> None:
+    rotary, table = Rotary(8), packed("rope-tie")
+    q = device_heads(32, 3, 8)
+    assert_same(*in_both_ways(q, table, rotary))
+    assert apply_rotary(q, None, table, rotary, implementation="triton")[1] is None
+    assert_kernel_agrees(q[:, :0], q, table, rotary)
+    assert_kernel_agrees(q[:0], q[:0], table.slice(4, 4), rotary)
+
+
+# The precision of checkpoints.
+
+
+@pytest.mark.parametrize("axes", BY_AXES)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_hf_precision_agrees_within_an_ulp_of_cos_and_sin(pairing: Any, axes: int) -> None:
+    rotary = Rotary(16, axes=axes, precision="hf", pairing=pairing)
+    table = packed(BY_AXES[axes], 100_000)
+    q, k = device_heads(32, 2, 16), device_heads(32, 1, 16, seed=1)
+    ids = torch.from_numpy(table.dense()).to(DEVICE)
+    for positions in (table, ids):
+        want = everything("reference", q, k, positions, rotary)
+        got = everything("triton", q, k, positions, rotary)
+        # The angles are the same; libraries differ by an ulp or two in cos and sin, of a channel below 4.
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+# Ids on a device.
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ids_made_on_a_device_have_the_bits_of_dense(scheme: str, view: str) -> None:
+    table = VIEWS[view](packed(scheme, 3_000_001))
+    assert_dense(table)
+
+
+@pytest.mark.parametrize("start", [INT32_MIN, INT32_MAX - 700])
+def test_ids_of_several_blocks_have_the_bits_of_dense(start: int) -> None:
+    assert_dense(placed([Text(300), Grid(5, 7), Text(1), Grid(3, 2), Text(250)], "rope-tie", start))
+    assert_dense(placed([Text(300), Grid(5, 7), Text(250)], "rope-tie-v2", start))
+
+
+def assert_dense(table: PositionTable) -> None:
+    positions = DevicePositions.from_table(table, DEVICE, table.num_segments + 5)
+    ids = kernel.launch_dense(positions.table, table.num_tokens, table.axes, table.fractional).cpu().numpy()
+    want = table.dense()
+    assert ids.dtype == want.dtype
+    assert np.array_equal(ids, want)
+    assert ids.tobytes() == want.tobytes()

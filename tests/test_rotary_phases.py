@@ -1,0 +1,252 @@
+"""Phases: cos, sin, turns and angles of every int32 id against 60 digits, and Transformers' float32 beside them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from oracle import exact, settled
+from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
+
+from mmpos.rotary import Rotary
+from mmpos.rotary.phases import (
+    DENSE_FIXED,
+    DENSE_INTEGER,
+    TABLE_FRACTIONAL,
+    TABLE_INTEGER,
+    angles_of_turns,
+    as_float,
+    cos_sin_of_turns,
+    fixed_from_float,
+    fixed_positions,
+    turns,
+)
+from mmpos.rotary.sources import frequencies_of, source_of
+
+TURN = 2**32
+THETAS = (1e4, 5e5, 1e6)
+
+EDGES: list[int] = [
+    0, 1, -1, 2, 4095, 2**16, 2**24 - 1, 2**24, 2**24 + 1, -(2**24) - 1, 2**30, INT32_MAX - 1, INT32_MAX,
+    INT32_MIN, INT32_MIN + 1,
+]  # fmt: skip
+FRACTIONS: list[Fraction] = [
+    Fraction(1, 3), Fraction(-1, 3), Fraction(1, 2), Fraction(-1, 2), Fraction(INT32_MAX - 1, INT32_MAX),
+    Fraction(-1, INT32_MAX), Fraction(1, INT32_MAX), INT32_MAX - 1 + Fraction(1, 3), INT32_MIN + Fraction(2, 3),
+    10**5 + Fraction(355, 626), 10**7 - Fraction(1, 2),
+]  # fmt: skip
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    """Ids of every size and sign."""
+    draw = random.Random(seed)
+    return [draw.randint(-(2**bits), 2**bits - 1) for bits in draw.choices(range(1, 32), k=count)]
+
+
+def random_fractions(count: int, seed: int) -> list[Fraction]:
+    draw = random.Random(seed)
+    denominators = [draw.randint(2, 2 ** draw.randint(1, 31) + 1) % INT32_MAX + 2 for _ in range(count)]
+    wholes = [min(value, INT32_MAX - 1) for value in random_ids(count, seed + 1)]
+    return [w + Fraction(draw.randrange(d), d) for w, d in zip(wholes, denominators, strict=True)]
+
+
+def column(values: Sequence[Fraction | int]) -> Ids:
+    """The same ids on one axis."""
+    return [[value] for value in values]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("kind", ["integers", "fractions"])
+def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str) -> None:
+    rotary = Rotary(128, theta=theta, axes=1)
+    seed = int(theta)
+    ids: Ids
+    if kind == "integers":
+        ids = column([*EDGES, *random_ids(120, seed)])
+        positions = torch.tensor(ids, dtype=torch.int32).T
+        cos, sin = rotary.cos_sin(positions)
+    else:
+        ids = column([*FRACTIONS, *random_fractions(120, seed)])
+        cos, sin = rotary.cos_sin(table_of(ids))
+        cos, sin = cos[0], sin[0]  # one document: a batch of one
+    assert (cos.dtype, sin.dtype, cos.shape) == (torch.float32, torch.float32, (len(ids), 64))
+    truth = phases(ids, rotary)
+    assert np.abs(cos.double().numpy() - np.cos(truth)).max() < 2e-7
+    assert np.abs(sin.double().numpy() - np.sin(truth)).max() < 2e-7
+
+
+def test_float64_ids_are_exact_too() -> None:
+    rotary = Rotary(128, axes=1)
+    ids = [float(value) + half for value, half in zip(random_ids(60, 1), [0.0, 0.5, 0.25] * 20, strict=True)]
+    cos, sin = rotary.cos_sin(torch.tensor([ids], dtype=torch.float64))
+    truth = phases([[Fraction(value)] for value in ids], rotary)
+    assert np.abs(cos.double().numpy() - np.cos(truth)).max() < 2e-7
+    assert np.abs(sin.double().numpy() - np.sin(truth)).max() < 2e-7
+
+
+def turn_errors(ids: Ids, rotary: Rotary) -> list[Fraction]:
+    """Signed errors of all turns in units of 2⁻³² turn."""
+    words, pair_axis = frequencies_of(rotary)
+    source = source_of(table_of(ids), torch.device("cpu"))
+    fixed = fixed_positions(source.positions, TABLE_FRACTIONAL, len(ids))
+    found = turns(fixed, pair_axis.to(torch.int64), words)
+    assert int(found.min()) >= 0
+    assert int(found.max()) < TURN
+    return [
+        (turn - true + TURN // 2) % TURN - TURN // 2
+        for row, truth in zip(found.tolist(), turns_in_units(ids, rotary), strict=True)
+        for turn, true in zip(row, truth, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_turns_keep_their_derived_bounds(theta: float) -> None:
+    rotary = Rotary(128, theta=theta, axes=1)
+    whole = turn_errors(column([*EDGES, *random_ids(200, 3)]), rotary)
+    assert max(map(abs, whole)) <= 1.3
+    fractional = turn_errors(column([*FRACTIONS, *random_fractions(200, 4)]), rotary)
+    assert max(map(abs, fractional)) <= 3.41
+    # The bounds are near: floors only lose, and lose most of a unit each.
+    assert min(whole) < -0.9
+    assert min(fractional) < -1.9
+
+
+@settled
+@given(
+    numerator=st.integers(INT32_MIN * INT32_MAX, INT32_MAX * INT32_MAX),
+    denominator=st.integers(1, INT32_MAX),
+    inv_freq=st.floats(-100.0, 100.0),
+)
+@example(INT32_MIN, 1, 1.0)
+@example(INT32_MIN * INT32_MAX + 1, INT32_MAX, 1.0)
+@example(-1, INT32_MAX, -1.0)
+@example(-1, 2, 5e-324)
+@example(1, 2, 7.0)
+@example(1, 3, -2.0 * math.pi)
+@example(1, INT32_MAX, 2.0**32)
+def test_turns_keep_their_bound_for_any_id_and_frequency(numerator: int, denominator: int, inv_freq: float) -> None:
+    position = Fraction(numerator, denominator)
+    if not INT32_MIN <= position <= INT32_MAX:
+        position %= INT32_MAX
+    rotary = Rotary(2, axes=1, inv_freq=[inv_freq])
+    # The fraction is rounded down by up to one unit, which the frequency multiplies.
+    assert abs(turn_errors([[position]], rotary)[0]) <= 3.25 + abs(inv_freq) / (2 * math.pi)
+
+
+def test_the_polynomials_err_by_1_2e_7_in_every_octant_and_meet_at_their_borders() -> None:
+    near = [eighth * 2**29 + step for eighth in range(8) for step in (-3, -2, -1, 0, 1, 2, 3)]
+    draw = random.Random(5)
+    turn = [value % TURN for value in near] + [draw.randrange(TURN) for _ in range(20_000)]
+    cos, sin = cos_sin_of_turns(torch.tensor(turn))
+    angle = np.array(turn, np.float64) * (2 * math.pi / TURN)
+    assert np.abs(cos.double().numpy() - np.cos(angle)).max() < 1.2e-7
+    assert np.abs(sin.double().numpy() - np.sin(angle)).max() < 1.2e-7
+    assert cos.abs().max() <= 1
+    assert sin.abs().max() <= 1
+
+
+def test_quarters_of_a_turn_are_exact() -> None:
+    cos, sin = cos_sin_of_turns(torch.arange(4) << 30)
+    assert cos.tolist() == [1, 0, -1, 0]
+    assert sin.tolist() == [0, 1, 0, -1]
+
+
+def test_angles_are_wrapped_and_exact() -> None:
+    rotary = Rotary(32, axes=1)
+    ids = column([*FRACTIONS, *EDGES, *random_fractions(60, 6)])
+    angles = rotary.angles(table_of(ids))
+    assert angles.shape == (len(ids), 1, 1, 32)
+    found = angles[:, 0, 0].double().numpy()
+    assert np.array_equal(found[:, :16], found[:, 16:])
+    assert np.abs(found).max() <= np.float32(np.pi)
+    away = (found[:, :16] - phases(ids, rotary) + np.pi) % (2 * np.pi) - np.pi
+    assert np.abs(away).max() < 1.25e-7 + 5e-9  # half an ulp of π, and the turn
+
+
+def test_half_a_turn_is_minus_pi() -> None:
+    assert angles_of_turns(torch.tensor([0, 1 << 31, (1 << 31) - 1, TURN - 1])).tolist() == [
+        0.0, -np.float32(np.pi), np.float32(np.pi), np.float32(-2 * np.pi / TURN)
+    ]  # fmt: skip
+
+
+def floors(ids: Ids) -> list[list[int]]:
+    """⌊id · 2³²⌋ of every id, axis by axis."""
+    return [[math.floor(Fraction(value) * TURN) for value in axis] for axis in zip(*ids, strict=True)]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tables_expand_to_the_floor_of_their_rationals(scheme: str, view: str) -> None:
+    table = VIEWS[view](packed(scheme, 1_000_003))
+    source = source_of(table, torch.device("cpu"))
+    assert source.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
+    assert fixed_positions(source.positions, source.mode, table.num_tokens).tolist() == floors(exact(table))
+
+
+def test_tables_of_any_fractions_expand_to_their_floor() -> None:
+    ids = column([*EDGES, *FRACTIONS, *random_fractions(300, 7)])
+    source = source_of(table_of(ids), torch.device("cpu"))
+    assert fixed_positions(source.positions, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
+
+
+def test_dense_ids_become_fixed_point() -> None:
+    whole = torch.tensor([EDGES], dtype=torch.int64)
+    assert fixed_positions(whole, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
+    narrow = whole.to(torch.int32)
+    assert fixed_positions(narrow, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
+    values = [*map(float, EDGES), 0.5, -0.5, 1 / 3, -1 / 3, -1e-20, 1e-20, INT32_MAX + 0.75, 2.0**-33, -(2.0**-33)]
+    fixed = fixed_from_float(torch.tensor([values], dtype=torch.float64))
+    # Beside zero, ids − ⌊ids⌋ rounds to 1: −1e-20 is 0 and not −2⁻³².
+    wanted = [math.floor(Fraction(value) * TURN) if value != -1e-20 else 0 for value in values]
+    assert fixed.tolist() == [wanted]
+    assert fixed_positions(fixed, DENSE_FIXED, 0) is fixed
+
+
+def as_transformers(ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """(tokens, pairs) float32 angles by Transformers' lines for one axis: inv_freq[:, None] @ ids[None], transposed."""
+    return (inv_freq[None, :, None].float() @ ids[None, None, :].float()).transpose(1, 2)[0]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None:
+    rotary = Rotary(128, theta=theta, axes=1, precision="hf")
+    inv_freq = 1.0 / (theta ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))
+    assert torch.equal(frequencies_of(rotary)[0], inv_freq)
+    ids = torch.tensor([*EDGES, *random_ids(200, 8)])
+    angles = as_transformers(ids, inv_freq)
+    assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
+    cos, sin = rotary.cos_sin(ids[None])
+    # cos and sin of float32 are torch's, whose vectors and their remainders differ by an ulp.
+    torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=6e-8)
+    torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=6e-8)
+
+
+@pytest.mark.parametrize("axes", BY_AXES)
+def test_hf_precision_takes_the_axis_of_each_pair(axes: int) -> None:
+    rotary = Rotary(24, axes=axes, precision="hf")
+    table = packed(BY_AXES[axes])
+    cos, sin = rotary.cos_sin(table)
+    ids = torch.from_numpy(table.dense().astype(np.float32))
+    angles = ids[rotary.pair_axis.tolist()].T * frequencies_of(rotary)[0]
+    torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=6e-8)
+    torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=6e-8)
+
+
+@pytest.mark.parametrize(("last", "published"), [(32_768, 1.9e-3), (131_072, 7.8e-3), (10**6, 6.1e-2), (10**7, 0.77)])
+def test_float32_angles_err_as_published_and_turns_do_not(last: int, published: float) -> None:
+    rotary = Rotary(128, axes=1)
+    ids = torch.arange(max(0, last - 20_000), last + 1)
+    truth = ids.double()[:, None] * torch.tensor(rotary.inv_freq_array)  # within 1e-9
+    worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_float32) - truth).abs().max())
+    assert worst == pytest.approx(published, rel=0.2)
+    cos, sin = rotary.cos_sin(ids[None])
+    turned = torch.atan2(sin.double(), cos.double()) - truth
+    exact_worst = float((turned - (turned / (2 * math.pi)).round() * (2 * math.pi)).abs().max())
+    assert exact_worst < 2.5e-7

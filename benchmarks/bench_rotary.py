@@ -205,7 +205,7 @@ def main() -> None:
     print(f"{machine()}, torch {torch.__version__}, {where}")
     rows = []
     for name, shape in SHAPES.items():
-        lengths = (16,) if options.tiny else shape.tokens if device == "cuda" else (4096,)
+        lengths = (8,) if options.tiny else shape.tokens if device == "cuda" else (4096,)
         for tokens in lengths:
             for backward in (False, True) if options.backward or device == "cuda" or options.tiny else (False,):
                 case = case_of(shape, tokens, device)

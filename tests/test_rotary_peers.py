@@ -1,0 +1,166 @@
+"""Peers: the code of Transformers, Liger and timm, run beside ours on the same q, k and ids."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import Rotary, apply_rotary
+
+HF = 1e-6
+"""Float32 products of numbers below 5 in another order; cos and sin of the same float32 angles."""
+
+SEGMENTS = SegmentTable.from_documents(
+    [[Text(3), Grid(2, 3, frames=2), Text(2), Grid(3, 2), Text(4)], [Text(5), Grid(4, 4), Text(1), Text(5)]]
+)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def close(found: Any, expected: Any, atol: float = HF) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+def transformers(model: str, name: str, part: str = "modeling") -> Any:
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{model}.{part}_{model}"), name)
+
+
+def batch_of(rotary: Rotary, scheme: str) -> tuple[PositionTable, Tensor, Tensor, Tensor]:
+    """A padded batch: table, (axes, batch, seq) ids, q and k in bhsd."""
+    positions = place(SEGMENTS, scheme).pad()
+    shape = positions.num_documents, positions.max_seqlen
+    ids = torch.from_numpy(positions.dense(dtype="int64")).reshape(-1, *shape)
+    return (
+        positions,
+        ids,
+        normal(shape[0], 4, shape[1], rotary.head_dim),
+        normal(shape[0], 2, shape[1], rotary.head_dim),
+    )
+
+
+TEXT_MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("llama", "LlamaConfig", "LlamaRotaryEmbedding", {}),
+    ("cohere", "CohereConfig", "CohereRotaryEmbedding", {}),
+    ("ernie4_5", "Ernie4_5Config", "Ernie4_5RotaryEmbedding", {}),
+    ("glm4", "Glm4Config", "Glm4RotaryEmbedding", {}),
+]
+MROPE_MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("qwen2_vl", "Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
+    ("qwen2_5_vl", "Qwen2_5_VLTextConfig", "Qwen2_5_VLRotaryEmbedding", {}),
+    ("qwen3_vl", "Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
+    ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
+]
+VISION_MODELS = [
+    ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding"),
+    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionRotaryEmbedding"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "module", "arguments"),
+    TEXT_MODELS + MROPE_MODELS,
+    ids=[row[0] for row in TEXT_MODELS + MROPE_MODELS],
+)
+def test_rotations_of_transformers_language_models(model: str, config: str, module: str, arguments: Any) -> None:
+    told = transformers(model, config, "configuration")(**arguments)
+    rotary = Rotary.from_hf_config(told, precision="hf")
+    mrope = rotary.mrope_section is not None
+    if not mrope:
+        rotary = Rotary.from_hf_config(told, precision="hf", axes=1)
+    positions, ids, q, k = batch_of(rotary, "mrope" if mrope else "flatten")
+    cos, sin = transformers(model, module)(told)(q, ids if mrope else ids[0])
+    theirs = transformers(model, "apply_rotary_pos_emb")(q, k, cos, sin)
+    close(apply_rotary(q, k, positions, rotary, layout="bhsd"), theirs)
+    close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
+
+
+def test_deepseek_rotates_adjacent_pairs_and_leaves_them_in_halves() -> None:
+    rotary = Rotary(head_dim=64, axes=1, pairing="adjacent")
+    positions, _, q, k = batch_of(rotary, "flatten")
+    cos, sin = Rotary(head_dim=64, axes=1).cos_sin(positions, layout="transformers")
+    theirs = transformers("deepseek_v3", "apply_rotary_pos_emb_interleave")(q, k, cos, sin)
+    ours = apply_rotary(q, k, positions, rotary, layout="bhsd")
+    close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs)
+
+
+@pytest.mark.parametrize(("model", "config", "module"), VISION_MODELS, ids=[row[0] for row in VISION_MODELS])
+def test_rotations_of_transformers_vision_encoders(model: str, config: str, module: str) -> None:
+    told = transformers(model, config, "configuration")()
+    rotary = Rotary.from_hf_config(told, precision="hf")
+    positions = place(SegmentTable.from_documents([[Grid(6, 8)], [Grid(4, 2, frames=3)]]), "grid-2d")
+    q, k = normal(positions.num_tokens, 4, rotary.head_dim), normal(positions.num_tokens, 4, rotary.head_dim)
+    cos, sin = transformers(model, module)(told)(q, torch.from_numpy(positions.dense()).T)
+    theirs = transformers(model, "apply_rotary_pos_emb_vision")(q, k, cos, sin)
+    close(apply_rotary(q, k, positions, rotary), theirs)
+
+
+def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not() -> None:
+    told = transformers("llama", "LlamaConfig", "configuration")(head_dim=128)
+    ids = torch.tensor([[0, 4_095, 131_071, 1_000_003]])
+    q = normal(1, 1, 4, 128)
+    cos, sin = transformers("llama", "LlamaRotaryEmbedding")(told)(q, ids)
+    theirs, _ = transformers("llama", "apply_rotary_pos_emb")(q, q, cos, sin)
+    angle = (ids[0, :, None] * 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)).repeat(1, 2)
+    wide = q.to(torch.float64)
+    truth = wide * angle.cos() + torch.cat((-wide[..., 64:], wide[..., :64]), dim=-1) * angle.sin()
+    for precision, same_as_theirs in (("exact", False), ("hf", True)):
+        rotary = Rotary.from_hf_config(told, precision=precision, axes=1)
+        ours, _ = apply_rotary(q, None, ids, rotary, layout="bhsd")
+        assert ((ours - theirs).abs().max() < HF) == same_as_theirs
+        assert ((ours - truth).abs().max() < HF) != same_as_theirs
+    assert (theirs - truth).abs().amax(dim=(0, 1, 3))[3] > 1e-2
+
+
+def test_ligers_mrope_kernel() -> None:
+    rotary = Rotary(head_dim=128, theta=1e6, allocation="sections", mrope_section=[16, 24, 24])
+    positions, ids, q, k = batch_of(rotary, "mrope")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and Triton's interpreter is off")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    by_axis = [
+        Rotary(head_dim=128, theta=1e6, axes=3, allocation=[axis] * 64).cos_sin(ids, layout="transformers")
+        for axis in range(3)
+    ]
+    cos, sin = (torch.stack(tables).to(device) for tables in zip(*by_axis, strict=True))
+    expected = apply_rotary(q, k, positions, rotary, layout="bhsd")
+    # It writes into q and k where they are contiguous as bshd.
+    theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
+    close(expected, [x.cpu() for x in theirs])
+    back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
+    close(apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True), [x.cpu() for x in back])
+
+
+def liger(name: str) -> Any:
+    """One file of Liger's kernels: importing the package would import every model of Transformers."""
+    package = importlib.util.find_spec("liger_kernel")
+    if package is None or package.origin is None:
+        pytest.skip("could not import 'liger_kernel'")
+    spec = importlib.util.spec_from_file_location(f"liger_{name}", Path(package.origin).parent / f"ops/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("pairing", "half"), [("adjacent", False), ("half", True)])
+def test_timms_axial_rotation(pairing: Any, half: bool) -> None:
+    timm = pytest.importorskip("timm.layers.pos_embed_sincos")
+    rotary = Rotary(head_dim=64, allocation="axial", pairing=pairing, precision="hf")
+    positions = place(SegmentTable.from_documents([[Grid(5, 7)]]), "grid-2d")
+    q = normal(1, 35, 4, 64)
+    embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
+    theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
+    close(apply_rotary(q, None, positions, rotary)[:1], [theirs])

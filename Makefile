@@ -32,6 +32,7 @@ format: $(VENV)/dev  ## rewrite the files in the house format
 
 bench: $(VENV)/dev  ## the benchmarks, as tables
 	$(BIN)/python benchmarks/bench_positions.py
+	$(BIN)/python benchmarks/bench_rotary.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info

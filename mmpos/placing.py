@@ -110,7 +110,8 @@ def _cursors(scheme: Scheme, segments: SegmentTable, parts: _Parts) -> tuple[Int
     base = parts.start - before[segments.segment_offsets[:-1]]
     cursor = before + base[parts.document]
     # Beyond int32 the error is certain, and _check_columns raises it; products must not wrap around before.
-    return cursor.clip(INT32_MIN, INT32_MAX + 1), after[segments.segment_offsets[1:] - 1] + base
+    bounded = np.maximum(np.minimum(cursor, INT32_MAX + 1), INT32_MIN - 1)
+    return bounded, after[segments.segment_offsets[1:] - 1] + base
 
 
 def _columns(scheme: Scheme, segments: SegmentTable, parts: _Parts, cursor: IntArray) -> tuple[IntArray, IntArray]:

@@ -1,5 +1,6 @@
 """The public names, what importing them costs, and what the wheel holds."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,13 @@ print(mmpos.SequenceBuilder().build(["a", mmpos.Grid(1, 2)]).positions.dense().t
 """
     done = python(code)
     assert (done.stdout, done.stderr) == ("[[0, 1, 4, 4, 7], [0, 1, 3, 5, 7]]\n", "")
+
+
+def test_one_file_alone_imports_triton() -> None:
+    importing = [
+        p.name for p in (ROOT / "mmpos").rglob("*.py") if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)
+    ]
+    assert importing == ["kernel.py"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How a scheme places text and grids: one file per family, each scheme a few lines of formula."""
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError
@@ -69,4 +70,9 @@ def get_scheme(scheme: str | Scheme) -> Scheme:
         return scheme
     if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
-    return SCHEMES[scheme]()
+    return _default(scheme)
+
+
+@cache
+def _default(name: str) -> Scheme:
+    return SCHEMES[name]()

@@ -41,6 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
         "warps": 1,
     },
     "table integer half, fused": {"mode": phases.TABLE_INTEGER, "fusion": True},
+    "table integer half, one token": {
+        "mode": phases.TABLE_INTEGER,
+        "ones": ("tokens", "seq", "segments", "row_stride"),
+    },
+    "table fractional half, one token": {"mode": phases.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
+    "dense fixed half, one head": {"mode": phases.DENSE_FIXED, "ones": ("q_heads", "k_heads", "q_head", "row_stride")},
 }
 
 
@@ -53,6 +59,7 @@ def compiled(
     fusion: bool = False,
     block: int = 16,
     warps: int = 4,
+    ones: tuple[str, ...] = (),
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     constants: dict[str, Any] = {
@@ -73,7 +80,7 @@ def compiled(
     types |= {"positions": "*i64", "frequencies": "*i64", "pair_axis": "*i32", "attention_factor": "fp32"}
     signature, multiples = {}, {}
     for index, name in enumerate(rotary_kernel.arg_names):
-        if name.endswith("_dim"):
+        if name.endswith("_dim") or name in ones:
             constants[name] = 1  # as Triton treats every argument that is 1
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         if signature[name].startswith("*") or name.endswith(("_batch", "_token", "_head")):

@@ -65,3 +65,10 @@ def test_the_kernel_compiles_to_wide_exact_code_without_spills(names: list[str],
 def test_with_fusion_the_count_of_fused_instructions_is_not_zero(tmp_path: Path) -> None:
     for case, facts in facts_of(["table integer half, fused"], tmp_path).items():
         assert facts["fma"] > 0, case
+
+
+@pytest.mark.slow
+def test_arguments_that_are_one_compile_too(tmp_path: Path) -> None:
+    names = ["table integer half, one token", "table fractional half, one token", "dense fixed half, one head"]
+    for case, facts in facts_of(names, tmp_path).items():
+        assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case

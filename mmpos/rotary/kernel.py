@@ -13,7 +13,6 @@ from torch import Tensor
 from mmpos.rotary.phases import COS, SIN
 
 # Modes of positions, as in phases: 0 and 1 are tables of integers and of fractions, 2 and 3 dense ids.
-
 S0, S1, S2, S3 = (tl.constexpr(value) for value in SIN)
 C0, C1, C2, C3 = (tl.constexpr(value) for value in COS)
 LAST = tl.constexpr(2**31 - 1)
@@ -238,7 +237,7 @@ def dense_kernel(
     column = table + _segments(table, segments, token, first, stop, BLOCK)
     frame, row, col = _cell(column, row_stride, token)
     for axis in tl.static_range(AXES):
-        target = ids + axis * tokens.to(tl.int64) + token
+        target = ids + axis * tl.cast(tokens, tl.int64) + token
         if FRACTIONAL:
             numerator = _numerator(column, row_stride, frame, row, col, axis, tl.int64)
             value = numerator.to(tl.float64) / tl.load(column + 4 * row_stride).to(tl.float64)
@@ -251,10 +250,7 @@ def launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, positions: Tensor, frequencies: Tensor, pair_axis: Tensor, *,
     mode: int, adjacent: bool, as_hf: bool, attention_factor: float, conjugate: bool,
 ) -> None:  # fmt: skip
-    """Rotate q and k into q_out and k_out, all (batch, seq, heads, head_dim), in one launch.
-
-    See operator.rotate for the arguments; nothing is allocated and the host does not wait.
-    """
+    """Rotate q and k into q_out and k_out in one launch; see operator.rotate. Allocates nothing, waits for nothing."""
     batch, seq, q_heads, head_dim = q.shape
     tokens, pairs = batch * seq, pair_axis.shape[0]
     if tokens == 0:

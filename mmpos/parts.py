@@ -13,7 +13,10 @@ import numpy as np
 from mmpos.checks import INT32_MAX, boolean, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
 
-__all__ = ["Grid", "Text", "rationals"]
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "rationals"]
+
+TEXT, GRID, PAD = 0, 1, 2
+"""Kinds of segments."""
 
 
 @dataclass(frozen=True, slots=True)

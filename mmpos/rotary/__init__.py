@@ -44,4 +44,6 @@ if not TYPE_CHECKING:
         try:
             return getattr(import_module(f"mmpos.rotary.{_WITH_TORCH[name]}"), name)
         except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
             raise ImportError('rotations need torch: pip install "mmpos[all]"') from error

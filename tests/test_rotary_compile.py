@@ -218,3 +218,17 @@ def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> N
     assert apply_rotary(turned, None, positions, ROTARY, layout="bhsd")[0].stride() == turned.stride()
     view = normal(2, 11, 5, 16)[:, :, :3]
     assert apply_rotary(view, None, positions, ROTARY)[0].is_contiguous()
+
+
+def test_in_place_without_k_rotates_under_compile() -> None:
+    ids = torch.arange(20).view(2, 10)
+    rotary = Rotary(16)
+    q = torch.randn(10, 4, 16)
+    want, _ = apply_rotary(q, None, ids, rotary)
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rotary(x, None, ids, rotary, inplace=True)[0]
+
+    got = torch.compile(rotate, fullgraph=True, backend="aot_eager")(q)
+    assert torch.equal(got, want)
+    assert torch.equal(q, want)

@@ -275,3 +275,21 @@ def test_fsdp2_mixed_precision_casts_the_weights_and_neither_positions_nor_frequ
     assert refused(InvalidInputError, lambda: model(x, torch.from_numpy(FAR.dense()))) == (
         "positions: got dtype torch.bfloat16, want int32, int64 or float64 ids"
     )
+
+
+def test_a_first_call_without_gradients_leaves_training_alone() -> None:
+    rotary = Rotary(16, theta=12345.0)
+    q, ids = torch.randn(3, 2, 16, requires_grad=True), torch.arange(6).view(2, 3)
+    with torch.inference_mode():
+        apply_rotary(q, None, ids, rotary)
+    apply_rotary(q, None, ids, rotary)[0].sum().backward()
+    assert q.grad is not None
+
+
+def test_a_cast_between_forward_and_backward_changes_nothing() -> None:
+    module = RotaryEmbedding(Rotary(16))
+    q = torch.randn(3, 2, 16, requires_grad=True)
+    turned, _ = module(q, None, torch.arange(6).view(2, 3))
+    module.to(torch.bfloat16)
+    turned.sum().backward()
+    assert q.grad is not None

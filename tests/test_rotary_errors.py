@@ -323,3 +323,10 @@ else:
     raise AssertionError
 """
     without("triton", code)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, as forward mode loads its formulas
+def test_forward_mode_gradients_are_refused() -> None:
+    q, ids = torch.randn(3, 2, 16), torch.arange(6).view(2, 3)
+    with pytest.raises(UnsupportedError, match="q: got a forward-mode tangent, want reverse-mode gradients"):
+        torch.func.jvp(lambda x: apply_rotary(x, None, ids, Rotary(16))[0], (q,), (q,))

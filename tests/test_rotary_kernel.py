@@ -39,7 +39,7 @@ own_tiling = kernel._tiling
 
 def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
     """Tokens per program, and programs that share their heads, from here on."""
-    monkeypatch.setattr(kernel, "_tiling", lambda tokens, heads: (block, shares, 4))
+    monkeypatch.setattr(kernel, "_tiling", lambda tokens, heads, pairs: (block, shares, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -237,13 +237,13 @@ def test_segments_of_any_length_agree(case: str) -> None:
 def test_tilings_share_heads_among_programs_while_tokens_are_few() -> None:
     sizes = [1, 2, 100, 511, 512, 2047, 2048, 4096, 10**6]
     for num_heads in (0, 1, 5, 40):
-        tilings = [own_tiling(tokens, num_heads) for tokens in sizes]
+        tilings = [own_tiling(tokens, num_heads, 64) for tokens in sizes]
         for block, shares, warps in tilings:
             assert block & (block - 1) == 0
             assert warps in (1, 2, 4, 8)
             assert 1 <= shares <= max(1, num_heads)
         assert tilings[-1][1] == 1
-    assert own_tiling(1, 40)[1] > 1
+    assert own_tiling(1, 40, 64)[1] > 1
 
 
 @pytest.mark.parametrize("num_heads", [1, 5])

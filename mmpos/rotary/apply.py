@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -40,7 +41,8 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     in float32 with one rounding at the end. With ``precision="exact"`` cos and sin are within 2e-7 of the truth for
-    every int32 id, fractions and negative ids included. Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
+    every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them.
+    Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
@@ -106,7 +108,7 @@ def rotate_with(
     held = constants(rotary, q.device) if frequencies is None else frequencies
     if held[0].device != q.device:
         raise InvalidInputError(f"q: got a tensor on {q.device}, want {held[0].device} as the frequencies")
-    keys = q4.detach()[:, :, :0] if k4 is None else k4
+    keys = q4.new_empty((batch, seq, 0, head_dim)) if k4 is None else k4
     if inplace:
         _check_inplace(q4, k4)
         operator.rotate_(q4, keys, source.positions, *held, *numbers)
@@ -128,6 +130,8 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
         want = 3 if layout == "thd" else 4
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
+        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
     q4 = _as_bshd(q, layout)
     if k is None:
         return q4, None
@@ -180,6 +184,8 @@ def _check_inplace(q: Tensor, k: Tensor | None) -> None:
             continue
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
+        if x is k and q is k:
+            raise InvalidInputError("k: got q itself, want inplace=False")
         # A graph that is being traced has no addresses yet.
         if not torch.compiler.is_compiling() and not _nested(_steps(x)):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")

@@ -64,10 +64,11 @@ class RotaryEmbedding(nn.Module):
         return frequencies.view(torch.int32) if frequencies.is_floating_point() else frequencies, pair_axis
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        before = self.frequencies
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # ``to_empty`` after a start on the meta device leaves buffers unset, and no checkpoint holds these.
-        for held, value in zip((self.frequencies, self.pair_axis), self._values(), strict=True):
-            held.copy_(value)
+        if self.frequencies is not before:
+            # ``to_empty`` after a start on the meta device leaves buffers unset, and no checkpoint holds these.
+            self.frequencies, self.pair_axis = (value.to(self.frequencies.device) for value in self._values())
         return self
 
     def extra_repr(self) -> str:

@@ -84,10 +84,10 @@ def _position(positions, column, row_stride, token, valid, frame, row, col, axis
         rest = tl.where(below, rest + denominator, rest)
         fraction = ((rest << 32) // denominator).to(tl.uint32)
     elif MODE == 2:
-        whole = tl.load(positions + axis * row_stride + token, mask=valid, other=0).to(tl.int32)
+        whole = tl.load(positions + axis * tl.cast(row_stride, tl.int64) + token, mask=valid, other=0).to(tl.int32)
         fraction = tl.zeros_like(whole).to(tl.uint32)
     else:
-        fixed = tl.load(positions + axis * row_stride + token, mask=valid, other=0)
+        fixed = tl.load(positions + axis * tl.cast(row_stride, tl.int64) + token, mask=valid, other=0)
         whole = (fixed >> 32).to(tl.int32)
         fraction = fixed.to(tl.uint32)
     return whole, fraction
@@ -157,15 +157,15 @@ def _rotate_heads(
     ADJACENT: tl.constexpr, COPY_REST: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads of a block of tokens: float32 arithmetic, one rounding at the end."""
-    pair = tl.arange(0, PAIRS_PADDED)
-    mask = valid[:, None] & (pair < PAIRS)[None, :]
     # Offsets are 64 bits wide: long batches pass 2³¹ elements.
+    pair = tl.arange(0, PAIRS_PADDED).to(tl.int64)
+    mask = valid[:, None] & (pair < PAIRS)[None, :]
     x_head, out_head = tl.cast(x_head, tl.int64), tl.cast(out_head, tl.int64)
     for head in range(head_first, head_stop):
         source = x + (x_base[:, None] + head * x_head)
         target = out + (out_base[:, None] + head * out_head)
         if ADJACENT:
-            both = tl.arange(0, 2 * PAIRS_PADDED)
+            both = tl.arange(0, 2 * PAIRS_PADDED).to(tl.int64)
             mask_both = valid[:, None] & (both < 2 * PAIRS)[None, :]
             values = tl.load(source + both[None, :] * x_dim, mask=mask_both, other=0.0)
             first, second = tl.split(values.reshape(values.shape[0], PAIRS_PADDED, 2).to(tl.float32))
@@ -180,13 +180,14 @@ def _rotate_heads(
             tl.store(target + pair[None, :] * out_dim, left, mask=mask)
             tl.store(target + (pair + PAIRS)[None, :] * out_dim, right, mask=mask)
         if COPY_REST and REST > 0:
-            rest = tl.arange(0, REST_PADDED)
+            rest = tl.arange(0, REST_PADDED).to(tl.int64)
             keep = valid[:, None] & (rest < REST)[None, :]
             kept = tl.load(source + (2 * PAIRS + rest)[None, :] * x_dim, mask=keep)
             tl.store(target + (2 * PAIRS + rest)[None, :] * out_dim, kept, mask=keep)
 
 
-@triton.jit
+# Strides are specialised, for wide loads; numbers that change with every batch are not, or it might compile anew.
+@triton.jit(do_not_specialize=["tokens", "seq", "segments", "row_stride", "q_heads", "k_heads"])
 def rotary_kernel(
     q, k, q_out, k_out, positions, frequencies, pair_axis,
     tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
@@ -226,7 +227,7 @@ def rotary_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "segments", "row_stride"])
 def dense_kernel(
     table, ids, tokens, segments, row_stride, AXES: tl.constexpr, FRACTIONAL: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -255,7 +256,7 @@ def launch(
     tokens, pairs = batch * seq, pair_axis.shape[0]
     if tokens == 0:
         return
-    block, shares, warps = _tiling(tokens, q_heads + k.shape[2])
+    block, shares, warps = _tiling(tokens, q_heads + k.shape[2], triton.next_power_of_2(pairs))
     rest = head_dim - 2 * pairs
     axes = (positions.shape[0] - 5) // 4 if mode < 2 else positions.shape[0]
     with _on(q.device):
@@ -287,12 +288,13 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _tiling(tokens: int, heads: int) -> tuple[int, int, int]:
+def _tiling(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Tokens per program, programs that share the heads of these tokens, and warps per program.
 
     A program makes its phases once and uses them for all its heads, so it should have many; but a device
     is only full with a few thousand programs. A thread holds eight pairs of a head: two loads of 16 bytes.
     """
-    block, warps = (16, 4) if tokens >= 2048 else (4, 1)
+    warps = 4 if tokens >= 2048 else 1
+    block = max(1, 32 * warps * 8 // pairs)
     programs = triton.cdiv(tokens, block)
     return block, max(1, min(triton.cdiv(heads, 2), 2048 // programs)), warps

@@ -114,8 +114,14 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
     mode, adjacent, attention_factor, conjugate, triton = ctx.numbers
-    q_grad, k_grad = rotate(q_grad, k_grad, *ctx.saved_tensors, mode, adjacent, attention_factor, not conjugate, triton)
-    return q_grad, k_grad, *(None,) * 8
+    # What needs no gradient is left out, as a tensor without heads.
+    wanted = [
+        grad if needed else grad.new_empty((*grad.shape[:2], 0, grad.shape[3]))
+        for grad, needed in zip((q_grad, k_grad), ctx.needs_input_grad[:2], strict=True)
+    ]
+    q_back, k_back = rotate(*wanted, *ctx.saved_tensors, mode, adjacent, attention_factor, not conjugate, triton)
+    needs_q, needs_k = ctx.needs_input_grad[:2]
+    return q_back if needs_q else None, k_back if needs_k else None, *(None,) * 8
 
 
 rotate.register_autograd(_backward, setup_context=_remember)

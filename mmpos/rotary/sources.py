@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,10 +57,12 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack([hi, lo, rounds]).astype(np.int64)), pair_axis
 
 
-@lru_cache(maxsize=64)
+@cache
 def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    frequencies, pair_axis = frequencies_of(rotary)
-    return frequencies.to(device), pair_axis.to(device)
+    """Kept for good, a few kilobytes each: a captured CUDA graph holds their addresses."""
+    with torch.inference_mode(False):  # whoever comes first, training may come next
+        frequencies, pair_axis = frequencies_of(rotary)
+        return frequencies.to(device), pair_axis.to(device)
 
 
 def _made_once(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,7 @@ def _dense_source(ids: Tensor, validate: bool) -> Source:
         raise InvalidInputError(f"positions: got dtype {ids.dtype}, want int32, int64 or float64 ids")
     on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
     if (validate or on_host) and ids.dtype != torch.int32 and flat.numel():
-        low, high = (float(bound) for bound in torch.aminmax(flat))
+        low, high = (float(bound) for bound in torch.aminmax(flat.detach()))
         if not (low >= INT32_MIN and high < INT32_MAX + 1):
             raise InvalidInputError(f"positions: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
     flat = phases.fixed_from_float(flat) if mode == phases.DENSE_FIXED else flat

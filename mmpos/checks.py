@@ -66,9 +66,7 @@ def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
     return array.astype(np.int64, copy=False)
 
 
-def first_bad(
-    name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None, field: str = ""
-) -> None:
+def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None) -> None:
     """Raise for the first element outside the bounds, with its index in the name."""
     low = values < minimum if minimum is not None else np.zeros(values.shape, np.bool_)
     high = values > maximum if maximum is not None else np.zeros(values.shape, np.bool_)
@@ -77,7 +75,7 @@ def first_bad(
         at = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), values.shape))
         want = f">= {minimum}" if low[at] else f"<= {maximum}"
         index = ", ".join(map(str, at))
-        raise InvalidInputError(f"{name}[{index}]{field}: got {values[at]}, want {want}")
+        raise InvalidInputError(f"{name}[{index}]: got {values[at]}, want {want}")
 
 
 def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:

@@ -183,6 +183,7 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, parts: _Parts, strict:
     if strict and (parts.grid[1:] - parts.grid[:-1] == 1).any():
         _check_touching(scheme, segments)
     if not scheme.frames and parts.grids.frames.max() > 1:
+        # Where the axes are a parameter, three of them take frames.
         want = "one grid per frame, or axes=3" if "axes" in vars(scheme) else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
-from mmpos.parts import Grid, Text
+from mmpos.parts import GRID, Grid, Text
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme, get_scheme
@@ -168,7 +168,7 @@ class SequenceBuilder:
     ) -> InterleavedSequence:
         segments = SegmentTable.from_documents([document])
         ends = np.cumsum(segments.lengths)
-        spans = np.stack([ends - segments.lengths, ends], axis=1)[segments.kind == 1]
+        spans = np.stack([ends - segments.lengths, ends], axis=1)[segments.kind == GRID]
         pixels = [image.patches for image in images if image.patches is not None]
         if pixels and len(pixels) < len(images):
             raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
@@ -178,7 +178,7 @@ class SequenceBuilder:
             segments=segments,
             positions=place(segments, self.scheme, self.start),
             patches=np.concatenate(pixels) if pixels else None,
-            grid_thw=segments.extents[:, segments.kind == 1].T.copy(),
+            grid_thw=segments.extents[:, segments.kind == GRID].T.copy(),
             image_spans=spans,
             image_hashes=tuple(image.content_hash for image in images),
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
 from mmpos.rotary.operator import rotate, rotate_
 from mmpos.rotary.sources import frequencies_of, source_of
@@ -232,3 +232,15 @@ def test_in_place_without_k_rotates_under_compile() -> None:
     got = torch.compile(rotate, fullgraph=True, backend="aot_eager")(q)
     assert torch.equal(got, want)
     assert torch.equal(q, want)
+
+
+@pytest.mark.parametrize("shape", [(10, 4, 16), (2, 5, 4, 16)])
+def test_q_twice_in_place_is_refused_under_compile_too(shape: tuple[int, ...]) -> None:
+    ids = torch.arange(20).view(2, 10)
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rotary(x, x, ids, Rotary(16), inplace=True)[0]
+
+    for call in (rotate, torch.compile(rotate, backend="eager")):
+        with pytest.raises(InvalidInputError, match="k: got the memory of q, want inplace=False"):
+            call(torch.randn(shape))

@@ -110,6 +110,8 @@ def rotate_with(
         raise InvalidInputError(f"q: got a tensor on {q.device}, want {held[0].device} as the frequencies")
     keys = q4.new_empty((batch, seq, 0, head_dim)) if k4 is None else k4
     if inplace:
+        if k is q:  # seen also where a graph is traced
+            raise InvalidInputError("k: got the memory of q, want inplace=False")
         _check_inplace(q4, k4)
         operator.rotate_(q4, keys, source.positions, *held, *numbers)
         return q, k
@@ -184,8 +186,6 @@ def _check_inplace(q: Tensor, k: Tensor | None) -> None:
             continue
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-        if x is k and q is k:
-            raise InvalidInputError("k: got q itself, want inplace=False")
         # A graph that is being traced has no addresses yet.
         if not torch.compiler.is_compiling() and not _nested(_steps(x)):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")

@@ -68,15 +68,17 @@ def cos_sin(
     """(tokens, pairs) float32 cos and sin, times the attention factor."""
     fixed = phases.fixed_positions(positions, mode, tokens)
     axis = pair_axis.to(torch.int64)
-    fractional = mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
-    make = phases.cos_sin_as_hf if frequencies.dtype == torch.float32 else phases.cos_sin
+    as_hf, fractional = frequencies.dtype == torch.float32, mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
     # On a CPU in blocks that stay in its cache; on a device at once.
     block = CPU_BLOCK if fixed.device.type == "cpu" else max(1, tokens)
     cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32, device=fixed.device)
     sin = torch.empty_like(cos)
     for start in range(0, tokens, block):
         part = slice(start, start + block)
-        cos[part], sin[part] = make(fixed[:, part], axis, frequencies, fractional)
+        if as_hf:
+            cos[part], sin[part] = phases.cos_sin_as_hf(fixed[:, part], axis, frequencies)
+        else:
+            cos[part], sin[part] = phases.cos_sin(fixed[:, part], axis, frequencies, fractional)
     return (cos, sin) if attention_factor == 1.0 else (cos.mul_(attention_factor), sin.mul_(attention_factor))
 
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from mmpos.columns import AXES
+
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
 """Coefficients, exact in float32, of sin(πu/4) = u·S(u²) and cos(πu/4) = 1 + u²·C(u²) on −1 <= u <= 1.
@@ -34,10 +36,10 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
         return positions.to(torch.int64) << 32
     token = torch.arange(tokens, device=positions.device)
     column = positions[:, torch.searchsorted(positions[0].contiguous(), token, right=True) - 1]
-    offset, skip, height, width, denominator = column[:5]
+    offset, skip, height, width, denominator = column[:AXES]
     index = skip + (token - offset)
     rows = index // width
-    origin, step_frame, step_row, step_col = (column[5 + i :: 4] for i in range(4))
+    origin, step_frame, step_row, step_col = (column[AXES + i :: 4] for i in range(4))
     numerator = origin + (rows // height) * step_frame + (rows % height) * step_row + (index % width) * step_col
     if mode == TABLE_INTEGER:
         return numerator << 32
@@ -106,7 +108,7 @@ def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> T
     return (z * c3).add_(c2).mul_(z).add_(c1).mul_(z).add_(c0)
 
 
-def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor, fractional: bool = True) -> tuple[Tensor, Tensor]:
+def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """float32 cos and sin of the float32 product of id and frequency, as Transformers computes them."""
     angle = as_float(fixed)[pair_axis].T * inv_freq
     return angle.cos(), angle.sin()

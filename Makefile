@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo test slow check format bench clean
+.PHONY: help demo test slow check format proto bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -29,6 +29,9 @@ check: $(VENV)/dev  ## format, lint, types, layers
 format: $(VENV)/dev  ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
 
 bench: $(VENV)/dev  ## the benchmarks, as tables
 	$(BIN)/python benchmarks/bench_positions.py

@@ -3,7 +3,11 @@
     MmposError
     ├── InvalidInputError (ValueError)          the caller's argument is wrong
     ├── UnsupportedError (NotImplementedError)  right, but this scheme or layout has no such thing
-    └── LimitExceededError                      right, but beyond a stated limit
+    ├── LimitExceededError                      right, but beyond a stated limit
+    └── ServiceError                            a service could not answer, whatever it was asked
+        ├── ServiceUnavailableError             no server answered, after all retries
+        ├── ServiceOverloadedError              the server has too much to do; retry_after says when to come back
+        └── ServiceTimeoutError                 the answer did not come in time
 
 A message says what, got and want: ``documents[3][1].height: got 0, want >= 1``.
 """
@@ -12,6 +16,10 @@ __all__ = [
     "InvalidInputError",
     "LimitExceededError",
     "MmposError",
+    "ServiceError",
+    "ServiceOverloadedError",
+    "ServiceTimeoutError",
+    "ServiceUnavailableError",
     "UnsupportedError",
 ]
 
@@ -30,3 +38,28 @@ class UnsupportedError(MmposError, NotImplementedError):
 
 class LimitExceededError(MmposError):
     """The input is legal, but larger than a limit that mmpos states."""
+
+
+class ServiceError(MmposError):
+    """A service could not answer."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """No server answered."""
+
+
+class ServiceOverloadedError(ServiceError):
+    """The server has too much to do and refused the call before any work.
+
+    Args:
+        message: what the server said.
+        retry_after: seconds after which to try again, as the server proposes.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ServiceTimeoutError(ServiceError):
+    """The answer did not come before the deadline."""

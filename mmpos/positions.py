@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import expand, ranges
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer, one_of, per_document
+from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, int_array, integer, one_of, per_document
 from mmpos.columns import FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, OFFSET, WIDTH, Columns
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.explain import explain
 from mmpos.padding import insert_padding
+from mmpos.table_checks import check_table
 
 __all__ = ["PositionTable"]
 
@@ -22,6 +23,31 @@ Layout = Literal["zigzag", "contiguous"]
 
 class PositionTable(Columns):
     """Positions of a packed batch, and all that follows from them; the fields are those of Columns."""
+
+    @classmethod
+    def from_arrays(
+        cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
+    ) -> PositionTable:
+        """The table from arrays as its fields describe them, checked; the constructor itself trusts them.
+
+        Args:
+            table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
+            documents: (4, documents) integers, likewise.
+            num_tokens: tokens in all.
+            fractional: whether ids may be fractions.
+            scheme: name of the scheme, for people.
+
+        Raises:
+            InvalidInputError: naming the row and the segment or document that does not fit.
+            LimitExceededError: ids outside int32, or numerators beyond 2**62.
+        """
+        table = int_array("table", table, (None, None))
+        documents = int_array("documents", documents, (4, None))
+        num_tokens = integer("num_tokens", num_tokens, minimum=0)
+        check_table(table, documents, num_tokens, boolean("fractional", fractional))
+        if not isinstance(scheme, str):
+            raise InvalidInputError(f"scheme: got {scheme!r}, want a name")
+        return cls(table, documents, num_tokens, fractional, scheme)
 
     def dense(
         self,

@@ -40,6 +40,15 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def text(name: str, value: str) -> str:
+    """The text, if it is Unicode: lone surrogates have no bytes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{name}: got text with a lone surrogate ({error}), want Unicode text") from None
+    return value
+
+
 def host_array(name: str, value: Any) -> npt.NDArray[Any]:
     """A numpy view or copy of a list, an array or a tensor that lies on the host."""
     if isinstance(value, np.ndarray):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
+from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.errors import InvalidInputError
 from mmpos.placing import place
@@ -101,6 +101,9 @@ class Take:
     starts: npt.ArrayLike
     stops: npt.ArrayLike
 
+    def __post_init__(self) -> None:
+        _integers(self, "starts", "stops")
+
     def view(self, positions: PositionTable) -> PositionTable:
         """The tokens of these ranges."""
         return positions.take(self.starts, self.stops)
@@ -114,6 +117,9 @@ class Window:
     starts: npt.ArrayLike
     lengths: npt.ArrayLike
 
+    def __post_init__(self) -> None:
+        _integers(self, "documents", "starts", "lengths")
+
     def view(self, positions: PositionTable) -> PositionTable:
         """These windows, each a document."""
         return positions.window(self.documents, self.starts, self.lengths)
@@ -124,6 +130,9 @@ class Decode:
     """PositionTable.decode as data."""
 
     steps: npt.ArrayLike = 1
+
+    def __post_init__(self) -> None:
+        _one_or_each(self, "steps")
 
     def view(self, positions: PositionTable) -> PositionTable:
         """The next tokens of every document."""
@@ -138,6 +147,11 @@ class Shard:
     world_size: int
     layout: Layout = "zigzag"
 
+    def __post_init__(self) -> None:
+        one_of("layout", self.layout, ("zigzag", "contiguous"))
+        object.__setattr__(self, "world_size", integer("world_size", self.world_size, minimum=1, maximum=INT32_MAX))
+        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=0, maximum=self.world_size - 1))
+
     def view(self, positions: PositionTable) -> PositionTable:
         """The tokens of the rank."""
         return positions.shard(self.rank, self.world_size, self.layout)
@@ -149,6 +163,11 @@ class Pad:
 
     length: npt.ArrayLike | None = None
     side: Side = "right"
+
+    def __post_init__(self) -> None:
+        one_of("side", self.side, ("left", "right"))
+        if self.length is not None:
+            _one_or_each(self, "length")
 
     def view(self, positions: PositionTable) -> PositionTable:
         """The documents, padded."""
@@ -164,6 +183,14 @@ class Dense:
 
     dtype: npt.DTypeLike | None = None
     axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            np.dtype(self.dtype)
+        except TypeError:
+            raise InvalidInputError(f"dtype: got {self.dtype!r}, want int32, int64, float64 or None") from None
+        if self.axes is not None:
+            object.__setattr__(self, "axes", tuple(int_array("axes", self.axes, (None,)).tolist()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,18 +252,17 @@ class PositionsQuery:
     dense: Dense | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source, SegmentTable | Spans | InputIds):
-            got = type(self.source).__name__
-            raise InvalidInputError(f"source: got {got}, want a SegmentTable, Spans or InputIds")
-        if not isinstance(self.views, Sequence):
-            raise InvalidInputError(f"views: got {type(self.views).__name__}, want a list of views")
-        for i, view in enumerate(self.views):
-            if not isinstance(view, View):
-                raise InvalidInputError(
-                    f"views[{i}]: got {type(view).__name__}, want Take, Window, Decode, Shard or Pad"
-                )
-        if not isinstance(self.dense, Dense | None):
-            raise InvalidInputError(f"dense: got {type(self.dense).__name__}, want Dense or None")
+        if type(self.source) not in (SegmentTable, Spans, InputIds):
+            raise InvalidInputError(f"source: got {type(self.source).__name__}, want a SegmentTable, Spans or InputIds")
+        start = self.start
+        if isinstance(start, int) or host_array("start", start).ndim == 0:
+            object.__setattr__(self, "start", integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX))
+        if self.strict is not None:
+            object.__setattr__(self, "strict", boolean("strict", self.strict))
+        kinds = [type(view) for view in self.views]
+        for i, kind in enumerate(kinds):
+            if kind not in get_args(View):
+                raise InvalidInputError(f"views[{i}]: got {kind.__name__}, want Take, Window, Decode, Shard or Pad")
 
     def segments(self) -> SegmentTable:
         """The documents as segments."""
@@ -256,3 +282,17 @@ class PositionsQuery:
         for view in self.views:
             positions = view.view(positions)
         return PositionsResult.of(positions, self.dense)
+
+
+def _integers(view: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(view, name, int_array(name, getattr(view, name), (None,)))
+
+
+def _one_or_each(view: object, name: str) -> None:
+    """Make a field one integer, or an array of one for each document."""
+    value = getattr(view, name)
+    if isinstance(value, int) or host_array(name, value).ndim == 0:
+        object.__setattr__(view, name, integer(name, value, minimum=0, maximum=INT32_MAX))
+    else:
+        _integers(view, name)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmpos import checks
 from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
@@ -204,11 +205,8 @@ class SequenceBuilder:
 
     def _encode(self, name: str, text: str) -> list[int]:
         """Ids of user text; a marker spelled in it is cut after its first character, so it stays text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(f"{name}: got text with a lone surrogate ({error}), want Unicode text") from None
-        pieces = [_token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(p)) for p in self._pieces(text)]
+        unicode = checks.text(name, text)
+        pieces = [_token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(p)) for p in self._pieces(unicode)]
         ids = list(chain.from_iterable(pieces))
         for marker in self.marker_ids:
             if marker in ids:

@@ -281,20 +281,26 @@ class Decode(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Tokens of every document; left out, 1."""
     @_builtins.property
-    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One number for all documents, or one for each."""
+    def steps_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each document, instead."""
 
     def __init__(
         self,
         *,
-        steps: _abc.Iterable[_builtins.int] | None = ...,
+        steps: _builtins.int | None = ...,
+        steps_per_document: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "steps", b"steps", "steps_per_document", b"steps_per_document"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___Decode: _TypeAlias = Decode  # noqa: Y015
 
@@ -335,24 +341,30 @@ class Pad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LENGTH_FIELD_NUMBER: _builtins.int
+    LENGTH_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     SIDE_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    """Tokens of every document; left out, those of the longest."""
     side: Global___Side.ValueType
     """Where padding goes."""
     @_builtins.property
-    def length(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of every document: one number for all, or one for each; empty: the longest document."""
+    def length_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each document, instead."""
 
     def __init__(
         self,
         *,
-        length: _abc.Iterable[_builtins.int] | None = ...,
+        length: _builtins.int | None = ...,
+        length_per_document: _abc.Iterable[_builtins.int] | None = ...,
         side: Global___Side.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length", b"_length", "length", b"length"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "side", b"side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length", b"_length", "length", b"length", "length_per_document", b"length_per_document", "side", b"side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__length: _TypeAlias = _typing.Literal["length"]  # noqa: Y015
+    _WhichOneofArgType__length: _TypeAlias = _typing.Literal["_length", b"_length"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length) -> _WhichOneofReturnType__length | None: ...
 
 Global___Pad: _TypeAlias = Pad  # noqa: Y015
 
@@ -446,11 +458,14 @@ class PositionsQuery(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     SCHEME_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    START_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     DENSE_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
     """Settings of a model; left out, the server's default profile."""
+    start: _builtins.int
+    """Id of every document's first token; left out, 0."""
     strict: _builtins.bool
     """Whether two grids without text between are an error; left out, the scheme decides."""
     @_builtins.property
@@ -470,10 +485,8 @@ class PositionsQuery(_message.Message):
         """The scheme; left out, that of the profile."""
 
     @_builtins.property
-    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Id of each document's first token: none (0), one for all, or one for each; to go on with a document, the next
-        position of its earlier part.
-        """
+    def start_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Id of each document's first token, instead; to go on with a document, the next position of its earlier part."""
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]:
@@ -491,14 +504,15 @@ class PositionsQuery(_message.Message):
         input_ids: Global___InputIds | None = ...,
         profile: _builtins.str | None = ...,
         scheme: _scheme_pb2.Scheme | None = ...,
-        start: _abc.Iterable[_builtins.int] | None = ...,
+        start: _builtins.int | None = ...,
+        start_per_document: _abc.Iterable[_builtins.int] | None = ...,
         strict: _builtins.bool | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         dense: Global___Dense | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "strict", b"strict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "start_per_document", b"start_per_document", "strict", b"strict", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dense: _TypeAlias = _typing.Literal["dense"]  # noqa: Y015
     _WhichOneofArgType__dense: _TypeAlias = _typing.Literal["_dense", b"_dense"]  # noqa: Y015
@@ -506,6 +520,8 @@ class PositionsQuery(_message.Message):
     _WhichOneofArgType__profile: _TypeAlias = _typing.Literal["_profile", b"_profile"]  # noqa: Y015
     _WhichOneofReturnType__scheme: _TypeAlias = _typing.Literal["scheme"]  # noqa: Y015
     _WhichOneofArgType__scheme: _TypeAlias = _typing.Literal["_scheme", b"_scheme"]  # noqa: Y015
+    _WhichOneofReturnType__start: _TypeAlias = _typing.Literal["start"]  # noqa: Y015
+    _WhichOneofArgType__start: _TypeAlias = _typing.Literal["_start", b"_start"]  # noqa: Y015
     _WhichOneofReturnType__strict: _TypeAlias = _typing.Literal["strict"]  # noqa: Y015
     _WhichOneofArgType__strict: _TypeAlias = _typing.Literal["_strict", b"_strict"]  # noqa: Y015
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["segments", "spans", "input_ids"]  # noqa: Y015
@@ -516,6 +532,8 @@ class PositionsQuery(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__profile) -> _WhichOneofReturnType__profile | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__scheme) -> _WhichOneofReturnType__scheme | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start) -> _WhichOneofReturnType__start | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__strict) -> _WhichOneofReturnType__strict | None: ...
     @_typing.overload

@@ -103,6 +103,7 @@ class Part(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     IMAGE_SIZE_FIELD_NUMBER: _builtins.int
     GRID_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, to be tokenised by the profile's tokenizer; what spells a marker stays text."""
     image: _builtins.bytes
@@ -119,6 +120,10 @@ class Part(_message.Message):
     def grid(self) -> Global___Grid:
         """An image that is known by its patches alone."""
 
+    @_builtins.property
+    def pixels(self) -> _tensor_pb2.Tensor:
+        """An upright image that is decoded already: UINT8 or UINT16, (height, width) or (height, width, 1 or 3 or 4)."""
+
     def __init__(
         self,
         *,
@@ -127,12 +132,13 @@ class Part(_message.Message):
         image: _builtins.bytes = ...,
         image_size: Global___ImageSize | None = ...,
         grid: Global___Grid | None = ...,
+        pixels: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "grid", b"grid", "image", b"image", "image_size", b"image_size", "pixels", b"pixels", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "image", "image_size", "grid"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "image", "image_size", "grid", "pixels"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -252,7 +258,7 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def image_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """SHA-256, in hex, of each image's bytes; empty for an image that came without."""
+        """SHA-256, in hex, of each image's file, or of its pixels if they came decoded; empty for an image that came by size."""
 
     def __init__(
         self,

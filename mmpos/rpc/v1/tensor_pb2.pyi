@@ -43,6 +43,8 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """IEEE 754 binary64."""
     DATA_TYPE_COMPLEX64: _DataType.ValueType  # 8
     """Two binary32, real part first."""
+    DATA_TYPE_UINT16: _DataType.ValueType  # 9
+    """Unsigned, 16 bits."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
     """How the numbers of a tensor are written."""
@@ -65,6 +67,8 @@ DATA_TYPE_FLOAT64: DataType.ValueType  # 7
 """IEEE 754 binary64."""
 DATA_TYPE_COMPLEX64: DataType.ValueType  # 8
 """Two binary32, real part first."""
+DATA_TYPE_UINT16: DataType.ValueType  # 9
+"""Unsigned, 16 bits."""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final

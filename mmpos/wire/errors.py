@@ -1,0 +1,70 @@
+"""The one table of errors and statuses, read both ways."""
+
+from __future__ import annotations
+
+from mmpos.errors import (
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+from mmpos.rpc.v1 import error_pb2 as pb
+
+STATUS: dict[type[MmposError], str] = {
+    InvalidInputError: "INVALID_ARGUMENT",
+    UnsupportedError: "UNIMPLEMENTED",
+    LimitExceededError: "RESOURCE_EXHAUSTED",
+    ServiceUnavailableError: "UNAVAILABLE",
+    ServiceTimeoutError: "DEADLINE_EXCEEDED",
+    ServiceOverloadedError: "RESOURCE_EXHAUSTED",
+    ServiceError: "INTERNAL",
+}
+"""The gRPC status of each error; the first error of a status is what the status means."""
+
+RETRY_AFTER = "grpc-retry-pushback-ms"
+"""Trailing metadata of a refusal for overload: milliseconds after which to try again."""
+
+_MEANING = {status: error for error, status in reversed(STATUS.items())}
+
+_CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
+    InvalidInputError: pb.ERROR_CODE_INVALID_INPUT,
+    UnsupportedError: pb.ERROR_CODE_UNSUPPORTED,
+    LimitExceededError: pb.ERROR_CODE_LIMIT_EXCEEDED,
+    ServiceError: pb.ERROR_CODE_INTERNAL,
+}
+
+
+def to_status(error: MmposError) -> tuple[str, str]:
+    """Name of the status and details of an error."""
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error)
+
+
+def from_status(status: str, message: str, retry_after: float | None = None) -> MmposError:
+    """The error of a status.
+
+    Args:
+        status: name of the gRPC status.
+        message: its details.
+        retry_after: seconds, if the server said when to come back.
+    """
+    if status == "RESOURCE_EXHAUSTED" and retry_after is not None:
+        return ServiceOverloadedError(message, retry_after)
+    if status in _MEANING and status != "INTERNAL":
+        return _MEANING[status](message)
+    return ServiceError(f"{status}: {message}")
+
+
+def put_error(message: pb.Error, error: MmposError) -> None:
+    """Fill a message with the error of one item."""
+    message.code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
+    message.message = str(error)
+
+
+def get_error(message: pb.Error) -> MmposError:
+    """The error of one item; one of a kind that is not known here is a ServiceError."""
+    kind = next((kind for kind, code in _CODES.items() if code == message.code), ServiceError)
+    return kind(message.message)

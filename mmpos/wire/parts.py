@@ -1,0 +1,118 @@
+"""Interleaved parts as messages: text, token ids, and images by their files, pixels, sizes or grids."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmpos.checks import INT32_MAX, int_array, text
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.images import ImageSize
+from mmpos.images.sources import open_source
+from mmpos.parts import Grid
+from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.wire.fields import chosen, get_rational, path, put_rational
+from mmpos.wire.tensors import get_tensor, put_tensor
+
+
+def put_parts(message: pb.Document, parts: Any) -> dict[int, str]:
+    """Fill a message with the parts of a document, as SequenceBuilder.build takes them.
+
+    A path travels as the bytes of its file, and an image without a file as its upright pixels.
+
+    Returns:
+        content hashes of those images, by index among the images of the document, whose pixels alone do not give it.
+
+    Raises:
+        MmposError: naming ``parts[i]``, as SequenceBuilder.build does.
+    """
+    if not isinstance(parts, list | tuple):
+        raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
+    hashes: dict[int, str] = {}
+    images = 0
+    for i, part in enumerate(parts):
+        name, entry = f"parts[{i}]", message.parts.add()
+        if isinstance(part, str):
+            entry.text = text(name, part)
+        elif isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+            put_tensor(entry.token_ids, int_array(name, part, (None,)))
+        else:
+            try:
+                content_hash = _put_image(entry, part)
+            except MmposError as error:
+                raise type(error)(f"{name}: {error}") from error
+            if content_hash is not None:
+                hashes[images] = content_hash
+            images += 1
+    return hashes
+
+
+def get_parts(name: str, message: pb.Document) -> list[Any]:
+    """The parts of a document, as SequenceBuilder.build takes them."""
+    return [_get_part(path(name, f"parts[{i}]"), part) for i, part in enumerate(message.parts)]
+
+
+def _put_image(entry: pb.Part, image: Any) -> str | None:
+    if isinstance(image, ImageSize):
+        entry.image_size.height, entry.image_size.width = image
+    elif isinstance(image, Grid):
+        _put_grid(entry.grid, image)
+    elif isinstance(image, bytes | bytearray | memoryview):
+        entry.image = bytes(image)
+    elif isinstance(image, os.PathLike):
+        entry.image = _file(image)
+    else:
+        with open_source(image) as source:
+            samples, content_hash = source.read("pillow")
+        put_tensor(entry.pixels, np.asarray(samples))
+        return content_hash
+    return None
+
+
+def _put_grid(message: pb.Grid, grid: Grid) -> None:
+    if grid.row_separator:
+        raise UnsupportedError("got a grid with row separators, want one without")
+    message.height, message.width = grid.height, grid.width
+    if grid.frames > 1:
+        message.frames = grid.frames
+    if grid.seconds_per_frame is not None:
+        put_rational(message.seconds_per_frame, grid.seconds_per_frame)
+
+
+def _file(image: os.PathLike[Any]) -> bytes:
+    try:
+        return Path(image).read_bytes()
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"image: got {os.fspath(image)!r}, want a file that can be read ({error})") from error
+
+
+def _get_part(name: str, part: pb.Part) -> Any:
+    kind = chosen(name, part, "content")
+    value = getattr(part, kind)
+    if kind == "token_ids":
+        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,))
+    if kind == "pixels":
+        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3))
+    if kind == "image_size":
+        return ImageSize(_side(path(name, "image_size.height"), value.height), _side(path(name, kind), value.width))
+    return _get_grid(path(name, kind), value) if kind == "grid" else value
+
+
+def _get_grid(name: str, grid: pb.Grid) -> Grid:
+    seconds = None
+    if grid.HasField("seconds_per_frame"):
+        seconds = get_rational(path(name, "seconds_per_frame"), grid.seconds_per_frame)
+    frames = grid.frames if grid.HasField("frames") else 1
+    try:
+        return Grid(grid.height, grid.width, frames=frames, seconds_per_frame=seconds)
+    except MmposError as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _side(name: str, value: int) -> int:
+    if not 1 <= value <= INT32_MAX:
+        raise InvalidInputError(f"{name}: got {value}, want 1 to {INT32_MAX}")
+    return value

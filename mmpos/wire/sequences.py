@@ -1,0 +1,66 @@
+"""Sequences as messages: input_ids, shape, positions, patches, and what engines ask of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from mmpos.checks import INT32_MAX
+from mmpos.errors import InvalidInputError
+from mmpos.queries import PositionsResult
+from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.sequence import InterleavedSequence
+from mmpos.wire.fields import integers, path, put_integers, required
+from mmpos.wire.positions import get_result, put_result
+from mmpos.wire.tables import get_segments, put_segments
+from mmpos.wire.tensors import get_tensor, put_tensor
+
+
+def put_sequence(message: pb.Sequence, sequence: InterleavedSequence) -> None:
+    """Fill a message with a sequence."""
+    narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
+    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids)
+    put_segments(message.segments, sequence.segments)
+    put_result(message.positions, PositionsResult.of(sequence.positions))
+    if sequence.patches is not None:
+        put_tensor(message.patches, sequence.patches)
+    put_integers(message.grid_thw, sequence.grid_thw)
+    put_integers(message.image_spans, sequence.image_spans)
+    message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
+
+
+def get_sequence(
+    name: str, message: pb.Sequence, hashes: Mapping[int, str] = MappingProxyType({})
+) -> InterleavedSequence:
+    """The sequence of a message.
+
+    Args:
+        name: of the field, for errors.
+        message: the sequence.
+        hashes: content hashes that are known better here, by index of the image.
+
+    Raises:
+        InvalidInputError: parts of the message do not fit each other.
+    """
+    segments = get_segments(path(name, "segments"), required(name, message, "segments"))
+    positions = get_result(path(name, "positions"), required(name, message, "positions")).table
+    input_ids = get_tensor(path(name, "input_ids"), message.input_ids, ("int32", "int64"), (1,))
+    if positions is None or not input_ids.size == positions.num_tokens == segments.num_tokens:
+        got = None if positions is None else positions.num_tokens
+        raise InvalidInputError(
+            f"{path(name, 'input_ids')}: got {input_ids.size} tokens, {segments.num_tokens} in segments and "
+            f"{got} in positions, want the same"
+        )
+    patches = get_tensor(path(name, "patches"), message.patches).copy() if message.HasField("patches") else None
+    return InterleavedSequence(
+        input_ids=input_ids.astype(np.int64),
+        token_type_ids=np.repeat(segments.kind, segments.lengths),
+        segments=segments,
+        positions=positions,
+        patches=patches,
+        grid_thw=integers(message.grid_thw, columns=3, name=path(name, "grid_thw")),
+        image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
+        image_hashes=tuple(hashes.get(i, found or None) for i, found in enumerate(message.image_hashes)),
+    )

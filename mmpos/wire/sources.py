@@ -1,0 +1,111 @@
+"""Documents given as segments, spans or input_ids, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mmpos.checks import boolean, host_array, int_array, integer
+from mmpos.parts import rationals
+from mmpos.queries import InputIds, Spans
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.segments import SegmentTable
+from mmpos.wire.fields import chosen, get_seconds, integers, optional, path, put_integers, put_rational, required
+from mmpos.wire.tables import get_segments, put_segments
+from mmpos.wire.tensors import DATA_TYPES, get_tensor, put_tensor
+
+
+def put_source(message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds) -> None:
+    """Fill the source of a query."""
+    if isinstance(source, SegmentTable):
+        message.segments.SetInParent()
+        put_segments(message.segments, source)
+    elif isinstance(source, Spans):
+        _put_spans(message.spans, source)
+    else:
+        _put_input_ids(message.input_ids, source)
+
+
+def get_source(name: str, message: pb.PositionsQuery) -> SegmentTable | Spans | InputIds:
+    """The source of a query."""
+    source = chosen(path(name, "source"), message, "source")
+    found: SegmentTable | Spans | InputIds = _GET[source](getattr(message, source))
+    return found
+
+
+def _put_spans(message: pb.Spans, spans: Spans) -> None:
+    put_integers(message.lengths, int_array("lengths", spans.lengths, (None,)))
+    put_integers(message.offsets, int_array("offsets", spans.offsets, (None,)))
+    put_integers(message.grid_thw, int_array("grid_thw", spans.grid_thw, (len(message.offsets), 3)))
+    if spans.documents is not None:
+        put_integers(message.documents, int_array("documents", spans.documents, (len(message.offsets),)))
+    _put_seconds(message, spans.seconds_per_frame)
+    message.row_separator = boolean("row_separator", spans.row_separator)
+    message.SetInParent()
+
+
+def _get_spans(message: pb.Spans) -> Spans:
+    return Spans(
+        integers(message.lengths),
+        integers(message.offsets),
+        integers(message.grid_thw, columns=3, name="grid_thw"),
+        integers(message.documents) if message.documents else None,
+        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        row_separator=message.row_separator,
+    )
+
+
+def _put_input_ids(message: pb.InputIds, source: InputIds) -> None:
+    put_tensor(message.input_ids, _whole("input_ids", source.input_ids))
+    for field in ("image_grid_thw", "video_grid_thw"):
+        grids = getattr(source, field)
+        if grids is not None:
+            put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
+    for field in ("image_token_id", "video_token_id", "spatial_merge_size"):
+        value = getattr(source, field)
+        if value is not None:
+            setattr(message, field, integer(field, value, minimum=-(2**63), maximum=2**63 - 1))
+    if source.cu_seqlens is not None:
+        put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
+    if source.attention_mask is not None:
+        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask))
+    _put_seconds(message, source.seconds_per_frame)
+    message.frames_apart = boolean("frames_apart", source.frames_apart)
+
+
+def _get_input_ids(message: pb.InputIds) -> InputIds:
+    mask = optional(message, "attention_mask")
+    return InputIds(
+        get_tensor("input_ids", required("", message, "input_ids")),
+        integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
+        integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
+        image_token_id=optional(message, "image_token_id"),
+        video_token_id=optional(message, "video_token_id"),
+        spatial_merge_size=optional(message, "spatial_merge_size"),
+        cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
+        attention_mask=None if mask is None else get_tensor("attention_mask", mask),
+        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        frames_apart=message.frames_apart,
+    )
+
+
+def _whole(name: str, values: Any) -> Any:
+    """Integers as a type that travels; anything else as it is, for the domain to refuse."""
+    array = host_array(name, values)
+    if array.dtype.kind == "b":
+        return array.astype(np.uint8)
+    return array.astype(np.int64) if array.dtype.kind in "iu" and array.dtype.name not in DATA_TYPES else array
+
+
+def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Any) -> None:
+    for value in rationals("seconds_per_frame", seconds):
+        put_rational(message.seconds_per_frame.add(), value)
+
+
+_GET: dict[str, Callable[[Any], Any]] = {
+    "segments": lambda message: get_segments("", message),
+    "spans": _get_spans,
+    "input_ids": _get_input_ids,
+}

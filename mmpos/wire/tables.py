@@ -1,0 +1,112 @@
+"""Segment tables and position tables as messages; a position table from outside is checked before it is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mmpos.checks import INT32_MAX, IntArray, first_bad
+from mmpos.columns import AXES
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions import PositionTable
+from mmpos.rpc.v1 import table_pb2 as pb
+from mmpos.segments import SegmentTable
+from mmpos.table_checks import MAX_AXES
+from mmpos.wire.fields import integers, path, put_integers
+
+
+def put_segments(message: pb.SegmentTable, segments: SegmentTable) -> None:
+    """Fill a message with a segment table."""
+    put_integers(message.kind, segments.kind + np.uint8(1))
+    frames, height, width = segments.extents
+    if (frames != 1).any():
+        put_integers(message.frames, frames)
+    put_integers(message.height, height)
+    put_integers(message.width, width)
+    put_integers(message.segments_per_document, np.diff(segments.segment_offsets))
+    if segments.seconds_per_frame is not None:
+        for numerator, denominator in segments.seconds_per_frame.T.tolist():
+            message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
+    if segments.row_separator is not None:
+        put_integers(message.row_separator, np.flatnonzero(segments.row_separator))
+
+
+def get_segments(name: str, message: pb.SegmentTable) -> SegmentTable:
+    """The segment table of a message.
+
+    Raises:
+        InvalidInputError: lists of different lengths, or what SegmentTable refuses.
+    """
+    kind = integers(message.kind) - 1
+    if kind.size and (kind.min() < 0 or kind.max() > 2):
+        i = int(((kind < 0) | (kind > 2)).argmax())
+        want = ", ".join(pb.SegmentKind.keys()[1:])
+        raise InvalidInputError(f"{path(name, 'kind')}[{i}]: got {kind[i] + 1}, want one of {want}")
+    extents = np.ones((3, kind.size), np.int64)
+    for axis, field in enumerate(("frames", "height", "width")):
+        values = getattr(message, field)
+        if len(values) != kind.size and (len(values) or field != "frames"):
+            raise InvalidInputError(f"{path(name, field)}: got {len(values)} numbers, want {kind.size} like kind")
+        if len(values):
+            extents[axis] = values
+    offsets = np.zeros(len(message.segments_per_document) + 1, np.int64)
+    np.cumsum(integers(message.segments_per_document), out=offsets[1:])
+    return SegmentTable(
+        kind.astype(np.uint8), extents, offsets, _seconds(name, message, kind.size), _separators(name, message, kind)
+    )
+
+
+def _seconds(name: str, message: pb.SegmentTable, segments: int) -> IntArray | None:
+    times = message.seconds_per_frame
+    if not times:
+        return None
+    if len(times) != segments:
+        raise InvalidInputError(f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments} like kind")
+    return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
+
+
+def _separators(name: str, message: pb.SegmentTable, kind: IntArray) -> Any:
+    if not message.row_separator:
+        return None
+    where = integers(message.row_separator)
+    first_bad(path(name, "row_separator"), where, minimum=0, maximum=kind.size - 1)
+    separator = np.zeros(kind.size, np.bool_)
+    separator[where] = True
+    return separator
+
+
+def put_table(message: pb.PositionTable, positions: PositionTable) -> None:
+    """Fill a message with a position table."""
+    message.table = positions.table.astype("<i8", copy=False).tobytes()
+    message.documents = positions.documents.astype("<i8", copy=False).tobytes()
+    message.num_tokens = positions.num_tokens
+    message.axes = positions.axes
+    message.fractional = positions.fractional
+    message.scheme = positions.scheme
+
+
+def get_table(name: str, message: pb.PositionTable) -> PositionTable:
+    """The position table of a message; it shares the bytes of the message.
+
+    Raises:
+        InvalidInputError: bytes that do not fit the axes, or what PositionTable.from_arrays refuses.
+        LimitExceededError: more tokens than cu_seqlens can count, or ids outside int32.
+    """
+    if not 1 <= message.axes <= MAX_AXES:
+        raise InvalidInputError(f"{path(name, 'axes')}: got {message.axes}, want 1 to {MAX_AXES}")
+    if message.num_tokens > INT32_MAX:
+        raise LimitExceededError(f"{path(name, 'num_tokens')}: got {message.num_tokens}, want at most 2**31 - 1")
+    return PositionTable.from_arrays(
+        _rows(path(name, "table"), message.table, AXES + 4 * message.axes),
+        _rows(path(name, "documents"), message.documents, 4),
+        message.num_tokens,
+        fractional=message.fractional,
+        scheme=message.scheme,
+    )
+
+
+def _rows(name: str, data: bytes, rows: int) -> IntArray:
+    if len(data) % (8 * rows):
+        raise InvalidInputError(f"{name}: got {len(data)} bytes, want a multiple of {8 * rows}, {rows} rows of int64")
+    return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)

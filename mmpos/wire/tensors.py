@@ -1,0 +1,105 @@
+"""Arrays and torch tensors as little-endian bytes with a type and a shape."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos.wire.fields import enum, path
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_AXES = 8
+"""Most axes of a tensor."""
+
+_NAMES = {
+    pb.DATA_TYPE_UINT8: "uint8",
+    pb.DATA_TYPE_INT32: "int32",
+    pb.DATA_TYPE_INT64: "int64",
+    pb.DATA_TYPE_FLOAT16: "float16",
+    pb.DATA_TYPE_BFLOAT16: "bfloat16",
+    pb.DATA_TYPE_FLOAT32: "float32",
+    pb.DATA_TYPE_FLOAT64: "float64",
+    pb.DATA_TYPE_COMPLEX64: "complex64",
+    pb.DATA_TYPE_UINT16: "uint16",
+}
+DATA_TYPES = {name: number for number, name in _NAMES.items()}
+"""Numbers of data types by the names that numpy and torch give them."""
+
+# numpy has no bfloat16: its bits travel through numpy as uint16.
+_LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
+
+
+def put_tensor(message: pb.Tensor, array: npt.NDArray[Any] | torch.Tensor) -> None:
+    """Fill a message with an array or a torch tensor on any device.
+
+    Raises:
+        InvalidInputError: a type that does not travel.
+    """
+    if not isinstance(array, np.ndarray):
+        name, array = _host(array)
+    else:
+        name = array.dtype.name
+    if name not in DATA_TYPES:
+        raise InvalidInputError(f"tensor: got dtype {name}, want one of {', '.join(DATA_TYPES)}")
+    message.dtype = DATA_TYPES[name]
+    message.shape.extend(array.shape)
+    message.data = array.astype(_LITTLE_ENDIAN[name], copy=False).tobytes()
+
+
+def get_tensor(
+    name: str, message: pb.Tensor, dtypes: Collection[str] | None = None, ndim: Collection[int] | None = None
+) -> npt.NDArray[Any]:
+    """The array of a message: a read-only view of its bytes; bfloat16 comes as the uint16 of its bits.
+
+    Args:
+        name: of the field, for errors.
+        message: the tensor.
+        dtypes: names of the types to accept; None: all.
+        ndim: numbers of axes to accept; None: up to MAX_AXES.
+
+    Raises:
+        InvalidInputError: another type or number of axes, or bytes that are not what the shape says.
+    """
+    known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
+    dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
+    shape = tuple(message.shape)
+    if len(shape) not in (range(MAX_AXES + 1) if ndim is None else ndim):
+        want = f"at most {MAX_AXES}" if ndim is None else " or ".join(map(str, sorted(ndim)))
+        raise InvalidInputError(f"{path(name, 'shape')}: got {len(shape)} axes, want {want}")
+    if min(shape, default=0) < 0:
+        raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
+    wanted = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not wrap around
+    if len(message.data) != wanted:
+        raise InvalidInputError(
+            f"{path(name, 'data')}: got {len(message.data)} bytes, want {wanted} for shape {shape} of {dtype.itemsize}"
+        )
+    array = np.frombuffer(message.data, dtype).reshape(shape)
+    return array if sys.byteorder == "little" else array.astype(dtype.newbyteorder("="))
+
+
+def get_torch(name: str, message: pb.Tensor) -> torch.Tensor:
+    """The torch tensor of a message, a copy that may be written to."""
+    import torch
+
+    array = get_tensor(name, message).copy()
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if message.dtype == pb.DATA_TYPE_BFLOAT16 else tensor
+
+
+def _host(tensor: Any) -> tuple[str, npt.NDArray[Any]]:
+    """The name of a torch tensor's type, and its numbers as an array, bits of bfloat16 as uint16."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise InvalidInputError(f"tensor: got {type(tensor).__name__}, want a numpy array or a torch tensor")
+    host = tensor.detach().cpu().contiguous()
+    name = str(host.dtype).removeprefix("torch.")
+    return name, (host.view(torch.uint16) if name == "bfloat16" else host).numpy()

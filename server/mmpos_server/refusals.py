@@ -1,0 +1,97 @@
+"""What is refused before work is done: claims of a request are counted, and compared with the limits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmpos.checks import IntArray
+from mmpos.columns import FIRST_TOKEN
+from mmpos.errors import LimitExceededError
+from mmpos.positions import PositionTable
+from mmpos.queries import Dense, Take, View, Window
+from mmpos.rpc.v1.positions_pb2 import PositionsQuery
+from mmpos.segments import GRID, SegmentTable
+from mmpos_server.config import Limits
+
+__all__ = ["check", "check_message", "check_reply", "check_segments", "check_table", "check_view"]
+
+
+def check(name: str, got: float, limits: Limits) -> None:
+    """Compare a claim with the limit of this name.
+
+    Raises:
+        LimitExceededError: naming the limit.
+    """
+    most = getattr(limits, name)
+    if got > most:
+        raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request of this server")
+
+
+def check_message(message: PositionsQuery, limits: Limits) -> None:
+    """Compare the lists of a query with the limits, before arrays are made of them."""
+    source = message.WhichOneof("source")
+    if source == "segments":
+        check("segments", len(message.segments.kind), limits)
+        check("documents", len(message.segments.segments_per_document), limits)
+    elif source == "spans":
+        check("images", len(message.spans.offsets), limits)
+        check("documents", len(message.spans.lengths), limits)
+    elif source == "input_ids":
+        ids = message.input_ids
+        rows = ids.input_ids.shape[0] if len(ids.input_ids.shape) == 2 else max(len(ids.cu_seqlens) - 1, 1)
+        check("documents", rows, limits)
+        check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
+    check("views", len(message.views), limits)
+
+
+def check_segments(segments: SegmentTable, limits: Limits) -> None:
+    """Compare the documents with the limits, before they are placed."""
+    check("documents", segments.num_documents, limits)
+    check("segments", segments.kind.size, limits)
+    check("images", int((segments.kind == GRID).sum()), limits)
+    check("tokens", segments.num_tokens, limits)
+    # Schemes may cut a grid into one piece per frame.
+    check("segments", segments.extents[0].sum(), limits)
+
+
+def check_table(positions: PositionTable, limits: Limits) -> None:
+    """Compare what a scheme or a view made with the limits."""
+    check("documents", positions.num_documents, limits)
+    check("segments", positions.num_segments, limits)
+    check("tokens", positions.num_tokens, limits)
+
+
+def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
+    """Count what a view would make of the table, before it is made: ranges may overlap, and multiply it."""
+    tokens = positions.num_tokens
+    if isinstance(view, Take):
+        starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
+        if starts.size == stops.size:
+            check("segments", max(starts.size, _pieces(positions, starts, stops)), limits)
+    elif isinstance(view, Window):
+        documents, starts, lengths = map(np.asarray, (view.documents, view.starts, view.lengths))
+        check("documents", documents.size, limits)
+        if documents.size == starts.size == lengths.size and positions.num_documents:
+            document = np.clip(documents, 0, positions.num_documents - 1)
+            first, length = positions.documents[FIRST_TOKEN][document], positions.lengths[document]
+            begin = np.clip(starts, 0, length)
+            end = np.clip(begin + np.clip(lengths, 0, length), begin, length)
+            check("segments", _pieces(positions, first + begin, first + end), limits)
+            check("tokens", lengths.astype(np.float64).sum(), limits)
+
+
+def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits) -> None:
+    """Compare the bytes of a reply with the limit, before they are made."""
+    size = positions.table.nbytes + positions.documents.nbytes
+    if dense is not None:
+        rows = positions.axes if dense.axes is None else len(dense.axes)
+        item = 4 if not positions.fractional and dense.dtype in (None, "int32") else 8
+        size = rows * positions.num_tokens * item
+    check("response_bytes", size, limits)
+
+
+def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:
+    """Segments in all of these token ranges together."""
+    first = np.searchsorted(positions.offset, starts, side="right") - 1
+    last = np.searchsorted(positions.offset, stops, side="left")
+    return int(np.maximum(last - first, 0)[stops > starts].sum())

@@ -1,0 +1,134 @@
+"""RotaryService: cos and sin, and rotations of tensors that were sent, on the accelerator if there is one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions import PositionTable
+from mmpos.rotary import Rotary
+from mmpos.rpc.v1 import rotary_pb2 as pb
+from mmpos.wire.fields import enum, required
+from mmpos.wire.rotary import get_rotary, get_rotary_positions
+from mmpos.wire.tensors import get_torch, put_tensor
+from mmpos_server.call import Call
+from mmpos_server.config import Limits
+from mmpos_server.profiles import Profiles
+from mmpos_server.refusals import check
+
+__all__ = ["Rotations", "device"]
+
+MAX_HEAD_DIM = 4096
+"""Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
+
+_TABLES: dict[Any, str | None] = {
+    pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
+    pb.COS_SIN_LAYOUT_PAIRS: "pairs",
+    pb.COS_SIN_LAYOUT_TRANSFORMERS: "transformers",
+    pb.COS_SIN_LAYOUT_TORCHTITAN: "torchtitan",
+    pb.COS_SIN_LAYOUT_ANGLES: None,
+}
+_LAYOUTS: dict[Any, str | None] = {
+    pb.ROTATE_LAYOUT_UNSPECIFIED: None,
+    pb.ROTATE_LAYOUT_THD: "thd",
+    pb.ROTATE_LAYOUT_BSHD: "bshd",
+    pb.ROTATE_LAYOUT_BHSD: "bhsd",
+}
+
+
+class Rotations:
+    """The methods of RotaryService.
+
+    Args:
+        profiles: settings of models.
+        limits: most that one request may ask for.
+    """
+
+    def __init__(self, profiles: Profiles, limits: Limits) -> None:
+        self._profiles, self._limits = profiles, limits
+
+    async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
+        """cos and sin of every token."""
+        await call.run("rotary", self._cos_sin, message, answer, call)
+
+    async def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
+        """q and k, rotated."""
+        await call.run("rotary", self._rotate, message, answer, call)
+
+    def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
+        _demand_torch()
+        with call.stage("read"):
+            rotary = self._rotary(message.rotary)
+            positions, tokens = self._positions(required("", message, "positions"))
+            layout = enum("", message, "layout", _TABLES)
+            check("response_bytes", 8.0 * tokens * rotary.rotary_dim, self._limits)
+        call.checkpoint()
+        with call.stage("rotate"):
+            made = rotary.angles(positions) if layout is None else rotary.cos_sin(positions, layout)  # type: ignore[arg-type]
+        call.checkpoint()
+        with call.stage("write"):
+            if isinstance(made, tuple):
+                put_tensor(answer.cos, made[0])
+                put_tensor(answer.sin, made[1])
+            else:
+                put_tensor(answer.cache, made)
+
+    def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
+        _demand_torch()
+        from mmpos.rotary import apply_rotary
+
+        with call.stage("read"):
+            rotary = self._rotary(message.rotary)
+            positions, _ = self._positions(required("", message, "positions"))
+            layout: Any = enum("", message, "layout", _LAYOUTS)
+            check("response_bytes", len(message.q.data) + len(message.k.data), self._limits)
+            where = device()
+            q = get_torch("q", required("", message, "q")).to(where)
+            k = get_torch("k", message.k).to(where) if message.HasField("k") else None
+        call.checkpoint()
+        with call.stage("rotate"):
+            conjugate = message.conjugate
+            found = apply_rotary(q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True)
+        call.checkpoint()
+        with call.stage("write"):
+            put_tensor(answer.q, found[0])
+            if found[1] is not None:
+                put_tensor(answer.k, found[1])
+
+    def _rotary(self, message: pb.RotarySettings) -> Rotary:
+        if message.WhichOneof("settings") == "rotary":
+            if message.rotary.head_dim > MAX_HEAD_DIM:
+                raise LimitExceededError(f"rotary.head_dim: got {message.rotary.head_dim}, want at most {MAX_HEAD_DIM}")
+            return _parsed(message.rotary.SerializeToString(deterministic=True))
+        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+        if profile.rotary is None:
+            raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
+        return profile.rotary
+
+    def _positions(self, message: pb.RotaryPositions) -> tuple[Any, int]:
+        positions = get_rotary_positions("positions", message)
+        tokens = positions.num_tokens if isinstance(positions, PositionTable) else positions.numel()
+        check("tokens", tokens, self._limits)
+        return positions, tokens
+
+
+@lru_cache(maxsize=64)
+def _parsed(message: bytes) -> Rotary:
+    """The rotation of a message; its frequencies take milliseconds, and a client sends the same again and again."""
+    return get_rotary("rotary", pb.Rotary.FromString(message))
+
+
+def device() -> str:
+    """Where rotations run: "cuda", "cpu", or nothing without torch."""
+    if find_spec("torch") is None:
+        return ""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _demand_torch() -> None:
+    if find_spec("torch") is None:
+        raise UnsupportedError('rotary: got a server without torch, want one installed with pip install "mmpos[all]"')

@@ -1,0 +1,109 @@
+"""The methods of all services, and what the server says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
+from mmpos.schemes import SCHEMES, Scheme
+from mmpos.wire.schemes import parameters
+from mmpos_server.building import Building
+from mmpos_server.call import Call
+from mmpos_server.config import Limits
+from mmpos_server.methods import Method
+from mmpos_server.placing import Placing
+from mmpos_server.profiles import Profile, Profiles
+from mmpos_server.rotations import Rotations, device
+
+__all__ = ["methods"]
+
+PACKAGE = "mmpos.rpc.v1"
+
+
+def methods(profiles: Profiles, limits: Limits) -> list[Method]:
+    """All methods of a server with these profiles and limits."""
+    rotations = Rotations(profiles, limits)
+    return [
+        Method(
+            f"{PACKAGE}.PositionService",
+            "Place",
+            positions_pb2.PlaceRequest,
+            positions_pb2.PlaceResponse,
+            Placing(profiles, limits).place,
+            "query",
+            "positions",
+            ("StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse),
+        ),
+        Method(
+            f"{PACKAGE}.SequenceService",
+            "Build",
+            sequences_pb2.BuildRequest,
+            sequences_pb2.BuildResponse,
+            Building(profiles, limits).build,
+            "query",
+            "sequences",
+            ("StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse),
+        ),
+        Method(
+            f"{PACKAGE}.RotaryService",
+            "CosSin",
+            rotary_pb2.CosSinRequest,
+            rotary_pb2.CosSinResponse,
+            rotations.cos_sin,
+        ),
+        Method(
+            f"{PACKAGE}.RotaryService",
+            "Rotate",
+            rotary_pb2.RotateRequest,
+            rotary_pb2.RotateResponse,
+            rotations.rotate,
+        ),
+        Method(
+            f"{PACKAGE}.InfoService",
+            "GetInfo",
+            info_pb2.GetInfoRequest,
+            info_pb2.GetInfoResponse,
+            _Info(profiles, limits).get_info,
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class _Info:
+    profiles: Profiles
+    limits: Limits
+
+    async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
+        """Version, schemes, limits and profiles."""
+        try:
+            answer.version = version("mmpos")
+        except PackageNotFoundError:  # run from its source
+            answer.version = "unknown"
+        for scheme in SCHEMES.values():
+            _put_scheme(answer.schemes.add(), scheme)
+        for name, value in self.limits.model_dump().items():
+            setattr(answer.limits, name, value)
+        for profile in self.profiles:
+            _put_profile(answer.profiles.add(), profile)
+        answer.device = await call.run("rotary", device)
+
+
+def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:
+    default = scheme()
+    message.name, message.axes, message.fractional = default.name, default.axes, default.fractional
+    message.resumable = default.resumable
+    message.parameters.extend(parameters(scheme))
+
+
+def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
+    builder = profile.builder
+    message.name, message.scheme = (
+        profile.name,
+        builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name,
+    )
+    message.begin_token_id, message.end_token_id, message.patch_token_id = builder.marker_ids
+    if builder.images is not None:
+        message.patch_size = builder.images.patch_size
+        message.spatial_merge_size = builder.images.spatial_merge_size
+    message.rotary = profile.rotary is not None

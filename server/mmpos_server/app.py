@@ -1,0 +1,134 @@
+"""The server: methods, health and reflection behind one port, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from mmpos.errors import InvalidInputError
+from mmpos_server.admission import Admission
+from mmpos_server.handlers import Endpoint, Surroundings
+from mmpos_server.health import Health
+from mmpos_server.listening import Listen, address, bind, transport_options
+from mmpos_server.logs import Logs
+from mmpos_server.metrics import Metrics
+from mmpos_server.profiles import Profiles
+from mmpos_server.streams import StreamEndpoint
+
+if TYPE_CHECKING:
+    from mmpos_server.config import Limits, ServerConfig
+    from mmpos_server.methods import Method
+
+__all__ = ["Server"]
+
+MethodsOf = Callable[[Profiles, "Limits"], Sequence["Method"]]
+
+
+class Server:
+    """One server on one event loop. Profiles are built here, so that a wrong one fails before anything listens.
+
+    Args:
+        config: limits, concurrency, pools and profiles.
+        listen: where.
+        logs: what to write; None is errors only.
+        methods: what it offers, from profiles and limits; None is all services of mmpos.
+
+    Raises:
+        InvalidInputError: a profile is wrong; the message names file and field.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        listen: Listen | None = None,
+        *,
+        logs: Logs | None = None,
+        methods: MethodsOf | None = None,
+    ) -> None:
+        self.config, self.listen = config, listen or Listen()
+        self.logs = logs or Logs("error")
+        self.metrics = Metrics()
+        if methods is None:
+            from mmpos_server.services import methods as all_methods
+
+            methods = all_methods
+        self._methods = methods(Profiles.from_config(config), config.limits)
+        self._admission = Admission(config.concurrency, config.pools)
+        around = Surroundings(config, self._admission, self.metrics, self.logs)
+        self._unary = [Endpoint(method, around) for method in self._methods]
+        self._streams = [StreamEndpoint(method, around) for method in self._methods if method.stream]
+        self._server: grpc.aio.Server | None = None
+        self._health: Health | None = None
+
+    async def start(self) -> int:
+        """Listen and serve.
+
+        Returns:
+            The port.
+
+        Raises:
+            InvalidInputError: the port is taken, the host is not of this machine, or a file of TLS is wrong.
+        """
+        listen = self.listen
+        services = list(dict.fromkeys(method.service for method in self._methods))
+        server = grpc.aio.server(
+            options=transport_options(self.config.limits.request_bytes, reuse_port=listen.reuse_port)
+        )
+        server.add_generic_rpc_handlers([self._handlers(service) for service in services])
+        self._health = Health(services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server)
+        # Credentials first: a wrong file is worth more words than a taken port.
+        credentials = listen.tls.credentials() if listen.tls else None
+        # Asked before the transport is, whose own answer is a number and lines on stderr.
+        bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
+        place = address(listen.host, listen.port)
+        try:
+            port = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise InvalidInputError(f"port: got {place}, which cannot be listened on, want a free one (0 picks one)")
+        await server.start()
+        self._server = server
+        return port
+
+    def announce_stop(self) -> None:
+        """Say NOT_SERVING to those that ask for health, and go on serving."""
+        if self._health is not None:
+            self._health.stop()
+
+    async def stop(self, grace: float | None = 30.0) -> None:
+        """Take no further calls, answer those that came, and end.
+
+        A stream ends with UNAVAILABLE after the answers to what was read from it.
+
+        Args:
+            grace: seconds after which calls at work are cancelled; None is at once.
+        """
+        self.announce_stop()
+        for stream in self._streams:
+            stream.drain()
+        if self._server is not None:
+            await self._server.stop(grace)
+        self._admission.close()
+        # What was cancelled is told so in the next rounds of the loop.
+        await asyncio.sleep(0)
+
+    def _handlers(self, service: str) -> grpc.GenericRpcHandler:
+        """The methods of a service over raw bytes: broken ones are the caller's mistake, not the transport's."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            endpoint.method.name: grpc.unary_unary_rpc_method_handler(endpoint.handle)
+            for endpoint in self._unary
+            if endpoint.method.service == service
+        }
+        for stream in self._streams:
+            if stream.method.service == service:
+                handlers[stream.name] = grpc.stream_stream_rpc_method_handler(stream.handle)
+        return grpc.method_handlers_generic_handler(service, handlers)

@@ -1,0 +1,141 @@
+"""One request on its way through the server: its id, its time, its places and what it counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, TypeVar
+
+from mmpos.errors import ServiceTimeoutError
+
+if TYPE_CHECKING:
+    from mmpos_server.admission import Admission, Gate, Pool
+
+__all__ = ["Call"]
+
+T = TypeVar("T")
+
+
+class Call:
+    """One request, or one item of a stream.
+
+    Args:
+        request_id: what logs and the client call it.
+        admission: gates and pools.
+        deadline: of the monotonic clock; None is none.
+    """
+
+    __slots__ = ("_admission", "_began", "_bytes", "_cancelled", "_deadline", "_gate", "counts", "request_id", "stages")
+
+    def __init__(self, request_id: str, admission: Admission, deadline: float | None = None) -> None:
+        self.request_id = request_id
+        self.stages: list[tuple[str, float]] = []
+        self.counts: dict[str, int] = {}
+        self._admission = admission
+        self._deadline = deadline
+        self._cancelled = False
+        self._gate: Gate | None = None
+        self._bytes = 0
+        self._began = perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since it came."""
+        return perf_counter() - self._began
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline is not None and monotonic() >= self._deadline
+
+    def checkpoint(self) -> None:
+        """Go on only if somebody still waits for the answer; cheap, and callable from any thread.
+
+        Raises:
+            ServiceTimeoutError: the deadline has passed.
+            asyncio.CancelledError: the client has gone; not an Exception, so that no handler of errors keeps it.
+        """
+        if self.late:
+            raise ServiceTimeoutError("the deadline has passed before the answer was ready")
+        if self._cancelled:
+            raise asyncio.CancelledError
+
+    def cancel(self) -> None:
+        """The client has gone: threads stop at their next checkpoint."""
+        self._cancelled = True
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what happens inside as a stage of the call; from any thread."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.stages.append((name, perf_counter() - began))  # append is atomic
+
+    def count(self, *, documents: int = 0, tokens: int = 0, images: int = 0) -> None:
+        """Count what the answer holds; from the event loop."""
+        for name, number in (("documents", documents), ("tokens", tokens), ("images", images)):
+            if number:
+                self.counts[name] = self.counts.get(name, 0) + number
+
+    async def run(self, pool: Pool, function: Callable[..., T], *arguments: object) -> T:
+        """The result of a function in a thread pool; it begins only if somebody still waits for it.
+
+        Args:
+            pool: which threads.
+            function: what to do; a long one calls checkpoint now and then.
+            arguments: of the function.
+
+        Raises:
+            ServiceOverloadedError: the first step of a call into a pool, which has too many calls already.
+        """
+        self.checkpoint()
+        self._move(pool)
+        queued = perf_counter()
+
+        def work() -> T:
+            self.stages.append(("queue", perf_counter() - queued))
+            self.checkpoint()
+            return function(*arguments)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._admission.executors[pool], work)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def item(self, number: int) -> Call:
+        """The call of one item of this stream; its place is the stream's window."""
+        return Call(f"{self.request_id}.{number}", self._admission, self._deadline)
+
+    def admit(self, size: int) -> None:
+        """Take the place of a cheap call with a request of so many bytes.
+
+        Raises:
+            ServiceOverloadedError: there is none.
+        """
+        gate = self._admission.gates["place"]
+        gate.enter()
+        self._gate = gate
+        self._admission.bytes.enter(size)
+        self._bytes = size
+
+    def release(self) -> None:
+        """Give back what was taken."""
+        seconds = self.seconds
+        if self._gate is not None:
+            self._gate.leave(seconds)
+        if self._bytes:
+            self._admission.bytes.leave(seconds, self._bytes)
+        self._gate, self._bytes = None, 0
+
+    def _move(self, pool: Pool) -> None:
+        """Change the place of a cheap call for one of a dear call; items of a stream have the window instead."""
+        cheap, gate = self._admission.gates["place"], self._admission.gates[pool]
+        if self._gate is cheap and gate is not cheap:
+            gate.enter()
+            cheap.leave(self.seconds)
+            self._gate = gate

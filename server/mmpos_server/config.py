@@ -1,0 +1,226 @@
+"""The settings of a server, and their door: a TOML file whose every mistake is one line that names file and field."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Concurrency", "ImageSettings", "Limits", "Pools", "ProfileSettings", "ServerConfig", "load"]
+
+_MIB = 2**20
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Limits(_Settings):
+    """Most that one request may ask for, refused before work is done; the fields of message Limits."""
+
+    request_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
+    response_bytes: int = Field(default=256 * _MIB, ge=1024, le=2**31 - 1)
+    documents: int = Field(default=4096, ge=1)
+    segments: int = Field(default=262_144, ge=1)
+    tokens: int = Field(default=16_777_216, ge=1)
+    images: int = Field(default=4096, ge=1)
+    pixels: int = Field(default=1_000_000_000, ge=1)
+    views: int = Field(default=16, ge=1)
+
+
+class Concurrency(_Settings):
+    """Most that may be queued or running at once; calls beyond are refused at once, items of a stream wait.
+
+    Args:
+        max_in_flight: cheap calls.
+        max_in_flight_images: calls that decode images.
+        max_in_flight_rotary: calls that rotate.
+        max_in_flight_bytes: bytes of the requests of all these calls.
+        max_streams: open streams.
+        stream_window: items of one stream that are read and not yet answered.
+        stream_bytes: bytes of these items; a stream that holds so many reads no further.
+    """
+
+    max_in_flight: int = Field(default=1024, ge=1)
+    max_in_flight_images: int = Field(default=64, ge=1)
+    max_in_flight_rotary: int = Field(default=16, ge=1)
+    max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
+    max_streams: int = Field(default=256, ge=1)
+    stream_window: int = Field(default=16, ge=1)
+    stream_bytes: int = Field(default=32 * _MIB, ge=1)
+
+
+class Pools(_Settings):
+    """Threads per kind of work, so that one kind never waits for another.
+
+    Args:
+        place: for positions that are too large to be computed between two requests.
+        image: for decoding; 0 is one per core.
+        rotary: for rotations.
+    """
+
+    place: int = Field(default=2, ge=1, le=1024)
+    image: int = Field(default=0, ge=0, le=1024)
+    rotary: int = Field(default=1, ge=1, le=1024)
+
+
+class MarkerSettings(_Settings):
+    """The special tokens of images, by name or by id."""
+
+    begin: str | int = "[IMG]"
+    end: str | int = "[/IMG]"
+    patch: str | int = "[PATCH]"
+
+
+class ImageSettings(_Settings):
+    """Arguments of ImageProcessor; None is its own default, and for backend: torchvision where it is installed."""
+
+    backend: str | None = None
+    patch_size: int | None = None
+    spatial_merge_size: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_tokens: int | None = None
+    order: str | None = None
+    dtype: str | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    background: list[int] | None = None
+    max_source_pixels: int | None = None
+    max_aspect_ratio: int | None = None
+
+
+class ProfileSettings(_Settings):
+    """The settings of one model.
+
+    Args:
+        scheme: its name, or a table of name and parameters.
+        tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
+        markers: the special tokens of images.
+        images: how images become patches.
+        rotary: arguments of Rotary; left out, the profile has no rotation.
+    """
+
+    scheme: str | dict[str, Any] = "rope-tie"
+    tokenizer: str = "bytes"
+    markers: MarkerSettings = MarkerSettings()
+    images: ImageSettings = ImageSettings()
+    rotary: dict[str, Any] | None = None
+
+
+class ServerConfig(_Settings):
+    """Everything a server is told but where it listens; the first profile is the default one."""
+
+    limits: Limits = Limits()
+    concurrency: Concurrency = Concurrency()
+    pools: Pools = Pools()
+    profiles: dict[str, ProfileSettings]
+    _path: Path | None = PrivateAttr(default=None)
+
+    @field_validator("profiles")
+    @classmethod
+    def _some(cls, profiles: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
+        if not profiles or "" in profiles:
+            raise ValueError("at least one profile, each with a name")
+        return profiles
+
+    @classmethod
+    def read(cls, text: str, path: Path | None = None) -> Self:
+        """The settings of a TOML text; without profiles, those of the embedded file.
+
+        Args:
+            text: what the file holds.
+            path: where it lies, for messages and relative paths; None is the embedded file.
+
+        Raises:
+            InvalidInputError: naming file and field.
+        """
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidInputError(f"{_name(path)}: got broken TOML ({error}), want TOML") from None
+        if path is not None:
+            values.setdefault("profiles", tomllib.loads(_embedded())["profiles"])
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            raise InvalidInputError(f"{_name(path)}: {_first(error)}") from None
+        config._path = path
+        return config
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths start: the file's folder, or the working directory."""
+        return Path() if self._path is None else self._path.parent
+
+    @property
+    def name(self) -> str:
+        """What messages call the file."""
+        return _name(self._path)
+
+
+def load(path: Path | str | None = None) -> ServerConfig:
+    """The settings of a file, or with None those of the embedded one.
+
+    Raises:
+        InvalidInputError: naming file and field, what came and what was wanted.
+    """
+    if path is None:
+        return ServerConfig.read(_embedded())
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"{path}: got {error.strerror}, want a file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path}: got bytes that are not UTF-8 ({error}), want TOML") from None
+    return ServerConfig.read(text, path)
+
+
+def _embedded() -> str:
+    return (resources.files("mmpos_server") / "default.toml").read_text(encoding="utf-8")
+
+
+def _name(path: Path | None) -> str:
+    return "default.toml" if path is None else str(path)
+
+
+def _first(error: ValidationError) -> str:
+    """The first mistake as ``field: got X, want Y``."""
+    first = error.errors(include_url=False)[0]
+    kind, got, context = first["type"], first["input"], first.get("ctx", {})
+    # The members of a union are part of pydantic's location, not of the file.
+    location = [part for part in first["loc"] if part not in ("str", "int", "dict[str,any]")]
+    field = ".".join(map(str, location))
+    if kind == "extra_forbidden":
+        return f"{field}: got an unknown field, want one of {', '.join(_known(location[:-1]))}"
+    if kind == "missing":
+        return f"{field}: got none, want a value"
+    want = {
+        "greater_than_equal": f">= {context.get('ge')}",
+        "less_than_equal": f"<= {context.get('le')}",
+        "value_error": str(context.get("error")),
+        "model_type": "a table",
+        "dict_type": "a table",
+    }.get(kind, first["msg"].removeprefix("Input should be ").removeprefix("a valid "))
+    return f"{field}: got {_shown(got)}, want {want}"
+
+
+def _known(location: list[int | str]) -> list[str]:
+    """Fields of the table at this place of the file."""
+    model: Any = ServerConfig
+    for part in location:
+        inner = ProfileSettings if model is dict else model.model_fields[part].annotation
+        model = dict if part == "profiles" else inner
+    return list(model.model_fields)
+
+
+def _shown(value: Any) -> str:
+    text = "a table" if isinstance(value, Mapping) and value else repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

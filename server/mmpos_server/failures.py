@@ -1,0 +1,74 @@
+"""From an exception to the status that a client gets, so that nothing of the server's inside leaks out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from mmpos.errors import (
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+from mmpos.wire.errors import RETRY_AFTER, to_status
+
+__all__ = ["Failure", "failure", "public"]
+
+_KNOWN = (
+    InvalidInputError,
+    LimitExceededError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+# Status details travel in a header, percent-encoded, and clients refuse headers beyond 8 KiB.
+_LONGEST = 1500
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call fails.
+
+    Args:
+        status: name of the gRPC status.
+        message: its details.
+        metadata: trailing metadata.
+    """
+
+    status: str
+    message: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The status."""
+        return grpc.StatusCode[self.status]
+
+
+def public(error: Exception, request_id: str) -> MmposError:
+    """The error that a client may see: its own mistakes as they are, the server's by the id of the request only."""
+    if isinstance(error, DecodeError):
+        return InvalidInputError("request: got bytes that are not such a message, want valid protobuf")
+    if isinstance(error, _KNOWN):
+        return error
+    return ServiceError(f"internal error, request {request_id}")
+
+
+def failure(error: Exception, request_id: str) -> Failure:
+    """The status of an error, cut to what a header holds."""
+    seen = public(error, request_id)
+    status, message = to_status(seen)
+    if len(message.encode(errors="replace")) > _LONGEST:
+        message = message.encode(errors="replace")[:_LONGEST].decode(errors="ignore") + "…"
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(seen, ServiceOverloadedError):
+        metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
+    return Failure(status, message, metadata)

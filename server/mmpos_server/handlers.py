@@ -1,0 +1,192 @@
+"""A method as gRPC calls it: bytes in, bytes out, every stage timed, every error a status."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+from mmpos.errors import InvalidInputError, LimitExceededError, ServiceOverloadedError
+from mmpos_server.call import Call
+from mmpos_server.failures import Failure, failure
+from mmpos_server.metrics import MethodMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.message import Message
+
+    from mmpos_server.admission import Admission
+    from mmpos_server.config import ServerConfig
+    from mmpos_server.logs import Logs
+    from mmpos_server.methods import Method
+    from mmpos_server.metrics import Metrics
+
+__all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
+
+REQUEST_ID = "x-request-id"
+"""Metadata in which a client may send an id, and in which it gets it back."""
+
+_SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+def _ids() -> Iterator[str]:
+    prefix = secrets.token_hex(5)
+    return (f"{prefix}-{number}" for number in itertools.count(1))
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What the methods of one server share.
+
+    Args:
+        config: its settings.
+        admission: gates and pools.
+        metrics: what is counted.
+        logs: what is written.
+        ids: ids of requests that came without one.
+    """
+
+    config: ServerConfig
+    admission: Admission
+    metrics: Metrics
+    logs: Logs
+    ids: Iterator[str] = field(default_factory=_ids)
+
+    def call(self, context: Any) -> Call:
+        """The call of a context, with its id and deadline."""
+        remaining = context.time_remaining()
+        deadline = None if remaining is None else monotonic() + remaining
+        request_id = None
+        for key, value in context.invocation_metadata():
+            if key == REQUEST_ID and _SANE.fullmatch(value):
+                request_id = value
+        if request_id is None:
+            request_id = next(self.ids)
+        context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        return Call(request_id, self.admission, deadline)
+
+
+class Endpoint:
+    """The unary form of a method.
+
+    Args:
+        method: what it does.
+        surroundings: of the server.
+    """
+
+    def __init__(self, method: Method, surroundings: Surroundings) -> None:
+        self.method, self._around = method, surroundings
+        self._metrics = MethodMetrics(surroundings.metrics, method.name)
+
+    async def handle(self, raw: bytes, context: Any) -> bytes:
+        """Answer one request, or abort with the status of the error."""
+        call = self._around.call(context)
+        self._metrics.begin(len(raw))
+        status, answer = "CANCELLED", b""
+        try:
+            try:
+                call.admit(len(raw))
+                answer = await self._answer(raw, call)
+                status = "OK"
+                return answer
+            except Exception as error:
+                failed = self._failed(error, call)
+                status = failed.status
+                metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
+            await context.abort(failed.code, failed.message, metadata)
+            raise AssertionError("abort raises")
+        except asyncio.CancelledError:
+            call.cancel()
+            # Core cancels calls at their deadline, too.
+            status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
+            raise
+        finally:
+            call.release()
+            self._end(call, status, len(raw), len(answer), context)
+
+    async def _answer(self, raw: bytes, call: Call) -> bytes:
+        method = self.method
+        request: Any = decode(method.request, raw, call)
+        response = method.response()
+        await method.run(
+            request if method.query is None else query(request, method.query),
+            response if method.answer is None else answer(response, method.answer),
+            call,
+        )
+        return encode(response, call, self._around.config.limits.response_bytes)
+
+    def _failed(self, error: Exception, call: Call) -> Failure:
+        failed = failure(error, call.request_id)
+        if isinstance(error, ServiceOverloadedError):
+            self._metrics.refused.inc()
+        if failed.status == "INTERNAL":
+            self._around.logs.error("internal error", error, request_id=call.request_id, method=self.method.name)
+        return failed
+
+    def _end(self, call: Call, status: str, size: int, answer_size: int, context: Any) -> None:
+        seconds = call.seconds
+        call.stages.append(("total", seconds))
+        self._metrics.end(status, call.stages, call.counts, answer_size)
+        if self._around.logs.requests:
+            self._around.logs.info(
+                "request",
+                request_id=call.request_id,
+                peer=context.peer(),
+                method=self.method.name,
+                status=status,
+                milliseconds=round(1000 * seconds, 3),
+                request_bytes=size,
+                response_bytes=answer_size,
+                **call.counts,
+            )
+
+
+def decode(kind: type[Message], raw: bytes, call: Call) -> Message:
+    """The message in these bytes.
+
+    Raises:
+        DecodeError: they are no such message.
+    """
+    began = perf_counter()
+    message = kind.FromString(raw)
+    call.stages.append(("decode", perf_counter() - began))
+    return message
+
+
+def query(request: Any, name: str) -> Any:
+    """The field of a request that holds the query.
+
+    Raises:
+        InvalidInputError: it is not there.
+    """
+    if not request.HasField(name):
+        kind = request.DESCRIPTOR.fields_by_name[name].message_type.name
+        raise InvalidInputError(f"{name}: got none, want a {kind}")
+    return getattr(request, name)
+
+
+def answer(response: Any, name: str) -> Any:
+    """The field of a response that is to be filled; it is set, even if nothing will be in it."""
+    target = getattr(response, name)
+    target.SetInParent()
+    return target
+
+
+def encode(response: Message, call: Call, limit: int) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        LimitExceededError: more than the limit.
+    """
+    call.checkpoint()
+    began = perf_counter()
+    raw = response.SerializeToString()
+    call.stages.append(("encode", perf_counter() - began))
+    if len(raw) > limit:
+        raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {limit}")
+    return raw

@@ -1,0 +1,131 @@
+"""Where and how a server listens: address, TLS, and what it tells the transport."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Listen", "Tls", "address", "bind", "transport_options"]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of a server that encrypts.
+
+    Args:
+        cert: its certificate chain, PEM.
+        key: the key of it, PEM.
+        client_ca: certificates of those that sign clients; given, clients must have one.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """The credentials of a port.
+
+        Raises:
+            InvalidInputError: a file cannot be read, or certificate and key do not belong together.
+        """
+        cert, key = _read("tls-cert", self.cert), _read("tls-key", self.key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.cert, self.key)
+        except (ssl.SSLError, OSError) as error:
+            raise InvalidInputError(
+                f"tls-cert: got {self.cert} with {self.key} ({error}), want a PEM certificate and its key"
+            ) from None
+        ca = None
+        if self.client_ca is not None:
+            ca = _read("tls-client-ca", self.client_ca)
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                raise InvalidInputError(
+                    f"tls-client-ca: got {self.client_ca} ({error}), want PEM certificates"
+                ) from None
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where a server listens.
+
+    Args:
+        host: address or name of this machine.
+        port: 0 picks one.
+        tls: files of an encrypted port; None is plain text.
+        reuse_port: whether other processes may listen on the port, too: set for workers only.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    tls: Tls | None = None
+    reuse_port: bool = False
+
+
+def address(host: str, port: int) -> str:
+    """HOST:PORT, as clients write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket on the port that does not listen: it finds out who else is there, or keeps the port.
+
+    Raises:
+        InvalidInputError: somebody else has it, or it cannot be had.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidInputError(f"host: got {host!r} ({error.strerror}), want an address of this machine") from None
+    found = socket.socket(family, kind, protocol)
+    try:
+        # As the transport does: without it, the last connections of a server that just ended would hold the port.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found.bind(place)
+    except OSError as error:
+        found.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidInputError(
+                f"port: got {port}, which is taken on {host}, want a free one (0 picks one)"
+            ) from None
+        raise InvalidInputError(f"port: got {address(host, port)} ({error.strerror}), want one to listen on") from None
+    return found
+
+
+def transport_options(request_bytes: int, *, reuse_port: bool) -> list[tuple[str, int]]:
+    """Channel arguments of a server.
+
+    Args:
+        request_bytes: most bytes of a request.
+        reuse_port: whether other processes may listen on the port, too.
+    """
+    return [
+        ("grpc.max_receive_message_length", request_bytes),
+        ("grpc.max_send_message_length", -1),
+        # On by default, and then a second server on the port starts and silently takes half of the calls.
+        ("grpc.so_reuseport", int(reuse_port)),
+        # Clients may ask every 10 s whether the server is there, also between calls; the server asks every minute.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"{name}: got {path} ({error.strerror}), want a file that can be read") from None

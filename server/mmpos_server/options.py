@@ -1,0 +1,133 @@
+"""The command that serves: every option, its help, and what it means to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmpos.errors import InvalidInputError
+from mmpos_server.launch import Options
+from mmpos_server.launch import serve as serve_here
+from mmpos_server.listening import Listen, Tls
+from mmpos_server.workers import supervise
+
+__all__ = ["app", "serve"]
+
+
+class LogLevel(StrEnum):
+    """Lowest level that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """What a line of the log is."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+app = typer.Typer(
+    name="mmpos_server",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks one.")] = 50051,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Settings, TOML.", show_default="the embedded ones")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Processes that share the port.")] = 1,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prometheus page; 0 is no page.")] = 0,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.", show_default=False)
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", show_default=False)] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Who signs clients, PEM: they must then have one.", show_default=False),
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Cheap calls queued or running.", show_default="the file's")
+    ] = None,
+    max_in_flight_images: Annotated[
+        int | None, typer.Option(min=1, help="Likewise calls that decode images.", show_default="the file's")
+    ] = None,
+    image_threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads that decode images.", show_default="the file's")
+    ] = None,
+    notice_seconds: Annotated[
+        float, typer.Option(min=0, help="At SIGTERM, how long to serve on as NOT_SERVING, for balancers to see it.")
+    ] = 0.0,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="At SIGTERM, how long calls at work have to end.")] = 30.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Lowest level that is written.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="JSON lines, or lines for people.")] = LogFormat.JSON,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+) -> None:
+    """Serve positions, sequences and rotations over gRPC.
+
+    SIGTERM and SIGINT drain: health says NOT_SERVING, calls that have come are answered, then the server ends. A
+    second signal ends it at once.
+    """
+    options = Options(
+        listen=Listen(host, port, _tls(tls_cert, tls_key, tls_client_ca), reuse_port=worker),
+        config=config,
+        concurrency=_given(max_in_flight=max_in_flight, max_in_flight_images=max_in_flight_images),
+        pools=_given(image=image_threads),
+        workers=workers,
+        metrics_port=metrics_port,
+        notice_seconds=notice_seconds,
+        drain_seconds=drain_seconds,
+        log_level=log_level.value,
+        log_format=log_format.value,
+        worker=worker,
+    )
+    if workers == 1:
+        serve_here(options)
+    else:
+        supervise(options, _words(options))
+
+
+def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
+    if cert is None or key is None:
+        for name, value in (("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", client_ca)):
+            if value is not None:
+                raise InvalidInputError(f"{name}: got {value} alone, want --tls-cert and --tls-key")
+        return None
+    return Tls(cert, key, client_ca)
+
+
+def _given(**values: int | None) -> dict[str, int]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _words(options: Options) -> Sequence[str]:
+    """The command line of a worker, but for what the supervisor adds."""
+    listen = options.listen
+    tls = listen.tls
+    values = {
+        "host": listen.host,
+        "config": options.config,
+        "tls-cert": tls and tls.cert,
+        "tls-key": tls and tls.key,
+        "tls-client-ca": tls and tls.client_ca,
+        **{name.replace("_", "-"): value for name, value in (options.concurrency or {}).items()},
+        "image-threads": (options.pools or {}).get("image"),
+        "notice-seconds": options.notice_seconds,
+        "drain-seconds": options.drain_seconds,
+        "log-level": options.log_level,
+        "log-format": options.log_format,
+    }
+    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]

@@ -1,0 +1,201 @@
+"""The stream twin of a method: items are answered in order, several at once, and none fails another."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.wire.errors import put_error
+from mmpos_server.admission import Window
+from mmpos_server.call import Call
+from mmpos_server.failures import failure, public
+from mmpos_server.handlers import REQUEST_ID, Surroundings, answer, decode, encode, query
+from mmpos_server.metrics import MethodMetrics
+
+if TYPE_CHECKING:
+    from mmpos_server.methods import Method
+
+__all__ = ["StreamEndpoint"]
+
+
+class StreamEndpoint:
+    """The stream form of a method.
+
+    Args:
+        method: what it does; it has a stream twin.
+        surroundings: of the server.
+    """
+
+    def __init__(self, method: Method, surroundings: Surroundings) -> None:
+        assert method.stream is not None
+        self.name, self._request, self._response = method.stream
+        self.method, self._around = method, surroundings
+        self._metrics = MethodMetrics(surroundings.metrics, self.name)
+        self._open: set[_Stream] = set()
+        self._draining = False
+
+    def drain(self) -> None:
+        """Read no further from any stream: what was read is answered, then the stream ends with UNAVAILABLE."""
+        self._draining = True
+        for stream in self._open:
+            stream.drain()
+
+    async def handle(self, _requests: object, context: Any) -> None:
+        """Answer the items of one stream until it ends; abort with the status of what broke it."""
+        call = self._around.call(context)
+        stream = _Stream(self, call, context)
+        gate = self._around.admission.streams
+        status, entered = "CANCELLED", False
+        self._around.metrics.streams.inc()
+        try:
+            try:
+                gate.enter()
+                entered = True
+                self._open.add(stream)
+                await stream.serve(draining=self._draining)
+                status = "OK"
+                return
+            except Exception as error:
+                if isinstance(error, ServiceOverloadedError):
+                    self._metrics.refused.inc()
+                failed = failure(error, call.request_id)
+                if failed.status == "INTERNAL":
+                    self._around.logs.error("internal error", error, request_id=call.request_id, method=self.name)
+                status = failed.status
+            await context.abort(failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
+        except asyncio.CancelledError:
+            status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
+            raise
+        finally:
+            self._open.discard(stream)
+            self._around.metrics.streams.dec()
+            if entered:
+                gate.leave(call.seconds)
+            if self._around.logs.requests:
+                self._around.logs.info(
+                    "stream",
+                    request_id=call.request_id,
+                    peer=context.peer(),
+                    method=self.name,
+                    status=status,
+                    milliseconds=round(1000 * call.seconds, 3),
+                    items=stream.items,
+                )
+
+    async def item(self, raw: bytes, call: Call) -> bytes:
+        """The answer to one item; an error of its own is in the answer.
+
+        Raises:
+            DecodeError: the bytes are no request, so there is no id to answer to.
+            ServiceTimeoutError: the deadline of the stream has passed.
+        """
+        self._metrics.begin(len(raw))
+        status, encoded = "CANCELLED", b""
+        try:
+            encoded, status = await self._outcome(raw, call)
+            return encoded
+        except DecodeError:
+            status = "INVALID_ARGUMENT"
+            raise
+        except ServiceTimeoutError:
+            status = "DEADLINE_EXCEEDED"
+            raise
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        finally:
+            call.stages.append(("total", call.seconds))
+            self._metrics.end(status, call.stages, call.counts, len(encoded))
+
+    async def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
+        """The answer to one item, and its status."""
+        method, limit = self.method, self._around.config.limits.response_bytes
+        request: Any = decode(self._request, raw, call)
+        response: Any = self._response(id=request.id)
+        try:
+            assert method.query is not None
+            assert method.answer is not None
+            await method.run(query(request, method.query), answer(response, method.answer), call)
+            return encode(response, call, limit), "OK"
+        except ServiceTimeoutError:
+            raise
+        except Exception as error:
+            failed = failure(error, call.request_id)
+            if failed.status == "INTERNAL":
+                self._around.logs.error("internal error", error, request_id=call.request_id, method=self.name)
+            response = self._response(id=request.id)
+            put_error(response.error, public(error, call.request_id))
+            return response.SerializeToString(), failed.status
+
+    def window(self) -> Window:
+        """How far a stream may read ahead."""
+        concurrency = self._around.config.concurrency
+        return Window(concurrency.stream_window, concurrency.stream_bytes)
+
+
+class _Stream:
+    """One open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
+
+    def __init__(self, endpoint: StreamEndpoint, call: Call, context: Any) -> None:
+        self._endpoint, self._call, self._context = endpoint, call, context
+        self._window = endpoint.window()
+        self._answers: asyncio.Queue[tuple[asyncio.Task[bytes], int] | None] = asyncio.Queue()
+        self._at_work: set[asyncio.Task[bytes]] = set()
+        self._reader: asyncio.Task[None] | None = None
+        self._draining = self._ended = False
+        self.items = 0
+
+    def drain(self) -> None:
+        """Read no further."""
+        self._draining = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def serve(self, draining: bool) -> None:
+        """Answer items in order until the client is done.
+
+        Raises:
+            ServiceUnavailableError: the server is about to stop.
+            MmposError, DecodeError: an item broke the stream.
+        """
+        self._draining = draining
+        self._reader = asyncio.create_task(self._read())
+        try:
+            while (item := await self._answers.get()) is not None:
+                task, size = item
+                await self._context.write(await task)
+                self._window.leave(size)
+            if self._draining and not self._ended:
+                raise ServiceUnavailableError("the server is about to stop, want a new stream for what has no answer")
+            await self._reader
+        finally:
+            self._reader.cancel()
+            for task in self._at_work:
+                task.cancel()
+
+    async def _read(self) -> None:
+        try:
+            while not self._draining:
+                await self._window.room()
+                raw = await self._context.read()
+                if raw is grpc.aio.EOF:
+                    self._ended = True
+                    break
+                self.items += 1
+                self._window.enter(len(raw))
+                task = asyncio.create_task(self._endpoint.item(raw, self._call.item(self.items)))
+                self._at_work.add(task)
+                task.add_done_callback(self._done)
+                self._answers.put_nowait((task, len(raw)))
+        finally:
+            self._answers.put_nowait(None)
+
+    def _done(self, task: asyncio.Task[bytes]) -> None:
+        self._at_work.discard(task)
+        # Looked at, so that an error of an item nobody waits for any more is no noise in the logs.
+        if not task.cancelled():
+            task.exception()

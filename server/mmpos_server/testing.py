@@ -1,0 +1,66 @@
+"""A server in a thread of this process: for tests, notebooks and examples."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mmpos_server.app import Server
+from mmpos_server.config import load
+from mmpos_server.listening import Listen, address
+
+if TYPE_CHECKING:
+    from mmpos_server.app import MethodsOf
+    from mmpos_server.config import ServerConfig
+    from mmpos_server.logs import Logs
+
+__all__ = ["running"]
+
+
+@contextmanager
+def running(
+    config: ServerConfig | None = None,
+    *,
+    listen: Listen | None = None,
+    logs: Logs | None = None,
+    methods: MethodsOf | None = None,
+    grace: float | None = 5.0,
+) -> Iterator[str]:
+    """Serve while inside, on a free port; gives HOST:PORT.
+
+    >>> from mmpos_server.config import load
+    >>> with running(load()) as address:
+    ...     address.partition(":")[0]
+    '127.0.0.1'
+
+    Args:
+        config: settings; None is the embedded ones.
+        listen: where; None is a free port of this machine.
+        logs: what to write; None is errors only.
+        methods: what to offer; None is all services of mmpos.
+        grace: seconds that calls have to end.
+    """
+    server = Server(config or load(), listen, logs=logs, methods=methods)
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_quiet)
+    thread = threading.Thread(target=loop.run_forever, name="mmpos-server", daemon=True)
+    thread.start()
+    try:
+        port = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        try:
+            yield address(server.listen.host, port)
+        finally:
+            asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # With two loops in a process each is woken for the other's events, and finds nothing to read.
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

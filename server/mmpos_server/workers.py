@@ -1,0 +1,137 @@
+"""Several processes behind one port: the supervisor holds it, starts them, and starts again those that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from time import monotonic
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from mmpos.errors import InvalidInputError
+from mmpos_server import metrics
+from mmpos_server.launch import Options
+from mmpos_server.listening import address, bind
+from mmpos_server.logs import Logs
+
+__all__ = ["supervise"]
+
+# A worker that dies within this time is started again later and later.
+_YOUNG, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 10.0
+# Beyond the notice and the drain, for the processes to end.
+_LAST_SECONDS = 5.0
+
+
+def supervise(options: Options, arguments: Sequence[str]) -> None:
+    """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
+
+    Args:
+        options: of the command line.
+        arguments: its words, from which those of the workers follow.
+
+    Raises:
+        InvalidInputError: the port is taken, or a worker could not start; it has said why.
+    """
+    listen = options.listen
+    if options.listen.tls:
+        options.listen.tls.credentials()  # a wrong file is said once, not by every worker
+    # Without sharing first: with it, two servers that both share would not see each other.
+    bind(listen.host, listen.port).close()
+    with ExitStack() as held:
+        reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
+        port = reserved.getsockname()[1]
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
+        if options.metrics_port:
+            _, close = metrics.expose(metrics.aggregate(folder), listen.host, options.metrics_port)
+            held.callback(close)
+        # The last of an option counts.
+        words = [*arguments, "--port", str(port), "--workers", "1", "--metrics-port", "0", "--worker"]
+        logs = Logs(options.log_level, options.log_format)
+        asyncio.run(_Supervisor(options, words, folder, logs).run(address(listen.host, port)))
+
+
+class _Supervisor:
+    """The workers of one server."""
+
+    def __init__(self, options: Options, words: Sequence[str], folder: str, logs: Logs) -> None:
+        self._options, self._words, self._folder, self._logs = options, words, folder, logs
+        self._alive: dict[int, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._failed = False
+
+    async def run(self, place: str) -> None:
+        """Keep the workers until a signal comes, then let them drain."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._options.workers)]
+        keepers = [asyncio.create_task(self._keep(worker, first)) for worker, first in enumerate(ready)]
+        stopping = asyncio.create_task(self._stopping.wait())
+        all_ready = asyncio.create_task(asyncio.wait(ready))
+        await asyncio.wait([all_ready, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not self._stopping.is_set():
+            print(f"mmpos_server listening on {place}", flush=True)
+        await stopping
+        patience = self._options.notice_seconds + self._options.drain_seconds + _LAST_SECONDS
+        await asyncio.wait(keepers, timeout=patience)
+        self._signal(signal.SIGKILL)
+        await asyncio.gather(*keepers)
+        all_ready.cancel()
+        if self._failed:
+            raise InvalidInputError("workers: got one that could not start, want what it says above to be mended")
+
+    def _stop(self) -> None:
+        """The first signal drains the workers, the next one ends them at once: they count, too."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        for process in self._alive.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep(self, worker: int, ready: asyncio.Future[None]) -> None:
+        """One worker after the other in the same place."""
+        pause = _FIRST_PAUSE
+        while not self._stopping.is_set():
+            began = monotonic()
+            code = await self._one(worker, ready)
+            if self._stopping.is_set():
+                return
+            if not ready.done():
+                # It has never served: starting it again would fail again.
+                self._failed = True
+                self._stop()
+                return
+            pause = _FIRST_PAUSE if monotonic() - began > _YOUNG else min(2 * pause, _LONGEST_PAUSE)
+            self._logs.error("worker died", worker=worker, exit_code=code, again_in_seconds=pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _one(self, worker: int, ready: asyncio.Future[None]) -> int:
+        """Run one worker until it ends; gives its exit code."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mmpos_server", *self._words),
+            stdin=asyncio.subprocess.PIPE,  # held open as long as this process lives
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},
+            start_new_session=True,  # a terminal's interrupt comes through this process, once
+        )
+        self._alive[process.pid] = process
+        try:
+            if self._stopping.is_set():  # while it was started
+                process.terminate()
+            assert process.stdout is not None
+            async for _ in process.stdout:
+                if not ready.done():
+                    ready.set_result(None)
+                self._logs.info("worker serves", worker=worker, process=process.pid)
+            return await process.wait()
+        finally:
+            del self._alive[process.pid]
+            mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]

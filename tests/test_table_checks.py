@@ -1,0 +1,127 @@
+"""The door for tables from outside: what place makes passes, and whatever expansion relies on is checked."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmpos import SCHEMES, Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
+from mmpos.columns import AXES, DENOMINATOR, FIRST_SEGMENT, FIRST_TOKEN, HEIGHT, OFFSET, SKIP, WIDTH
+
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
+GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
+PLACED = place(SEGMENTS)
+HALVES = place(SEGMENTS, "rope-tie-v2")
+
+
+def again(positions: PositionTable, **changes: Any) -> PositionTable:
+    arguments = {
+        "table": positions.table,
+        "documents": positions.documents,
+        "num_tokens": positions.num_tokens,
+        "fractional": positions.fractional,
+        "scheme": positions.scheme,
+    }
+    return PositionTable.from_arrays(**(arguments | changes))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_place_and_the_views_make_passes(scheme: str) -> None:
+    placed = place(GRIDS if scheme == "grid-2d" else SEGMENTS, scheme)
+    views = [placed, placed.slice(1, 5), placed.slice(4, 4), placed.take([], []), placed.pad(20, "left")]
+    for view in views:
+        found = again(view)
+        assert (found.table == view.table).all()
+        assert (found.documents == view.documents).all()
+        assert (found.dense() == view.dense()).all()
+        assert repr(found) == repr(view)
+
+
+def test_no_documents_pass() -> None:
+    nothing = place(SegmentTable.from_documents([]))
+    assert again(nothing).num_documents == 0
+
+
+def changed(row: int, segment: int, value: int) -> dict[str, Any]:
+    table = PLACED.table.copy()
+    table[row, segment] = value
+    return {"table": table}
+
+
+def document(row: int, which: int, value: int) -> dict[str, Any]:
+    documents = PLACED.documents.copy()
+    documents[row, which] = value
+    return {"documents": documents}
+
+
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"table": PLACED.table[:-1]}, "table: got 12 rows, want 5 + 4·axes for 1 to 16 axes"),
+    ({"table": PLACED.table[:5]}, "table: got 5 rows, want 5 + 4·axes for 1 to 16 axes"),
+    ({"table": PLACED.table.astype(float)}, "table: got dtype float64, want integers"),
+    ({"documents": PLACED.documents[:3]}, "documents: got shape (3, 2), want (4, n)"),
+    ({"documents": PLACED.documents[:, :0]}, "documents: got none, want the documents of 6 segments"),
+    ({"num_tokens": -1}, "num_tokens: got -1, want >= 0"),
+    ({"num_tokens": 16}, "table.offset[5]: got 16 before 16, want at least one token"),
+    ({"num_tokens": 15}, "table.offset[5]: got 16, want <= 15"),
+    ({"fractional": 1}, "fractional: got 1, want True or False"),
+    ({"scheme": None}, "scheme: got None, want a name"),
+    (changed(OFFSET, 0, 1), "table.offset[0]: got 1, want 0, the first token"),
+    (changed(OFFSET, 2, 3), "table.offset[1]: got 3 before 3, want at least one token"),
+    (changed(OFFSET, 2, -5), "table.offset[2]: got -5, want >= 0"),
+    (changed(SKIP, 1, -1), "table.skip[1]: got -1, want >= 0"),
+    (changed(SKIP, 1, 2**31), "table.skip[1]: got 2147483648, want <= 2147483647"),
+    (changed(SKIP, 1, 2**31 - 1), "table.skip + tokens - 1[1]: got 2147483652, want <= 2147483647"),
+    (changed(HEIGHT, 1, 0), "table.height[1]: got 0, want >= 1"),
+    (changed(WIDTH, 1, 0), "table.width[1]: got 0, want >= 1"),
+    (changed(DENOMINATOR, 1, 0), "table.denominator[1]: got 0, want >= 1"),
+    (changed(DENOMINATOR, 1, 2), "table.denominator[1]: got 2, want <= 1"),
+    (document(FIRST_SEGMENT, 0, 1), "documents.first_segment: got other than ascending from 0, want ascending from 0"),
+    (document(FIRST_SEGMENT, 1, 7), "documents.first_segment[1]: got 7, want <= 6"),
+    (document(FIRST_TOKEN, 1, 10), "documents.first_token[1]: got 10, want 11, the offset of its segment"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), INVALID)
+def test_what_is_no_table_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        again(PLACED, **changes)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (changed(AXES, 1, 2**31), "table[:, 1]: got ids from 5 to 2147483652, want ids within int32"),
+        (changed(AXES + 2, 1, -(2**40)), "table[:, 1]: got ids from -1099511627770 to 11, want ids within int32"),
+        (changed(AXES + 1, 1, 2**63 - 1), None),
+        (changed(AXES + 3, 1, 2**62), "table[:, 1]: got numerators up to 9.22e+18, want at most 2**62"),
+    ],
+)
+def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | None) -> None:
+    if message is None:  # a step that no token takes
+        assert (again(PLACED, **changes).dense() == PLACED.dense()).all()
+        return
+    with pytest.raises(LimitExceededError) as refused:
+        again(PLACED, **changes)
+    assert str(refused.value) == message
+
+
+def test_a_fraction_may_have_a_denominator() -> None:
+    assert (again(HALVES).dense() == HALVES.dense()).all()
+
+
+@given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))
+def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
+    table = PLACED.table.copy()
+    table.flat[where] = value
+    try:
+        found = again(PLACED, table=table)
+    except (InvalidInputError, LimitExceededError):
+        return
+    ids, denominators = found.rationals()
+    assert (denominators == 1).all()
+    assert ids.min() >= -(2**31)
+    assert ids.max() < 2**31
+    assert (found.dense(dtype=np.int64) == ids).all()

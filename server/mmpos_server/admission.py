@@ -7,7 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
-from mmpos.errors import ServiceOverloadedError
+from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from mmpos_server.config import Concurrency, Pools
@@ -63,6 +63,11 @@ class Admission:
         pools: threads.
     """
 
+    arrivals: int = 0
+    """Calls and streams that have come so far."""
+    ending: bool = False
+    """Whether what comes now is refused, as the server is about to stop."""
+
     def __init__(self, concurrency: Concurrency, pools: Pools) -> None:
         self.gates: dict[Pool, Gate] = {
             "place": Gate("max_in_flight", concurrency.max_in_flight),
@@ -79,6 +84,16 @@ class Admission:
         self.executors: dict[Pool, ThreadPoolExecutor] = {
             pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in threads.items()
         }
+
+    def arrive(self) -> None:
+        """A call or a stream came.
+
+        Raises:
+            ServiceUnavailableError: the server is about to stop.
+        """
+        self.arrivals += 1
+        if self.ending:
+            raise ServiceUnavailableError("the server is about to stop")
 
     def close(self) -> None:
         """Let the threads end; what they have begun they finish or stop at a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from mmpos_server.methods import Method
 
 __all__ = ["Server"]
+
+# How long calls may keep coming before and after they are refused, and how many looks without one are the end.
+_SETTLE_SECONDS, _QUIET_ROUNDS = 0.5, 3
 
 MethodsOf = Callable[[Profiles, "Limits"], Sequence["Method"]]
 
@@ -116,10 +120,26 @@ class Server:
         for stream in self._streams:
             stream.drain()
         if self._server is not None:
-            await self._server.stop(grace)
+            began = monotonic()
+            await self._settle(grace or 0.0)
+            await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
         self._admission.close()
         # What was cancelled is told so in the next rounds of the loop.
         await asyncio.sleep(0)
+
+    async def _settle(self, seconds: float) -> None:
+        """Wait until no call comes, since the transport cancels those it has received and not yet handed over.
+
+        They are answered for a while; if there is no end of them, the next ones are told to go elsewhere.
+        """
+        for self._admission.ending in (False, True):
+            end, quiet, before = monotonic() + min(seconds / 2, _SETTLE_SECONDS), 0, self._admission.arrivals
+            while monotonic() < end:
+                await asyncio.sleep(0.01)
+                now = self._admission.arrivals
+                quiet, before = quiet + 1 if now == before else 0, now
+                if quiet == _QUIET_ROUNDS:
+                    return
 
     def _handlers(self, service: str) -> grpc.GenericRpcHandler:
         """The methods of a service over raw bytes: broken ones are the caller's mistake, not the transport's."""

@@ -116,7 +116,9 @@ class Call:
 
         Raises:
             ServiceOverloadedError: there is none.
+            ServiceUnavailableError: the server is about to stop.
         """
+        self._admission.arrive()
         gate = self._admission.gates["place"]
         gate.enter()
         self._gate = gate

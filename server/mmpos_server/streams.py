@@ -53,6 +53,7 @@ class StreamEndpoint:
         self._around.metrics.streams.inc()
         try:
             try:
+                self._around.admission.arrive()
                 gate.enter()
                 entered = True
                 self._open.add(stream)

@@ -17,7 +17,7 @@ HALVES = place(SEGMENTS, "rope-tie-v2")
 
 
 def again(positions: PositionTable, **changes: Any) -> PositionTable:
-    arguments = {
+    arguments: dict[str, Any] = {
         "table": positions.table,
         "documents": positions.documents,
         "num_tokens": positions.num_tokens,

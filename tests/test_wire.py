@@ -1,0 +1,478 @@
+"""Messages and objects: what goes in comes out, and what is missing, unknown or a lie is named."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmpos import (
+    SCHEMES,
+    Grid,
+    ImageProcessor,
+    ImageSize,
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    SegmentTable,
+    SequenceBuilder,
+    Text,
+    UnsupportedError,
+    place,
+)
+from mmpos.errors import ServiceError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.queries import (
+    Decode,
+    Dense,
+    InputIds,
+    Pad,
+    PositionsQuery,
+    PositionsResult,
+    Shard,
+    Spans,
+    Take,
+    View,
+    Window,
+)
+from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
+from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
+from mmpos.schemes import V2PE, Flatten, Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, Scheme, VideoRope
+from mmpos.wire import errors, parts, positions, rotary, schemes, sequences, tables, tensors
+
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
+TIMED = SegmentTable.from_documents(
+    [[Text(1), Grid(2, 2, frames=3, seconds_per_frame=Fraction(2, 3)), Grid(1, 2, row_separator=True)]]
+)
+PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
+
+
+def travelled(message: Any) -> Any:
+    """The message after its bytes."""
+    return type(message).FromString(message.SerializeToString())
+
+
+def through(query: PositionsQuery) -> PositionsQuery:
+    message = positions_pb2.PositionsQuery()
+    positions.put_query(message, query)
+    return positions.get_query("query", travelled(message))
+
+
+def same(found: PositionsResult, want: PositionsResult) -> None:
+    for name in ("dense", "next_positions", "deltas", "cu_seqlens"):
+        one, other = getattr(found, name), getattr(want, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other, name)
+    assert (found.table is None) == (want.table is None)
+    if found.table is not None and want.table is not None:
+        np.testing.assert_array_equal(found.table.table, want.table.table)
+        np.testing.assert_array_equal(found.table.documents, want.table.documents)
+        assert (found.table.num_tokens, found.table.fractional, found.table.scheme) == (
+            want.table.num_tokens,
+            want.table.fractional,
+            want.table.scheme,
+        )
+
+
+SOURCES = [
+    SEGMENTS,
+    SegmentTable.from_documents([]),
+    Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]),
+    Spans([11], [3], [[2, 1, 3]], seconds_per_frame=[Fraction(1, 2)]),
+    Spans([12], [3], [[1, 2, 2]], row_separator=True),
+    Spans([4], [], []),
+    InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5),
+    InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
+    InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),
+    InputIds([7, 1, 7], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, frames_apart=True),
+    InputIds([1, 5, 2, 2], [[1, 1, 1]], image_token_id=5, cu_seqlens=[0, 2, 4]),
+    InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
+    InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_answered_alike_on_both_sides(source: Any) -> None:
+    scheme = "mrope-qwen2.5" if not isinstance(source, Spans) or not source.row_separator else "flatten"
+    query = PositionsQuery(source, scheme, strict=False)
+    same(through(query).run(), query.run())
+
+
+VIEWS: list[list[View]] = [
+    [Take([0, 5], [3, 7])],
+    [Window([1, 0], [2, 9], [20, 1])],
+    [Window([], [], [])],
+    [Decode()],
+    [Decode(3)],
+    [Decode([2, 0])],
+    [Pad(18), Shard(1, 2, "contiguous")],
+    [Pad()],
+    [Pad(20, "left"), Shard(0, 2)],
+    [Pad([12, 20])],
+]
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_every_view_is_answered_alike_on_both_sides(views: list[View]) -> None:
+    query = PositionsQuery(SEGMENTS, start=[5, 9], views=views, strict=False)
+    same(through(query).run(), query.run())
+
+
+@pytest.mark.parametrize("dense", [Dense(), Dense("int64"), Dense(np.float64, (1, 0, 0))])
+def test_ids_are_answered_alike_on_both_sides(dense: Dense) -> None:
+    query = PositionsQuery(SEGMENTS, start=-3, dense=dense)
+    same(through(query).run(), query.run())
+
+
+def test_what_a_query_leaves_open_stays_open() -> None:
+    found = through(PositionsQuery(SEGMENTS))
+    assert (found.scheme, found.start, found.strict, found.views, found.dense) == (None, 0, None, [], None)
+
+
+def test_a_profile_is_named_in_the_message_only() -> None:
+    message = positions_pb2.PositionsQuery()
+    positions.put_query(message, PositionsQuery(SEGMENTS), "qwen")
+    assert message.profile == "qwen"
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dense", [None, Dense()])
+def test_the_answer_of_every_scheme_travels(name: str, dense: Dense | None) -> None:
+    segments = SegmentTable.from_documents([[Grid(2, 4)]]) if name == "grid-2d" else SEGMENTS
+    want = PositionsQuery(segments, name, dense=dense).run()
+    message = positions_pb2.Positions()
+    positions.put_result(message, want)
+    same(positions.get_result("positions", travelled(message)), want)
+
+
+def test_the_fields_of_segments_travel() -> None:
+    message = table_pb2.SegmentTable()
+    tables.put_segments(message, TIMED)
+    found = tables.get_segments("segments", travelled(message))
+    assert (list(message.frames), list(message.row_separator)) == ([1, 3, 1], [2])
+    for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(TIMED, name))
+
+
+SCHEME_OBJECTS: list[Scheme] = [
+    *(scheme() for scheme in SCHEMES.values()),
+    RopeTie(axes=3),
+    RopeTieV2(axes=3, rounding="floor"),
+    V2PE(stride=16),
+    VideoRope(delta=3),
+    Grid2D(order="merged", spatial_merge_size=3),
+    MRopeQwen25(tokens_per_second=Fraction(25, 2)),
+    MRopeTransformers(tokens_per_second=4),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
+def test_every_scheme_travels_with_its_parameters(scheme: Scheme) -> None:
+    message = scheme_pb2.Scheme()
+    schemes.put_scheme(message, scheme)
+    assert schemes.get_scheme("scheme", travelled(message)) == scheme
+
+
+def test_every_parameter_of_a_scheme_is_a_field() -> None:
+    known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
+    assert {name for scheme in SCHEMES.values() for name in schemes.parameters(scheme)} == known - {"name"}
+
+
+def test_a_scheme_of_ones_own_stays_at_home() -> None:
+    class Own(Flatten):
+        """Flatten, but another."""
+
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, want one of mmpos\.SCHEMES in a call of a service"):
+        schemes.put_scheme(scheme_pb2.Scheme(), Own())
+
+
+ROTARIES = [
+    Rotary(128),
+    Rotary(64, theta=5e5, scaling=YaRN(4, 2048, beta_fast=16, truncate=False)),
+    Rotary(64, theta=[1e4, 2e4], allocation="split"),
+    Rotary(128, allocation="mrope-interleaved"),
+    Rotary(128, allocation="sections", mrope_section=[16, 24, 24]),
+    Rotary(8, allocation=[0, 1, 0, 1], pairing="adjacent", precision="hf"),
+    Rotary(16, rotary_dim=8, inv_freq=[1, 0.5, 0.25, 0.125]),
+    Rotary(64, scaling=LongRoPE([1.0] * 32, [2.0] * 32, 100, 4), length=200),
+    Rotary(64, scaling=Llama3(8, 1, 4, 8192)),
+    Rotary(64, scaling=DynamicNTK(2, 100), length=1000),
+    Rotary(64, scaling=NTK(2)),
+    Rotary(64, scaling=Linear(2)),
+    Rotary(64, scaling=PRoPE(0.25)),
+]
+
+
+@pytest.mark.parametrize("want", ROTARIES, ids=repr)
+def test_every_rotation_travels(want: Rotary) -> None:
+    message = rotary_pb2.Rotary()
+    rotary.put_rotary(message, want)
+    assert rotary.get_rotary("rotary", travelled(message)) == want
+
+
+def test_positions_to_rotate_by_travel() -> None:
+    table, ids = place(SEGMENTS), torch.tensor([[0, 1], [2, 3]])
+    message = rotary_pb2.RotaryPositions()
+    rotary.put_rotary_positions(message, table)
+    assert (rotary.get_rotary_positions("positions", message).table == table.table).all()  # type: ignore[union-attr]
+    rotary.put_rotary_positions(message, ids)
+    assert torch.equal(rotary.get_rotary_positions("positions", message), ids)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="positions: got list, want a PositionTable or a tensor of ids"):
+        rotary.put_rotary_positions(message, [[0, 1]])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"])
+def test_arrays_travel_with_any_strides_and_byte_order(dtype: str) -> None:
+    array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
+    message = tensor_pb2.Tensor()
+    tensors.put_tensor(message, array)
+    found = tensors.get_tensor("tensor", travelled(message))
+    assert found.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_torch_tensors_travel(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).to(dtype).reshape(4, 6).T
+    message = tensor_pb2.Tensor()
+    tensors.put_tensor(message, tensor)
+    found = tensors.get_torch("tensor", travelled(message))
+    assert torch.equal(found, tensor)
+    found += 1  # it is the caller's own
+
+
+def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
+    for array in (np.array(3, np.int32), np.zeros((0, 4), np.float32)):
+        message = tensor_pb2.Tensor()
+        tensors.put_tensor(message, array)
+        np.testing.assert_array_equal(tensors.get_tensor("tensor", message), array)
+
+
+def test_parts_travel_and_build_the_same_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "photo.png"
+    Image.fromarray(PHOTO).save(path)
+    palette = Image.fromarray(PHOTO).convert("P")
+    tensor = torch.from_numpy(PHOTO).permute(2, 0, 1)
+    given = ["é", [1, 2], path, path.read_bytes(), memoryview(path.read_bytes()), PHOTO, palette, tensor, np.array([7])]
+    message = sequences_pb2.Document()
+    hashes = parts.put_parts(message, given)
+    want, built = BUILDER.build(given), BUILDER.build(parts.get_parts("", travelled(message)))
+    answer = sequences_pb2.Sequence()
+    sequences.put_sequence(answer, built)
+    found = sequences.get_sequence("sequence", travelled(answer), hashes)
+    assert found.image_hashes == want.image_hashes
+    assert found.patches is not None
+    assert found.patches.flags.writeable
+    for name in ("input_ids", "token_type_ids", "patches", "grid_thw", "image_spans"):
+        assert getattr(found, name).dtype == getattr(want, name).dtype
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+    np.testing.assert_array_equal(found.positions.table, want.positions.table)
+
+
+def test_sizes_and_grids_travel() -> None:
+    given = [ImageSize(300, 400), "x", Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 3))]
+    message = sequences_pb2.Document()
+    assert parts.put_parts(message, given) == {}
+    assert parts.get_parts("", travelled(message)) == given
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "text",
+        ["a", None],
+        ["a", 3],
+        ["a", "\ud800"],
+        ["a", [1.5]],
+        ["a", Path("nowhere.png")],
+        ["a", np.zeros((2, 2, 5), np.uint8)],
+        ["a", np.zeros((4, 4), np.float32)],
+        [Grid(1, 2, row_separator=True)],
+    ],
+    ids=repr,
+)
+def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given: Any) -> None:
+    with pytest.raises(MmposError) as want:
+        BUILDER.build(given)
+    with pytest.raises(type(want.value)) as found:
+        parts.put_parts(sequences_pb2.Document(), given)
+    assert str(found.value) == str(want.value)
+
+
+def query(**fields: Any) -> Callable[[], Any]:
+    return lambda: positions.get_query("query", positions_pb2.PositionsQuery(**fields))
+
+
+def tensor(**fields: Any) -> Callable[[], Any]:
+    return lambda: tensors.get_tensor("q", tensor_pb2.Tensor(**fields))
+
+
+def table(**fields: Any) -> Callable[[], Any]:
+    return lambda: tables.get_table("table", table_pb2.PositionTable(**fields))
+
+
+def segments(**fields: Any) -> Callable[[], Any]:
+    return lambda: tables.get_segments("segments", table_pb2.SegmentTable(**fields))
+
+
+def part(**fields: Any) -> Callable[[], Any]:
+    return lambda: parts.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
+
+
+def turning(**fields: Any) -> Callable[[], Any]:
+    return lambda: rotary.get_rotary("rotary", rotary_pb2.Rotary(**fields))
+
+
+SPANS = positions_pb2.Spans(lengths=[4])
+SHARD = positions_pb2.Shard(world_size=1, layout=99)  # type: ignore[arg-type]
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (query(), "query.source: got none, want one of segments, spans, input_ids"),
+    (query(spans=SPANS, views=[{}]), "query.views[0]: got none, want one of take, window, decode, shard, pad"),
+    (
+        query(spans=SPANS, views=[{"shard": SHARD}]),
+        "query.views[0].shard.layout: got 99, want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS",
+    ),
+    (
+        query(spans=SPANS, views=[{"pad": {}}]),
+        "query.views[0].pad.side: got SIDE_UNSPECIFIED, want one of SIDE_LEFT, SIDE_RIGHT",
+    ),
+    (
+        query(spans=SPANS, dense={"dtype": "DATA_TYPE_FLOAT16"}),
+        "query.dense.dtype: got DATA_TYPE_FLOAT16, want one of DATA_TYPE_UNSPECIFIED, DATA_TYPE_INT32, "
+        "DATA_TYPE_INT64, DATA_TYPE_FLOAT64",
+    ),
+    (
+        query(spans=SPANS, start=1, start_per_document=[1]),
+        "query.start: got it and start_per_document, want one of them",
+    ),
+    (query(spans=SPANS, start=2**40), f"start: got {2**40}, want <= 2147483647"),
+    (query(input_ids={}), "input_ids: got none, want a Tensor"),
+    (query(spans={"lengths": [4], "grid_thw": [1, 2]}), "grid_thw: got 2 numbers, want 3 for each"),
+    (
+        query(spans={"lengths": [4], "seconds_per_frame": [{"numerator": 1}]}),
+        "seconds_per_frame[0].denominator: got 0, want >= 1",
+    ),
+    (
+        query(spans=SPANS, scheme={"name": "rope-tie", "stride": 4}),
+        "query.scheme.stride: got a value, want none: 'rope-tie' has no stride",
+    ),
+    (query(spans=SPANS, scheme={"name": "v2pe", "stride": 0}), "V2PE.stride: got 0, want >= 1"),
+    (
+        segments(kind=[7]),
+        "segments.kind[0]: got 7, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING",
+    ),
+    (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
+    (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
+    (
+        segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator=[1]),
+        "segments.row_separator[0]: got 1, want <= 0",
+    ),
+    (
+        segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),
+        "segments.seconds_per_frame: got 2, want 1 like kind",
+    ),
+    (tensor(), "q.dtype: got DATA_TYPE_UNSPECIFIED, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
+    (tensor(dtype=77), "q.dtype: got 77, want one of " + ", ".join(tensor_pb2.DataType.keys()[1:])),
+    (tensor(dtype=2, shape=[3], data=b"1234"), "q.data: got 4 bytes, want 12 for shape (3,) of 4"),
+    (tensor(dtype=2, shape=[2**62, 4], data=b""), f"q.data: got 0 bytes, want {2**66} for shape ({2**62}, 4) of 4"),
+    (tensor(dtype=2, shape=[-1], data=b""), "q.shape: got (-1,), want sizes >= 0"),
+    (tensor(dtype=2, shape=[1] * 9, data=b"1234"), "q.shape: got 9 axes, want at most 8"),
+    (table(), "table.axes: got 0, want 1 to 16"),
+    (table(axes=2, table=b"12345678"), "table.table: got 8 bytes, want a multiple of 104, 13 rows of int64"),
+    (table(axes=2, documents=b"1"), "table.documents: got 1 bytes, want a multiple of 32, 4 rows of int64"),
+    (part(), "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels"),
+    (part(image_size={"width": 3}), "parts[0].image_size.height: got 0, want 1 to 2147483647"),
+    (part(grid={"height": 3}), "parts[0].grid: Grid.width: got 0, want >= 1"),
+    (
+        part(token_ids={"dtype": "DATA_TYPE_FLOAT32"}),
+        "parts[0].token_ids.dtype: got DATA_TYPE_FLOAT32, want one of DATA_TYPE_INT32, DATA_TYPE_INT64",
+    ),
+    (turning(), "head_dim: got 0, want >= 2"),
+    (turning(head_dim=8, pairing=9), "rotary.pairing: got 9, want one of " + ", ".join(rotary_pb2.Pairing.keys())),
+    (
+        turning(head_dim=8, allocation="split", pair_axis=[0]),
+        "rotary.allocation: got it and pair_axis, want one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
+def test_what_is_wrong_with_a_message_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        call()
+    assert str(refused.value) == message
+
+
+def test_a_table_of_more_tokens_than_can_be_counted_is_refused() -> None:
+    with pytest.raises(LimitExceededError, match=r"table\.num_tokens: got 2147483648, want at most"):
+        table(axes=2, num_tokens=2**31)()
+
+
+def test_a_sequence_whose_parts_disagree_is_refused() -> None:
+    message = sequences_pb2.Sequence()
+    sequences.put_sequence(message, BUILDER.build(["ab"]))
+    message.input_ids.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[1], data=b"1234"))
+    with pytest.raises(InvalidInputError, match=r"sequence\.input_ids: got 1 tokens, 2 in segments and 2"):
+        sequences.get_sequence("sequence", message)
+
+
+ERRORS = [
+    (InvalidInputError("a"), "INVALID_ARGUMENT", error_pb2.ERROR_CODE_INVALID_INPUT),
+    (UnsupportedError("a"), "UNIMPLEMENTED", error_pb2.ERROR_CODE_UNSUPPORTED),
+    (LimitExceededError("a"), "RESOURCE_EXHAUSTED", error_pb2.ERROR_CODE_LIMIT_EXCEEDED),
+    (ServiceUnavailableError("a"), "UNAVAILABLE", error_pb2.ERROR_CODE_INTERNAL),
+    (ServiceTimeoutError("a"), "DEADLINE_EXCEEDED", error_pb2.ERROR_CODE_INTERNAL),
+    (ServiceError("a"), "INTERNAL", error_pb2.ERROR_CODE_INTERNAL),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ERRORS, ids=repr)
+def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code: Any) -> None:
+    assert errors.to_status(error) == (status, "a")
+    assert type(errors.from_status(status, "a")) is type(error)
+    message = error_pb2.Error()
+    errors.put_error(message, error)
+    assert (message.code, message.message) == (code, "a")
+    kind = ServiceError if isinstance(error, ServiceError) else type(error)
+    assert type(errors.get_error(message)) is kind
+
+
+def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
+    assert errors.to_status(ServiceOverloadedError("busy", 2)) == ("RESOURCE_EXHAUSTED", "busy")
+    found = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
+    assert isinstance(found, ServiceOverloadedError)
+    assert (str(found), found.retry_after) == ("busy", 0.5)
+
+
+def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
+    assert str(errors.from_status("DATA_LOSS", "gone")) == "DATA_LOSS: gone"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Take([1.5], [2]), "starts: got dtype float64, want integers"),
+        (lambda: Window([0], [0], [[1]]), "lengths: got shape (1, 1), want (n,)"),
+        (lambda: Decode(-1), "steps: got -1, want >= 0"),
+        (lambda: Shard(2, 2), "rank: got 2, want <= 1"),
+        (lambda: Shard(0, 1, "ring"), "layout: got 'ring', want one of 'zigzag', 'contiguous'"),  # type: ignore[arg-type]
+        (lambda: Pad(3, "up"), "side: got 'up', want one of 'left', 'right'"),  # type: ignore[arg-type]
+        (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
+        (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
+        (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
+        (lambda: PositionsQuery(SEGMENTS, start=0.5), "start: got 0.5, want an integer"),
+        (lambda: PositionsQuery(SEGMENTS, strict=1), "strict: got 1, want True or False"),  # type: ignore[arg-type]
+        (lambda: InputIds([1]).segments(), "image_token_id: got None, want the id of image placeholders"),
+    ],
+)
+def test_a_query_checks_itself(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        make()
+    assert str(refused.value) == message

@@ -70,7 +70,7 @@ def demo(
     """Two photographs in a sentence: the sequence, its ids, and a picture of them."""
     from mmpos.cli.demo import run_demo
 
-    run_demo(report.console(), _scheme(scheme, None), output)
+    run_demo(report.console(), make_scheme(scheme, None), output)
 
 
 @app.command(help=f"Print the ids of documents.\n\n{_SPECS}\n\n{_JSON}")
@@ -128,10 +128,10 @@ def _place(
 ) -> tuple[list[Document], SegmentTable, PositionTable]:
     documents = read_documents(arguments)
     segments = SegmentTable.from_documents(documents)
-    return documents, segments, place(segments, _scheme(scheme, axes), start)
+    return documents, segments, place(segments, make_scheme(scheme, axes), start)
 
 
-def _scheme(name: str, axes: int | None) -> Scheme:
+def make_scheme(name: str, axes: int | None) -> Scheme:
     """The scheme of this name, with other axes where it has a choice of them."""
     if name not in SCHEMES:
         raise InvalidInputError(f"--scheme: got {name!r}, want one of {', '.join(SCHEMES)}")

@@ -97,7 +97,9 @@ def _get_part(name: str, part: pb.Part) -> Any:
     if kind == "pixels":
         return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3))
     if kind == "image_size":
-        return ImageSize(_side(path(name, "image_size.height"), value.height), _side(path(name, kind), value.width))
+        return ImageSize(
+            _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
+        )
     return _get_grid(path(name, kind), value) if kind == "grid" else value
 
 

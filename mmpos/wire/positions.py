@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.checks import INT32_MIN, IntArray, int_array, integer, per_document
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.queries import (
     Decode,
     Dense,
@@ -22,6 +22,7 @@ from mmpos.queries import (
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import tensor_pb2
 from mmpos.segments import SegmentTable
+from mmpos.table_checks import MAX_AXES
 from mmpos.wire.fields import (
     chosen,
     enum,
@@ -145,6 +146,8 @@ def _get_view(name: str, message: pb.View) -> View:
 
 
 def _get_dense(name: str, message: pb.Dense) -> Dense:
+    if len(message.axes) > MAX_AXES:
+        raise LimitExceededError(f"{path(name, 'axes')}: got {len(message.axes)} rows, want at most {MAX_AXES}")
     return Dense(enum(name, message, "dtype", _IDS), tuple(message.axes) or None)
 
 

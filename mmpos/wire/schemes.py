@@ -49,7 +49,7 @@ def get_scheme(name: str, message: pb.Scheme) -> Scheme:
         raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     scheme = SCHEMES[message.name]
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
-    for parameter in given.keys() - set(parameters(scheme)):
+    for parameter in sorted(given.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
     if "tokens_per_second" in given:
         rate = get_rational(path(name, "tokens_per_second"), given["tokens_per_second"])

@@ -82,6 +82,10 @@ def get_tensor(
         raise InvalidInputError(
             f"{path(name, 'data')}: got {len(message.data)} bytes, want {wanted} for shape {shape} of {dtype.itemsize}"
         )
+    if (
+        math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63
+    ):  # no array has such axes, not even an empty one
+        raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes that an array can have")
     array = np.frombuffer(message.data, dtype).reshape(shape)
     return array if sys.byteorder == "little" else array.astype(dtype.newbyteorder("="))
 

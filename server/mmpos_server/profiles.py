@@ -101,8 +101,9 @@ def _named(name: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except MmposError as error:
-        joint = "." if _begins_with_a_field(str(error)) else ": "
-        raise InvalidInputError(f"{name}{joint}{error}") from error
+        said = str(error).removeprefix("Rotary.from_dict: ").removeprefix(f"{name.rpartition('.')[2]}: ")
+        joint = "." if _begins_with_a_field(said) else ": "
+        raise InvalidInputError(f"{name}{joint}{said}") from error
     except ImportError as error:
         raise ImportError(f"{name}: {error}", name=error.name) from error
 

@@ -18,6 +18,7 @@ from mmpos_server import metrics
 from mmpos_server.launch import Options
 from mmpos_server.listening import address, bind
 from mmpos_server.logs import Logs
+from mmpos_server.profiles import Profiles
 
 __all__ = ["supervise"]
 
@@ -35,11 +36,13 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         arguments: its words, from which those of the workers follow.
 
     Raises:
-        InvalidInputError: the port is taken, or a worker could not start; it has said why.
+        InvalidInputError: a setting is wrong, the port is taken, or a worker could not start and has said why.
     """
     listen = options.listen
-    if options.listen.tls:
-        options.listen.tls.credentials()  # a wrong file is said once, not by every worker
+    # What is wrong with a file is said once, and not by every worker.
+    Profiles.from_config(options.settings())
+    if listen.tls:
+        listen.tls.credentials()
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
     with ExitStack() as held:

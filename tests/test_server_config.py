@@ -1,0 +1,202 @@
+"""Settings of the server: the embedded file spells out the defaults, and a mistake is one line with file and field."""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mmpos.errors import InvalidInputError
+from mmpos.rotary import Linear, Rotary
+from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
+from mmpos.sequence import Markers, SequenceBuilder
+from mmpos_server.config import Concurrency, Limits, Pools, ProfileSettings, ServerConfig, load
+from mmpos_server.profiles import Profiles
+
+BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mmpos.toml"
+
+
+def mistake(file: Path, text: str) -> str:
+    """What is said of this file, without its name."""
+    file.write_text(text)
+    with pytest.raises(InvalidInputError) as raised:
+        Profiles.from_config(load(file))
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.startswith(f"{file}: ")
+    return message.removeprefix(f"{file}: ")
+
+
+def test_the_embedded_file_spells_out_the_defaults() -> None:
+    config = load(None)
+    assert (config.limits, config.concurrency, config.pools) == (Limits(), Concurrency(), Pools())
+    assert list(config.profiles) == ["default"]
+    written = config.profiles["default"]
+    assert written.model_dump(exclude={"images", "rotary"}) == ProfileSettings().model_dump(
+        exclude={"images", "rotary"}
+    )
+    assert written.images.model_dump(exclude_none=True) == {"patch_size": 14, "spatial_merge_size": 2}
+
+
+def test_the_default_profile() -> None:
+    profile = Profiles.from_config(load(None)).get(None)
+    images = profile.builder.images
+    assert images is not None
+    assert profile.name == "default"
+    assert profile.builder == SequenceBuilder(images=images, scheme="rope-tie", markers=Markers())
+    assert (images.backend, images.patch_size, images.spatial_merge_size) == (BACKEND, 14, 2)
+    assert profile.rotary == Rotary(head_dim=128)
+
+
+def test_a_file_changes_only_what_it_names(file: Path) -> None:
+    file.write_text("[limits]\ntokens = 1000\n[pools]\nimage = 3\n")
+    config = load(file)
+    assert config.limits == Limits(tokens=1000)
+    assert (config.concurrency, config.pools) == (Concurrency(), Pools(image=3))
+    assert config.profiles == load(None).profiles
+
+
+def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_default(file: Path) -> None:
+    file.write_text(
+        """
+        [profiles.qwen]
+        scheme = { name = "mrope-qwen2.5", tokens_per_second = "25/2" }
+        markers = { begin = 7, end = 8, patch = 9 }
+        images = { backend = "pillow", patch_size = 16, mean = [0.5, 0.5, 0.5], background = [1, 2, 3] }
+        rotary = { head_dim = 64, axes = 3, scaling = { type = "linear", factor = 2.0 } }
+        [profiles.tie]
+        scheme = { name = "rope-tie-v2", axes = 3, rounding = "floor" }
+        """
+    )
+    qwen, tie = profiles = list(Profiles.from_config(load(file)))
+    assert [profile.name for profile in profiles] == ["qwen", "tie"]
+    assert qwen.builder.scheme == MRopeQwen25(tokens_per_second=Fraction(25, 2))
+    assert qwen.builder.marker_ids == (7, 8, 9)
+    images = qwen.builder.images
+    assert images is not None
+    assert (images.backend, images.patch_size, images.mean, images.background) == (
+        "pillow",
+        16,
+        (0.5, 0.5, 0.5),
+        (1, 2, 3),
+    )
+    assert qwen.rotary == Rotary(head_dim=64, axes=3, scaling=Linear(2.0))
+    assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
+
+
+def test_profiles_are_found_by_name() -> None:
+    profiles = Profiles.from_config(load(None))
+    assert profiles.get("default") is profiles.get(None) is profiles.default
+    assert len(profiles) == 1
+    with pytest.raises(InvalidInputError, match=r"^profile: got 'x', want one of 'default'$"):
+        profiles.get("x")
+
+
+def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    model.save(str(file.parent / "words.json"))
+    file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
+    builder = Profiles.from_config(load(file)).get("words").builder
+    assert builder.marker_ids == (0, 1, 2)
+    assert builder.build(["b"]).input_ids.tolist() == [4]
+    assert builder.scheme == RopeTie()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[limits]\ntokens = 'x'\n", "limits.tokens: got 'x', want integer"),
+        ("[limits]\ntokens = 0\n", "limits.tokens: got 0, want >= 1"),
+        ("[limits]\nrequest_bytes = 4294967296\n", "limits.request_bytes: got 4294967296, want <= 2147483647"),
+        (
+            "[limits]\ntoken = 1\n",
+            "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
+            "tokens, images, pixels, views",
+        ),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, pools, profiles"),
+        ("limits = 1\n", "limits: got 1, want a table"),
+        (
+            "[profiles.a]\nschema = 1\n",
+            "profiles.a.schema: got an unknown field, want one of scheme, tokenizer, markers, images, rotary",
+        ),
+        (
+            "[profiles.a.markers]\nstart = 1\n",
+            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch",
+        ),
+        ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
+        ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
+        ("[profiles.a]\ntokenizer = 1\n", "profiles.a.tokenizer: got 1, want string"),
+        (
+            "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
+            "profiles.a.scheme.stride: got a value, want none: 'rope-tie' has no stride",
+        ),
+        (
+            "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
+            "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
+        ),
+        (
+            "[profiles.a]\ntokenizer = 'none.json'\n",
+            "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path of a tokenizer.json",
+        ),
+        (
+            "[profiles.a.markers]\nbegin = '<img>'\n",
+            "profiles.a.markers.begin: got '<img>', want a token that is one id of the tokenizer",
+        ),
+        ("[profiles.a.images]\npatch_size = 0\n", "profiles.a.images.patch_size: got 0, want >= 1"),
+        (
+            "[profiles.a.images]\nbackend = 'opencv'\n",
+            "profiles.a.images.backend: got 'opencv', want one of 'torchvision', 'pillow'",
+        ),
+        ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
+        (
+            "[profiles.a.rotary]\nhead_dim = 8\nbase = 1\n",
+            "profiles.a.rotary: got 'base', want one of 'head_dim', 'theta', 'axes', 'allocation', 'pairing', "
+            "'rotary_dim', 'scaling', 'precision', 'mrope_section', 'inv_freq', 'length'",
+        ),
+        ("[profiles.a.rotary]\n", "profiles.a.rotary: got [], want head_dim among them"),
+        ("a = \n", "got broken TOML (Invalid value (at line 1, column 5)), want TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_said_in_one_line(file: Path, text: str, said: str) -> None:
+    assert mistake(file, text) == said
+
+
+def test_an_unknown_scheme_lists_the_known_ones(file: Path) -> None:
+    said = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
+    assert said.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
+
+
+def test_a_file_that_cannot_be_read_is_said(file: Path) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        load(file)
+    assert str(raised.value) == f"{file}: got No such file or directory, want a file that can be read"
+    file.write_bytes(b"\xff")
+    with pytest.raises(InvalidInputError, match="got bytes that are not UTF-8"):
+        load(file)
+
+
+def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
+    with pytest.raises(ImportError) as raised:
+        Profiles.from_config(load(file))
+    assert str(raised.value) == (
+        f"{file}: profiles.a.tokenizer: got 'x.json', which needs tokenizers: pip install tokenizers"
+    )
+
+
+def test_settings_are_frozen() -> None:
+    config = load(None)
+    with pytest.raises(ValueError, match="frozen"):
+        config.limits.tokens = 1  # type: ignore[misc]
+    assert isinstance(config, ServerConfig)

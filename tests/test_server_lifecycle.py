@@ -1,0 +1,337 @@
+"""The server as a program: its start, its ports, its workers and its end, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from mmpos.rpc.v1 import positions_pb2 as pb
+
+SERVING, NOT_SERVING = 1, 2
+REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+    log: Path
+
+    @property
+    def port(self) -> str:
+        return self.address.rpartition(":")[2]
+
+    @property
+    def workers(self) -> list[int]:
+        pid = self.process.pid
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def end(self) -> tuple[int, list[dict[str, Any]]]:
+        """Exit code and log of a server that has been told to end."""
+        out, _ = self.process.communicate(timeout=20)
+        assert out == ""
+        return self.process.returncode, self.lines()
+
+
+Start = Callable[..., Program]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start servers; they are killed in the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def program(*arguments: str) -> Program:
+        # A file: a pipe that nobody reads would stop a server that logs.
+        log = tmp_path / f"{len(processes)}.log"
+        with log.open("w") as err:
+            command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
+        return Program(process, line.split()[-1], log)
+
+    yield program
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def place(channel: Any) -> Any:
+    return channel.unary_unary(
+        "/mmpos.rpc.v1.PositionService/Place", pb.PlaceRequest.SerializeToString, pb.PlaceResponse.FromString
+    )
+
+
+def stream(channel: Any) -> Any:
+    return channel.stream_stream(
+        "/mmpos.rpc.v1.PositionService/StreamPlace",
+        pb.StreamPlaceRequest.SerializeToString,
+        pb.StreamPlaceResponse.FromString,
+    )
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    last = time.monotonic() + seconds
+    while not condition() and time.monotonic() < last:
+        time.sleep(0.05)
+    return condition()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def page(port: int) -> dict[str, float]:
+    """The metrics page, without bounds of histograms."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
+    return {name: float(value) for name, value in pairs}
+
+
+def refused(*arguments: str) -> str:
+    """What a server says that does not start."""
+    found = subprocess.run(
+        [sys.executable, "-m", "mmpos_server", *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (found.returncode, found.stdout) == (2, "")
+    assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
+    return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
+
+
+def test_sigterm_under_load_loses_no_call(start: Start) -> None:
+    server = start()
+    with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(16) as threads:
+        ask = place(channel)
+        want = ask(REQUEST)
+
+        def load(_: int) -> tuple[int, str]:
+            """Calls answered, and why the next one was not."""
+            answered = 0
+            try:
+                while True:
+                    assert ask(REQUEST, timeout=10) == want
+                    answered += 1
+            except grpc.RpcError as error:
+                failed: Any = error
+                return answered, failed.code().name
+
+        loads = threads.map(load, range(16))
+        time.sleep(0.5)
+        server.process.terminate()
+        seen = list(loads)
+    code, lines = server.end()
+    # Every call is answered or was told, before any work, to go elsewhere; and every answer arrived.
+    assert code == 0
+    assert {status for _, status in seen} == {"UNAVAILABLE"}
+    assert sum(answered for answered, _ in seen) + 1 == sum(line.get("status") == "OK" for line in lines) > 100
+    assert [line["event"] for line in lines if line["event"] != "request"] == ["draining", "stopped"]
+
+
+def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(start: Start) -> None:
+    server = start("--notice-seconds", "0.8")
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        names = ["", "mmpos.rpc.v1.PositionService", "mmpos.rpc.v1.SequenceService"]
+        requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
+        assert [health.Check(request).status for request in requests] == [SERVING] * 3
+        with pytest.raises(grpc.RpcError) as unknown:
+            health.Check(health_pb2.HealthCheckRequest(service="x"))
+        failed: Any = unknown.value
+        assert failed.code() == grpc.StatusCode.NOT_FOUND
+        # Two watch one service and one of them leaves: the other one is still told.
+        watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
+        assert [next(watching).status, next(leaving).status] == [SERVING, SERVING]
+        leaving.cancel()
+        sent = time.monotonic()
+        server.process.terminate()
+        assert next(watching).status == NOT_SERVING
+        assert time.monotonic() - sent < 0.5
+        assert health.Check(requests[0]).status == NOT_SERVING
+        assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
+        code, _ = server.end()
+        assert code == 0
+        assert 0.8 < time.monotonic() - sent < 3  # and a watcher holds nobody up
+
+
+def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: Start) -> None:
+    server = start()
+    with grpc.insecure_channel(server.address) as channel:
+        more = threading.Event()
+
+        def items() -> Iterator[pb.StreamPlaceRequest]:
+            for i in range(5):
+                yield pb.StreamPlaceRequest(id=i, query=REQUEST.query)
+            more.wait(20)
+
+        answers = stream(channel)(items())
+        found = [next(answers).id for _ in range(5)]
+        server.process.terminate()
+        with pytest.raises(grpc.RpcError) as raised:
+            next(answers)
+        more.set()
+        failed: Any = raised.value
+        assert found == [0, 1, 2, 3, 4]
+        assert failed.code() == grpc.StatusCode.UNAVAILABLE
+        assert failed.details() == "the server is about to stop, want a new stream for what has no answer"
+        assert server.end()[0] == 0
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    server = start("--notice-seconds", "60")
+    server.process.terminate()
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGINT)
+    assert server.end()[0] == 0
+
+
+def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start) -> None:
+    port = start().port
+    said = f"port: got {port}, which is taken on 127.0.0.1, want a free one (0 picks one)"
+    assert refused("--port", port) == said
+    assert refused("--port", port, "--workers", "2") == said
+
+
+def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start) -> None:
+    metrics = free_port()
+    server = start("--workers", "2", "--metrics-port", str(metrics))
+    assert refused("--port", server.port).startswith("port: got ")
+    workers = server.workers
+    assert len(workers) == 2
+
+    def ask() -> list[int]:
+        # The kernel chooses a process by connection: each call has its own.
+        with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            return list(place(channel)(REQUEST, wait_for_ready=True, timeout=10).positions.cu_seqlens)
+
+    assert [ask() for _ in range(12)] == [[0, 4096]] * 12
+    counted = 'mmpos_requests_total{method="Place",status="OK"}'
+    assert page(metrics)[counted] == 12
+    os.kill(workers[0], signal.SIGKILL)
+    assert eventually(lambda: sum(line["event"] == "worker serves" for line in server.lines()) == 3)
+    assert len(server.workers) == 2
+    assert workers[0] not in server.workers
+    assert [ask() for _ in range(12)] == [[0, 4096]] * 12
+    assert page(metrics)[counted] == 24  # what a dead worker answered stays counted
+    assert page(metrics)["mmpos_in_flight"] == 0
+    server.process.terminate()
+    code, lines = server.end()
+    assert code == 0
+    died = [line for line in lines if line["event"] == "worker died"]
+    assert [(line["exit_code"], line["level"]) for line in died] == [(-9, "error")]
+    assert sum(line["event"] == "stopped" for line in lines) == 2
+
+
+def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("[profiles.a]\nscheme = 'x'\n")
+    said = refused("--port", "0", "--workers", "2", "--config", str(file))
+    assert said.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
+
+
+def test_workers_end_when_their_supervisor_is_killed(start: Start) -> None:
+    server = start("--workers", "2")
+    workers = server.workers
+    assert len(workers) == 2
+    server.process.kill()
+    assert eventually(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+
+
+def test_the_metrics_page(start: Start) -> None:
+    metrics = free_port()
+    server = start("--metrics-port", str(metrics))
+    with grpc.insecure_channel(server.address) as channel:
+        answer = place(channel)(REQUEST)
+        with pytest.raises(grpc.RpcError):
+            place(channel)(pb.PlaceRequest())
+        list(stream(channel)(iter([pb.StreamPlaceRequest(query=REQUEST.query)] * 2)))
+        found = page(metrics)
+    expected = {
+        'mmpos_requests_total{method="Place",status="OK"}': 1,
+        'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,
+        'mmpos_requests_total{method="StreamPlace",status="OK"}': 2,
+        'mmpos_documents_total{method="StreamPlace"}': 2,
+        'mmpos_tokens_total{method="Place"}': 4096,
+        'mmpos_images_total{method="Place"}': 1,
+        'mmpos_request_bytes_total{method="Place"}': REQUEST.ByteSize(),
+        'mmpos_response_bytes_total{method="Place"}': answer.ByteSize(),
+        'mmpos_refused_total{method="Place"}': 0,
+        'mmpos_stage_seconds_count{method="Place",stage="decode"}': 2,
+        'mmpos_stage_seconds_count{method="Place",stage="encode"}': 1,
+        'mmpos_stage_seconds_count{method="Place",stage="total"}': 2,
+        "mmpos_in_flight": 0,
+        "mmpos_streams": 0,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, tmp_path: Path) -> None:
+    for name in ("server", "other"):
+        subprocess.run(
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
+            f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    cert, key = tmp_path / "server.pem", tmp_path / "server.key"
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
+    server = start(*flags, "--tls-client-ca", str(cert))
+
+    def ask(*client: bytes | None) -> Any:
+        credentials = grpc.ssl_channel_credentials(cert.read_bytes(), *client)
+        with grpc.secure_channel(server.address, credentials) as channel:
+            return place(channel)(REQUEST, timeout=3).positions.cu_seqlens
+
+    assert ask(key.read_bytes(), cert.read_bytes()) == [0, 4096]
+    with pytest.raises(grpc.RpcError):
+        ask(None, None)
+    assert refused("--port", "0", "--tls-cert", str(cert)) == (
+        f"--tls-cert: got {cert} alone, want --tls-cert and --tls-key"
+    )
+    said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
+    assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "none.toml"], "none.toml: got No such file or directory, want a file that can be read"),
+        (["--host", "192.0.2.1"], "port: got 192.0.2.1:50051 (Cannot assign requested address), want one to listen on"),
+    ],
+)
+def test_what_stops_a_start_is_one_line(arguments: list[str], said: str) -> None:
+    assert refused(*arguments) == said

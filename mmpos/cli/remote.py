@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +68,7 @@ def info(server: Server = _HERE, timeout: Timeout = 5.0) -> None:
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)
     limits = report.new_table("limit of a request", "at most", right=("at most",))
-    for name, value in found.limits.items():
+    for name, value in asdict(found.limits).items():
         limits.add_row(name, f"{value:,}")
     out.print()
     report.show(out, limits)

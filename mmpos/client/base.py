@@ -1,0 +1,119 @@
+"""What both clients are: addresses, options, and channels that stay with their process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mmpos.client.channel import Channels, channel_options, target
+from mmpos.client.options import Endpoint, Options
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from mmpos.client.tls import Tls
+
+C = TypeVar("C")
+
+_KEEP: Any = object()
+
+
+class BaseClient(Generic[C]):
+    """A client of a service of mmpos.
+
+    The channel opens at the first call, one in each process (and event loop), so a client may be pickled, and may be
+    used by the workers of a DataLoader. One that has called before a fork is refused in the child, unless
+    GRPC_ENABLE_FORK_SUPPORT=1 was in the environment before grpc was imported, since gRPC would hang there; no call
+    may be under way in another thread while a process forks. Start methods other than "fork" need none of this.
+
+    A call that no server answers (UNAVAILABLE, a connection that breaks under way included) is tried again after 0.1,
+    0.3, 0.9 … seconds: no call changes anything on the server.
+
+    Args:
+        addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
+            "host:port". Several servers take turns, and those whose health check fails take none. Names in a list
+            are looked up once, when the channel opens.
+        profile: name of the model's settings on the server; None: its default profile.
+        timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
+        attempts: most times that a call is sent, 1 to 5.
+        tls: certificates; None: no transport security.
+        metadata: pairs of name and value sent with every call.
+        window: most requests of a stream that wait for an answer.
+
+    Raises:
+        InvalidInputError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = "localhost:50051",
+        *,
+        profile: str | None = None,
+        timeout: float = 30.0,
+        attempts: int = 4,
+        tls: Tls | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        window: int = 8,
+    ) -> None:
+        self._endpoint = Endpoint.checked(addresses, attempts, tls)
+        self._options = Options.checked(profile, timeout, metadata, window)
+        self._channels: Channels[C] = Channels()
+
+    def with_options(
+        self,
+        *,
+        profile: str | None = _KEEP,
+        timeout: float = _KEEP,
+        metadata: Sequence[tuple[str, str | bytes]] = _KEEP,
+        window: int = _KEEP,
+    ) -> Self:
+        """A client with other options on the same channel; closing either closes it for both.
+
+        Raises:
+            InvalidInputError: an option is of the wrong type or out of range.
+        """
+        old = self._options
+        new: dict[str, Any] = {"profile": profile, "timeout": timeout, "metadata": metadata, "window": window}
+        options = Options.checked(
+            **{name: getattr(old, name) if value is _KEEP else value for name, value in new.items()}
+        )
+        return _made(type(self), self._endpoint, options, self._channels)
+
+    def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
+        endpoint = self._endpoint
+        address, options = target(endpoint.addresses), channel_options(endpoint)
+        if endpoint.tls is None:
+            return insecure(address, options=options)
+        return secure(address, endpoint.tls.credentials(), options=options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self), self._endpoint, self._options)
+
+    def __repr__(self) -> str:
+        options = self._options
+        addresses = self._endpoint.addresses
+        shown = repr(addresses[0]) if len(addresses) == 1 else repr(list(addresses))
+        return f"{type(self).__name__}({shown}, profile={options.profile!r}, timeout={options.timeout:g})"
+
+
+def presented(method: Callable[..., Any], call: Callable[..., Any]) -> None:
+    """Give a method the docstring of the call that it makes, and the signature, but for what is in between."""
+    wraps(call)(method)
+    signature = inspect.signature(call)
+    _, *parameters = signature.parameters.values()
+    result = signature.return_annotation.removeprefix("Call[").removesuffix("]")
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__dict__["__signature__"] = signature.replace(parameters=[itself, *parameters], return_annotation=result)
+
+
+K = TypeVar("K", bound=BaseClient[Any])
+
+
+def _made(kind: type[K], endpoint: Endpoint, options: Options, channels: Channels[Any] | None = None) -> K:
+    """A client of parts that were checked before."""
+    client = kind.__new__(kind)
+    client._endpoint, client._options = endpoint, options
+    client._channels = Channels() if channels is None else channels
+    return client

@@ -1,0 +1,115 @@
+"""What a server says of itself, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from mmpos.rpc.v1 import info_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """A scheme that the server knows.
+
+    Args:
+        name: its name.
+        axes: numbers in a position, with default parameters.
+        fractional: whether ids may be fractions, with default parameters.
+        resumable: whether next positions and decoding exist.
+        parameters: names of its parameters.
+    """
+
+    name: str
+    axes: int
+    fractional: bool
+    resumable: bool
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most that one request may ask for.
+
+    Args:
+        request_bytes: bytes of a request.
+        response_bytes: bytes of tensors in a reply.
+        documents: documents.
+        segments: segments of the documents, and of what views make of them.
+        tokens: tokens, padding included.
+        images: images and videos.
+        pixels: pixels of all images before resizing.
+        views: views of a query.
+    """
+
+    request_bytes: int
+    response_bytes: int
+    documents: int
+    segments: int
+    tokens: int
+    images: int
+    pixels: int
+    views: int
+
+
+@dataclass(frozen=True)
+class ProfileInfo:
+    """The settings of a model.
+
+    Args:
+        name: its name.
+        scheme: the scheme's name.
+        begin_token_id: the id before an image's patches.
+        end_token_id: the id after them.
+        patch_token_id: the id of every patch.
+        patch_size: side of a patch in pixels.
+        spatial_merge_size: patches merged along each side.
+        rotary: whether it has a rotation.
+    """
+
+    name: str
+    scheme: str
+    begin_token_id: int
+    end_token_id: int
+    patch_token_id: int
+    patch_size: int
+    spatial_merge_size: int
+    rotary: bool
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server is and what it takes.
+
+    Args:
+        version: of mmpos there.
+        schemes: all schemes.
+        limits: per request.
+        profiles: all profiles; the first is the default.
+        device: where it rotates: "cuda", "cpu", or empty if it does not.
+    """
+
+    version: str
+    schemes: tuple[SchemeInfo, ...]
+    limits: Limits
+    profiles: tuple[ProfileInfo, ...]
+    device: str
+
+
+def get_info(message: pb.GetInfoResponse) -> ServerInfo:
+    """The info of a message."""
+    return ServerInfo(
+        version=message.version,
+        schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
+        limits=_same(Limits, message.limits),
+        profiles=tuple(_same(ProfileInfo, profile) for profile in message.profiles),
+        device=message.device,
+    )
+
+
+def _same(kind: type[T], message: Any, **others: Any) -> T:
+    """The data with the fields of a message that have the names of its own."""
+    names = [f.name for f in fields(kind) if f.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(message, name) for name in names}, **others)

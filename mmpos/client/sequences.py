@@ -1,0 +1,198 @@
+"""The calls that build sequences, from one document or from many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmpos.checks import boolean, integer, one_of
+from mmpos.client.calls import Ask, Call, Errors, Method, trusting
+from mmpos.client.options import Options
+from mmpos.errors import InvalidInputError, MmposError, ServiceError
+from mmpos.rpc.v1 import sequences_pb2
+from mmpos.wire.errors import get_error
+from mmpos.wire.parts import put_parts
+from mmpos.wire.schemes import put_scheme
+from mmpos.wire.sequences import get_sequence
+
+if TYPE_CHECKING:
+    from mmpos.schemes import Scheme
+    from mmpos.sequence import InterleavedSequence
+
+Built = list["InterleavedSequence | MmposError"]
+
+BUILD = Method(
+    "/mmpos.rpc.v1.SequenceService/Build",
+    sequences_pb2.BuildRequest,
+    sequences_pb2.BuildResponse,
+    "/mmpos.rpc.v1.SequenceService/StreamBuild",
+    sequences_pb2.StreamBuildRequest,
+    sequences_pb2.StreamBuildResponse,
+    "sequences",
+)
+
+
+def build(
+    options: Options,
+    parts: Sequence[Any],
+    *,
+    scheme: str | Scheme | None = None,
+    start: int = 0,
+    patches: bool = True,
+) -> Call[InterleavedSequence]:
+    """The sequence of these parts, as ``SequenceBuilder.build`` gives it with the settings of the profile.
+
+    Args:
+        parts: text, token ids, Grid, ImageSize, and images as SequenceBuilder takes them. A path travels as the bytes
+            of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
+        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
+        start: id of the first token.
+        patches: whether pixels are wanted; without them nothing is decoded.
+
+    Returns:
+        A new InterleavedSequence, its image hashes those of the call in process.
+
+    Raises:
+        MmposError: what ``SequenceBuilder.build`` raises; LimitExceededError also for a limit of the server.
+        ServiceError: no answer.
+    """
+    settings = BuildSettings.checked(options, "raise", scheme, start, patches)
+    return BUILD.call(settings.ask_one(parts))
+
+
+def build_batch(
+    options: Options,
+    documents: Sequence[Sequence[Any]],
+    errors: Errors = "raise",
+    *,
+    scheme: str | Scheme | None = None,
+    start: int = 0,
+    patches: bool = True,
+) -> Call[Built]:
+    """The sequences of several documents in one call.
+
+    Args:
+        documents: the parts of each, as for ``build``.
+        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" puts each error where
+            its sequence would be.
+        scheme: as for ``build``.
+        start: id of the first token of every document.
+        patches: as for ``build``.
+
+    Returns:
+        One entry per document.
+
+    Raises:
+        MmposError: as for ``build``; with errors="return" only what is wrong with the whole call.
+        ServiceError: no answer.
+    """
+    return BUILD.call(BuildSettings.checked(options, errors, scheme, start, patches).ask(documents))
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """How documents are built; makes what asks for them."""
+
+    profile: str | None
+    errors: Errors
+    scheme: str | Scheme | None
+    start: int
+    patches: bool
+
+    @classmethod
+    def checked(
+        cls, options: Options, errors: Errors, scheme: str | Scheme | None, start: int, patches: bool
+    ) -> BuildSettings:
+        """The settings, or what is wrong with them."""
+        one_of("errors", errors, ("raise", "return"))
+        start = integer("start", start, minimum=-(2**63), maximum=2**63 - 1)
+        return cls(options.profile, errors, scheme, start, boolean("patches", patches))
+
+    def ask_one(self, parts: Sequence[Any]) -> Ask[InterleavedSequence]:
+        """What asks for one document."""
+
+        def ask(message: Any) -> Callable[[Any], InterleavedSequence]:
+            self._put(message)
+            hashes = put_parts(message.documents.add(), parts)
+
+            def decode(answer: Any) -> InterleavedSequence:
+                (found,) = _results(answer, 1)
+                return _one(found, hashes)
+
+            return decode
+
+        return ask
+
+    def ask(self, documents: Sequence[Sequence[Any]]) -> Ask[Built]:
+        """What asks for several documents."""
+        if not isinstance(documents, list | tuple):
+            raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
+
+        def ask(message: Any) -> Callable[[Any], Built]:
+            self._put(message)
+            put = [self._document(f"documents[{d}]", message, parts) for d, parts in enumerate(documents)]
+
+            def decode(answer: Any) -> Built:
+                found = zip(_results(answer, len(put)), put, strict=True)
+                return [self._outcome(f"documents[{d}]", *pair) for d, pair in enumerate(found)]
+
+            return decode
+
+        return ask
+
+    def _put(self, message: Any) -> None:
+        if self.profile is not None:
+            message.profile = self.profile
+        if self.scheme is not None:
+            put_scheme(message.scheme, self.scheme)
+        message.start, message.patches = self.start, self.patches
+
+    def _document(self, name: str, message: Any, parts: Any) -> dict[int, str] | MmposError:
+        document = message.documents.add()
+        try:
+            with _naming(name):
+                return put_parts(document, parts)
+        except MmposError as error:
+            if self.errors == "raise":
+                raise
+            # An empty document holds its place; what the server says of it is not looked at.
+            document.Clear()
+            return error
+
+    def _outcome(self, name: str, found: Any, put: dict[int, str] | MmposError) -> InterleavedSequence | MmposError:
+        if isinstance(put, MmposError):
+            return put
+        try:
+            with _naming(name):
+                return _one(found, put)
+        except MmposError as error:
+            if self.errors == "raise":
+                raise
+            return error
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the name of the document before the message of any error of ours that is not the service's."""
+    try:
+        yield
+    except ServiceError:
+        raise
+    except MmposError as error:
+        raise type(error)(f"{name}.{error}") from error
+
+
+def _results(answer: Any, count: int) -> Any:
+    if len(answer.results) != count:
+        raise ServiceError(f"answer: got {len(answer.results)} results, want {count}")
+    return answer.results
+
+
+def _one(found: Any, hashes: dict[int, str]) -> InterleavedSequence:
+    """The sequence of one document, or its error raised."""
+    if found.WhichOneof("outcome") == "error":
+        raise get_error(found.error)
+    with trusting():
+        return get_sequence("sequence", found.sequence, hashes)

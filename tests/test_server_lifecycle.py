@@ -208,6 +208,30 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
         assert server.end()[0] == 0
 
 
+STALLING_CLIENT = """
+import grpc, os, sys, time
+call = grpc.insecure_channel(sys.argv[1]).stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
+answers = call(iter([bytes.fromhex(sys.argv[2])] * 1000))
+next(answers)
+time.sleep(0.5)
+os._exit(0)
+"""
+
+
+def test_a_client_that_stalls_and_dies_is_no_error_of_the_server(start: Start) -> None:
+    server = start()
+    query = pb.PositionsQuery(spans=pb.Spans(lengths=[20000]), dense=pb.Dense())
+    item = pb.StreamPlaceRequest(query=query).SerializeToString().hex()
+    subprocess.run([sys.executable, "-c", STALLING_CLIENT, server.address, item], check=True, timeout=20)
+    assert eventually(lambda: bool(server.lines()))
+    server.process.terminate()
+    code, lines = server.end()
+    assert code == 0
+    assert [line["event"] for line in lines] == ["stream", "draining", "stopped"]
+    assert lines[0]["status"] == "CANCELLED"
+    assert lines[0]["items"] < 200  # it read no further than the window and the transport's buffers
+
+
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start("--notice-seconds", "60")
     server.process.terminate()

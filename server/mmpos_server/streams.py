@@ -60,6 +60,8 @@ class StreamEndpoint:
                 await stream.serve(draining=self._draining)
                 status = "OK"
                 return
+            except _GoneError:
+                return
             except Exception as error:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
@@ -138,6 +140,10 @@ class StreamEndpoint:
         return Window(concurrency.stream_window, concurrency.stream_bytes)
 
 
+class _GoneError(Exception):
+    """The client is no longer there, and nobody has cancelled the stream yet."""
+
+
 class _Stream:
     """One open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
 
@@ -168,7 +174,11 @@ class _Stream:
         try:
             while (item := await self._answers.get()) is not None:
                 task, size = item
-                await self._context.write(await task)
+                answered = await task
+                try:
+                    await self._context.write(answered)
+                except Exception as error:  # of the transport, in a class of its inside
+                    raise _GoneError from error
                 self._window.leave(size)
             if self._draining and not self._ended:
                 raise ServiceUnavailableError("the server is about to stop, want a new stream for what has no answer")
@@ -182,7 +192,10 @@ class _Stream:
         try:
             while not self._draining:
                 await self._window.room()
-                raw = await self._context.read()
+                try:
+                    raw = await self._context.read()
+                except Exception as error:
+                    raise _GoneError from error
                 if raw is grpc.aio.EOF:
                     self._ended = True
                     break

@@ -1,0 +1,138 @@
+// A client that shares nothing with mmpos but the .proto files: node client.js ADDRESS PROTO GOLDEN IMAGE
+// prints as JSON what the server answered, and how many ids of the golden file it answered rightly.
+"use strict";
+
+const fs = require("node:fs");
+const grpc = require("@grpc/grpc-js");
+const loader = require("@grpc/proto-loader");
+const { expand } = require("./table.js");
+
+const [address, protoFolder, goldenFile, imageFile] = process.argv.slice(2);
+
+const files = ["info", "positions", "sequences"].map((name) => `mmpos/rpc/v1/${name}.proto`);
+const options = { includeDirs: [protoFolder], keepCase: true, longs: String, enums: String, oneofs: true, defaults: true };
+const { v1 } = grpc.loadPackageDefinition(loader.loadSync(files, options)).mmpos.rpc;
+
+const connect = (service) => new service(address, grpc.credentials.createInsecure());
+const deadline = () => ({ deadline: Date.now() + 30000 });
+
+function call(client, method, request) {
+  return new Promise((resolve, reject) => {
+    client[method](request, new grpc.Metadata(), deadline(), (error, answer) => (error ? reject(error) : resolve(answer)));
+  });
+}
+
+// All answers to these requests, in the order in which they came.
+function stream(client, method, requests) {
+  return new Promise((resolve, reject) => {
+    const answers = [];
+    const duplex = client[method](new grpc.Metadata(), deadline());
+    duplex.on("data", (answer) => answers.push(answer));
+    duplex.on("error", reject);
+    duplex.on("end", () => resolve(answers));
+    requests.forEach((request) => duplex.write(request));
+    duplex.end();
+  });
+}
+
+// One batch of golden documents of one scheme, as a query.
+function query(cases) {
+  const parts = cases.flatMap((golden) => golden.document);
+  const text = (part) => part[0] === "text";
+  const scheme = { name: cases[0].scheme };
+  if (cases[0].axes === 3 && scheme.name.startsWith("rope-tie")) scheme.axes = 3;
+  const starts = cases.map((golden) => golden.start);
+  const start = new Set(starts).size === 1 ? { start: starts[0] } : { start_per_document: starts };
+  return {
+    segments: {
+      kind: parts.map((part) => (text(part) ? "SEGMENT_KIND_TEXT" : "SEGMENT_KIND_GRID")),
+      frames: parts.map((part) => (text(part) ? 1 : part[1])),
+      height: parts.map((part) => (text(part) ? 1 : part[2])),
+      width: parts.map((part) => (text(part) ? part[1] : part[3])),
+      segments_per_document: cases.map((golden) => golden.document.length),
+    },
+    scheme,
+    ...start,
+  };
+}
+
+// Whether these positions are those of the golden documents, id by id.
+function equal(positions, cases) {
+  const want = cases[0].position_ids.map((_, axis) => cases.flatMap((golden) => golden.position_ids[axis]));
+  const next = cases.map((golden) => golden.next_position).filter((position) => position !== null);
+  const got = expand(positions.table);
+  return JSON.stringify([got, positions.next_positions]) === JSON.stringify([want, next]);
+}
+
+async function golden(client) {
+  const cases = JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases;
+  const wrong = [];
+  for (const [i, one] of cases.entries()) {
+    const { positions } = await call(client, "Place", { query: query([one]) });
+    if (!equal(positions, [one])) wrong.push(i);
+  }
+  return { cases: cases.length, wrong };
+}
+
+// The golden documents again, a batch for each scheme, and in their middle one that is wrong.
+async function batches(client) {
+  const groups = new Map();
+  for (const one of JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases) {
+    // Schemes without a next position have one start for all documents.
+    const key = `${one.scheme} ${one.axes} ${one.next_position === null ? one.start : ""}`;
+    groups.set(key, [...(groups.get(key) || []), one]);
+  }
+  const all = [...groups.values()];
+  const requests = all.map((cases, i) => ({ id: i + 1, query: query(cases) }));
+  requests.splice(2, 0, { id: "18446744073709551615", query: { spans: { lengths: [3], offsets: [1], grid_thw: [1, 2, 2] } } });
+  const answers = await stream(client, "StreamPlace", requests);
+  const errors = answers.filter((answer) => answer.outcome === "error");
+  const right = answers.filter((answer) => answer.outcome === "positions" && equal(answer.positions, all[answer.id - 1]));
+  return { ids: answers.map((answer) => answer.id), right: right.length, errors };
+}
+
+async function sequences(client) {
+  const parts = [{ text: "A cup: " }, { image: fs.readFileSync(imageFile) }, { text: " é" }];
+  const documents = [{ parts }, { parts: [{ grid: { height: 0, width: 2 } }] }, { parts: [{ grid: { height: 2, width: 3 } }] }];
+  const answer = await call(client, "Build", { query: { documents, scheme: { name: "rope-tie" } } });
+  return answer.sequences.results.map((result) => {
+    if (result.outcome === "error") return { error: result.error };
+    const sequence = result.sequence;
+    const input_ids = new Int32Array(new Uint8Array(sequence.input_ids.data).buffer);
+    return {
+      input_ids: Array.from(input_ids),
+      position_ids: expand(sequence.positions.table).map((axis) => axis.map(Number)),
+      next_positions: sequence.positions.next_positions.map(Number),
+      grid_thw: sequence.grid_thw.map(Number),
+      image_spans: sequence.image_spans.map(Number),
+      image_hashes: sequence.image_hashes,
+    };
+  });
+}
+
+// The code and the message of a call that is wrong.
+async function refusal(client) {
+  const zero = { kind: ["SEGMENT_KIND_GRID"], height: [0], width: [2], segments_per_document: [1] };
+  try {
+    return await call(client, "Place", { query: { segments: zero } });
+  } catch (error) {
+    return { code: grpc.status[error.code], message: error.details };
+  }
+}
+
+async function main() {
+  const [info, positions, texts] = [v1.InfoService, v1.PositionService, v1.SequenceService].map(connect);
+  const found = await call(info, "GetInfo", {});
+  const summary = {
+    version: found.version,
+    schemes: found.schemes.map((scheme) => scheme.name),
+    golden: await golden(positions),
+    stream: await batches(positions),
+    sequences: await sequences(texts),
+    refusal: await refusal(positions),
+  };
+  [info, positions, texts].forEach((client) => client.close());
+  console.log(JSON.stringify(summary));
+}
+
+main();

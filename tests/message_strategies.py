@@ -1,0 +1,228 @@
+"""Random messages: any that the protocol can spell, and some that are mostly right."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
+from mmpos.schemes import SCHEMES
+
+REQUESTS: Mapping[str, tuple[type[Any], type[Any]]] = {
+    "InfoService/GetInfo": (info_pb2.GetInfoRequest, info_pb2.GetInfoResponse),
+    "PositionService/Place": (positions_pb2.PlaceRequest, positions_pb2.PlaceResponse),
+    "SequenceService/Build": (sequences_pb2.BuildRequest, sequences_pb2.BuildResponse),
+    "RotaryService/CosSin": (rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse),
+    "RotaryService/Rotate": (rotary_pb2.RotateRequest, rotary_pb2.RotateResponse),
+}
+"""Request and response of every call that is not a stream."""
+
+STREAMS: Mapping[str, tuple[type[Any], type[Any]]] = {
+    "PositionService/StreamPlace": (positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse),
+    "SequenceService/StreamBuild": (sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse),
+}
+"""Likewise of every stream."""
+
+Fields = dict[str, Any]
+
+_NAMES = st.sampled_from(["", "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES])
+_EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
+_FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
+_NEEDED = {
+    "query",
+    "q",
+    "positions",
+    "input_ids",
+}  # without them all else is idle; missing ones have tests of their own
+
+
+def messages(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Any message of this type that an encoder can write, mostly nonsense."""
+    return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
+
+
+def _fields(descriptor: Descriptor) -> st.SearchStrategy[Fields]:
+    oneofs = [oneof for oneof in descriptor.oneofs if not oneof.name.startswith("_")]
+    alone = [field for field in descriptor.fields if not any(field in oneof.fields for oneof in oneofs)]
+    plain = st.fixed_dictionaries(
+        {field.name: _value(field) for field in alone if field.name in _NEEDED},
+        optional={field.name: _value(field) for field in alone if field.name not in _NEEDED},
+    )
+    choices = [st.one_of(st.just({}), *map(_only, oneof.fields)) for oneof in oneofs]
+    return st.tuples(plain, *choices).map(lambda found: {k: v for fields in found for k, v in fields.items()})
+
+
+def _only(field: FieldDescriptor) -> st.SearchStrategy[Fields]:
+    return st.fixed_dictionaries({field.name: _value(field)})
+
+
+def _value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    one = _scalar(field)
+    return st.lists(one, max_size=4) if field.is_repeated else one
+
+
+def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.message_type is not None:
+        return _fields(field.message_type)
+    if field.enum_type is not None:
+        return st.sampled_from(sorted(field.enum_type.values_by_number)) | st.sampled_from([99, -1, 2**31 - 1])
+    if field.type == field.TYPE_INT32:
+        return _EDGES.filter(lambda n: -(2**31) <= n < 2**31)
+    if field.type == field.TYPE_INT64:
+        return _EDGES
+    if field.type == field.TYPE_UINT64:
+        return st.integers(0, 2**64 - 1)
+    return {
+        field.TYPE_BOOL: st.booleans(),
+        field.TYPE_STRING: _NAMES | st.text(max_size=4),
+        field.TYPE_BYTES: st.binary(max_size=200) | st.just(picture()),
+        field.TYPE_DOUBLE: _FLOATS,
+    }[field.type]
+
+
+# Messages that are mostly right.
+
+_small = st.integers(1, 6)
+
+
+def _one_of(*values: Any) -> st.SearchStrategy[Any]:
+    """One of these, such as the numbers of an enum."""
+    return st.sampled_from(values)
+
+
+@functools.cache
+def picture(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
+    """The bytes of a small image file."""
+    file = io.BytesIO()
+    Image.new("RGB", size, (10, 200, 30)).save(file, kind)
+    return file.getvalue()
+
+
+def tensor(values: Any, dtype: str = "int64") -> tensor_pb2.Tensor:
+    """Numbers as a message."""
+    array = np.asarray(values, dtype)
+    number = tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
+    return tensor_pb2.Tensor(dtype=number, shape=array.shape, data=array.tobytes())
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
+    """Documents of text with grids between."""
+    table = table_pb2.SegmentTable()
+    for _ in range(draw(st.integers(0, 3))):
+        grids = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2]), _small, _small), max_size=3))
+        for frames, height, width in grids:
+            table.kind.extend([table_pb2.SEGMENT_KIND_TEXT, table_pb2.SEGMENT_KIND_GRID])
+            table.frames.extend([1, frames])
+            table.height.extend([1, height])
+            table.width.extend([draw(_small), width])
+        table.kind.append(table_pb2.SEGMENT_KIND_TEXT)
+        table.frames.append(1)
+        table.height.append(1)
+        table.width.append(draw(_small))
+        table.segments_per_document.append(2 * len(grids) + 1)
+    return table
+
+
+@st.composite
+def views(draw: st.DrawFn) -> positions_pb2.View:
+    """A view whose numbers are small; many of them do not fit the documents."""
+    kind = draw(st.sampled_from(["take", "window", "decode", "shard", "pad"]))
+    few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
+    if kind == "take":
+        starts, lengths = sorted(draw(few)), draw(few)
+        stops = [start + length for start, length in zip(starts, lengths, strict=True)]
+        return positions_pb2.View(take=positions_pb2.Take(starts=starts, stops=stops))
+    if kind == "window":
+        window = positions_pb2.Window(documents=draw(st.just([0, 0]) | few), starts=draw(few), lengths=draw(few))
+        return positions_pb2.View(window=window)
+    if kind == "decode":
+        return positions_pb2.View(decode=positions_pb2.Decode(steps=draw(_small)))
+    if kind == "shard":
+        shard = positions_pb2.Shard(rank=draw(st.integers(0, 1)), world_size=2, layout=draw(_one_of(1, 2)))
+        return positions_pb2.View(shard=shard)
+    length = draw(st.none() | st.sampled_from([16, 64, 128]))
+    return positions_pb2.View(pad=positions_pb2.Pad(length=length, side=draw(_one_of(1, 2))))
+
+
+@st.composite
+def places(draw: st.DrawFn) -> positions_pb2.PlaceRequest:
+    """A batch that most schemes have a place for."""
+    query = positions_pb2.PositionsQuery()
+    source = draw(st.sampled_from(["segments", "segments", "spans", "input_ids"]))
+    if source == "segments":
+        query.segments.CopyFrom(draw(segments()))
+    elif source == "spans":
+        height, width, offset = draw(_small), draw(_small), draw(_small)
+        lengths = [offset + height * width + 1, draw(_small)]
+        query.spans.CopyFrom(
+            positions_pb2.Spans(lengths=lengths, offsets=[offset], grid_thw=[1, height, width], documents=[0])
+        )
+    else:
+        height, width = draw(_small), draw(_small)
+        query.input_ids.input_ids.CopyFrom(tensor([1, 2, *[9] * (height * width), 3]))
+        query.input_ids.image_grid_thw.extend([1, height, width])
+        query.input_ids.image_token_id, query.input_ids.spatial_merge_size = 9, 1
+    if draw(st.booleans()):
+        query.scheme.name = draw(st.sampled_from(list(SCHEMES)))
+    if draw(st.booleans()):
+        query.start = draw(st.integers(-3, 1000))
+    query.views.extend(draw(st.lists(views(), max_size=2)))
+    if draw(st.booleans()):
+        query.dense.dtype = draw(_one_of(0, 2, 3, 7))
+    return positions_pb2.PlaceRequest(query=query)
+
+
+_parts = st.one_of(
+    st.text(min_size=1, max_size=8).map(lambda text: sequences_pb2.Part(text=text)),
+    st.lists(st.integers(0, 255), min_size=1, max_size=5).map(lambda ids: sequences_pb2.Part(token_ids=tensor(ids))),
+    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]).map(lambda kind: sequences_pb2.Part(image=picture(kind))),
+    st.builds(
+        lambda h, w: sequences_pb2.Part(image_size=sequences_pb2.ImageSize(height=20 * h, width=20 * w)), _small, _small
+    ),
+    st.builds(lambda h, w: sequences_pb2.Part(grid=sequences_pb2.Grid(height=h, width=w)), _small, _small),
+)
+
+
+@st.composite
+def builds(draw: st.DrawFn) -> sequences_pb2.BuildRequest:
+    """A few documents of a few parts of all sorts."""
+    documents = draw(st.lists(st.lists(_parts, max_size=4), max_size=3))
+    query = sequences_pb2.SequencesQuery(start=draw(st.integers(0, 9)), patches=draw(st.booleans()))
+    query.documents.extend(sequences_pb2.Document(parts=parts) for parts in documents)
+    return sequences_pb2.BuildRequest(query=query)
+
+
+@st.composite
+def rotations(draw: st.DrawFn) -> rotary_pb2.RotateRequest:
+    """Queries of four tokens and two heads, with ids that fit them."""
+    dtype = draw(st.sampled_from(["float32", "float16"]))
+    ids = draw(st.lists(st.lists(st.integers(-5, 10**6), min_size=4, max_size=4), min_size=2, max_size=2))
+    request = rotary_pb2.RotateRequest(layout=draw(_one_of(0, 1)), conjugate=draw(st.booleans()))
+    request.q.CopyFrom(tensor(np.ones((4, 2, 8)), dtype))
+    request.positions.ids.CopyFrom(tensor(ids, draw(st.sampled_from(["int32", "int64", "float64"]))))
+    rotary = rotary_pb2.Rotary(head_dim=8, pairing=draw(_one_of(0, 1, 2)), precision=draw(_one_of(0, 1, 2)))
+    request.rotary.rotary.CopyFrom(rotary)
+    return request
+
+
+def tables(rotate: rotary_pb2.RotateRequest) -> rotary_pb2.CosSinRequest:
+    """The same tokens and rotation, for the tables."""
+    return rotary_pb2.CosSinRequest(positions=rotate.positions, rotary=rotate.rotary)
+
+
+LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
+    "InfoService/GetInfo": st.just(info_pb2.GetInfoRequest()),
+    "PositionService/Place": places(),
+    "SequenceService/Build": builds(),
+    "RotaryService/CosSin": rotations().map(tables),
+    "RotaryService/Rotate": rotations(),
+}
+"""Requests that are mostly right, by call."""

@@ -1,0 +1,170 @@
+"""Random messages and random bytes: the answer is right or the client's fault, never INTERNAL, and the server lives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, settings
+from message_strategies import LIKELY, REQUESTS, STREAMS, messages, tensor
+from victim import STATUSES, Answer, Victim, victim
+
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2
+from mmpos.wire.positions import get_result
+from mmpos.wire.sequences import get_sequence
+
+FAULTS = set(STATUSES.values()) - {"INTERNAL"}
+QUICK, LONG = 60, 1500
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Victim]:
+    with victim() as found:
+        # The first rotation imports torch, which is not to be counted.
+        first = rotary_pb2.CosSinRequest()
+        first.positions.ids.CopyFrom(tensor([[0], [0]]))
+        assert found.call("RotaryService/CosSin", first).status == "OK"
+        before = found.memory()
+        yield found
+        assert found.memory() < before + 300, "the server has grown"
+
+
+def for_each(strategy: Any, number: int, function: Callable[[Any], None]) -> None:
+    """Call the function with so many examples, the same ones in every run."""
+    health = list(HealthCheck)
+    chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
+
+    def once(example: Any) -> None:
+        function(example)
+
+    decorate: Any = given(strategy)
+    chosen(decorate(once))()
+
+
+def check(method: str, answer: Answer) -> None:
+    """The answer is a response, or says what is wrong with the request."""
+    if answer.status != "OK":
+        assert answer.status in FAULTS
+        assert ": got " in answer.message or ": want " in answer.message or ": the span" in answer.message
+        return
+    response = REQUESTS[method][1].FromString(answer.data)
+    if method == "PositionService/Place":
+        found = get_result("positions", response.positions)
+        assert (found.table is None) != (found.dense is None)
+    if method == "SequenceService/Build":
+        for result in response.sequences.results:
+            if result.WhichOneof("outcome") == "error":
+                assert STATUSES[result.error.code] in FAULTS
+            else:
+                get_sequence("sequence", result.sequence)
+
+
+def ask(server: Victim, method: str, strategy: Any, number: int) -> None:
+    def answered(request: Any) -> None:
+        check(method, server.call(method, request))
+
+    for_each(strategy, number, answered)
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_any_message(server: Victim, method: str) -> None:
+    ask(server, method, messages(REQUESTS[method][0]), QUICK)
+
+
+@pytest.mark.parametrize("method", LIKELY)
+def test_messages_that_are_mostly_right(server: Victim, method: str) -> None:
+    ask(server, method, LIKELY[method], QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", REQUESTS)
+def test_many_messages(server: Victim, method: str) -> None:
+    ask(server, method, messages(REQUESTS[method][0]), LONG)
+    ask(server, method, LIKELY[method], LONG)
+
+
+@pytest.mark.parametrize("method", STREAMS)
+def test_any_message_in_a_stream_has_an_answer_in_its_place(server: Victim, method: str) -> None:
+    request, response = STREAMS[method]
+    items: list[Any] = []
+    for_each(messages(request), QUICK, items.append)
+    unary = LIKELY[method.replace("Stream", "")]
+    for_each(unary, QUICK, lambda likely: items.append(request(id=len(items), query=likely.query)))
+    answers, end = server.stream(method, [item.SerializeToString() for item in items])
+    assert end.status == "OK"
+    found = [response.FromString(answer) for answer in answers]
+    assert [answer.id for answer in found] == [item.id for item in items]
+    errors = [answer.error.code for answer in found if answer.WhichOneof("outcome") == "error"]
+    assert 0 < len(errors) < len(found)
+    assert {STATUSES[code] for code in errors} <= FAULTS
+
+
+# Bytes.
+
+
+def corpus(method: str, number: int) -> list[bytes]:
+    """Messages that are mostly right, to be broken."""
+    found: list[bytes] = []
+    for_each(LIKELY[method], number, lambda request: found.append(request.SerializeToString()))
+    return found
+
+
+def broken(raw: bytes, chance: random.Random) -> bytes:
+    """These bytes with one to four changes."""
+    data = bytearray(raw)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        kind = chance.randrange(5)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del data[at : at + chance.randint(1, 8)]
+        elif kind == 2:
+            data[at:at] = chance.randbytes(chance.randint(1, 8))
+        elif kind == 3:
+            data[at:at] = data[chance.randrange(len(data) + 1) :][:16]
+        else:
+            data[at : at + 9] = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"  # the largest number
+    return bytes(data)
+
+
+def mutate(server: Victim, method: str, number: int) -> None:
+    chance = random.Random(method)
+    raw = corpus(method, 40)
+    found = [server.call(method, broken(chance.choice(raw), chance)) for _ in range(number)]
+    for answer in found:
+        check(method, answer)
+    assert {answer.status for answer in found} >= {"OK", "INVALID_ARGUMENT"}
+
+
+MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
+
+
+@pytest.mark.parametrize("method", MUTABLE)
+def test_bytes_that_were_messages(server: Victim, method: str) -> None:
+    mutate(server, method, 500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", MUTABLE)
+def test_many_bytes_that_were_messages(server: Victim, method: str) -> None:
+    mutate(server, method, 6000)
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_random_bytes(server: Victim, method: str) -> None:
+    chance = random.Random(method)
+    for _ in range(100):
+        check(method, server.call(method, chance.randbytes(chance.randint(0, 64))))
+
+
+def test_a_stream_ends_at_bytes_that_are_no_message(server: Victim) -> None:
+    item = positions_pb2.StreamPlaceRequest(id=7, query={"spans": {"lengths": [3]}}).SerializeToString()  # type: ignore[arg-type]
+    with pytest.raises(DecodeError):
+        positions_pb2.StreamPlaceRequest.FromString(b"\xff")
+    answers, end = server.stream("PositionService/StreamPlace", [item, b"\xff", item])
+    assert [positions_pb2.StreamPlaceResponse.FromString(answer).id for answer in answers] == [7]
+    assert end == Answer("INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf")

@@ -1,0 +1,131 @@
+"""A server in a process of its own, asked in raw bytes, with what each answer cost it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from mmpos.rpc.v1 import error_pb2
+
+# Pillow, so that nothing but rotations imports torch.
+SERVE = """
+import sys
+from mmpos_server.config import ServerConfig
+from mmpos_server.testing import running
+profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}
+with running(ServerConfig.model_validate({"profiles": {"default": profile}})) as address:
+    print(address, flush=True)
+    sys.stdin.read()
+"""
+STATUSES = {
+    error_pb2.ERROR_CODE_INVALID_INPUT: "INVALID_ARGUMENT",
+    error_pb2.ERROR_CODE_UNSUPPORTED: "UNIMPLEMENTED",
+    error_pb2.ERROR_CODE_LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
+    error_pb2.ERROR_CODE_INTERNAL: "INTERNAL",
+}
+"""What the code of an item would be as the status of a call."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Args:
+        status: name of the gRPC status.
+        message: its details.
+        data: bytes of the response, if there is one.
+    """
+
+    status: str
+    message: str = ""
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call cost the server: seconds of all its threads, and MiB above what it held before."""
+
+    seconds: float
+    memory: float
+
+
+class Victim:
+    """The server.
+
+    Args:
+        process: it.
+        address: where it listens.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process, self.address = process, address
+        unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        self.channel = grpc.insecure_channel(address, options=unlimited)
+
+    def call(self, method: str, request: Any) -> Answer:
+        """The answer to a message, or to any bytes."""
+        raw = request if isinstance(request, bytes) else request.SerializeToString()
+        try:
+            call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
+            return Answer("OK", data=call(raw, timeout=30))
+        except grpc.RpcError as error:
+            return _failed(error)
+
+    def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
+        """All answers to these items, and how the stream ended."""
+        found: list[bytes] = []
+        try:
+            call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
+            for answer in call(iter(requests), timeout=30):
+                found.append(answer)
+        except grpc.RpcError as error:
+            return found, _failed(error)
+        return found, Answer("OK")
+
+    def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
+        """The answer, and its cost."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # forgets the peak
+        memory, seconds = self.memory("VmRSS"), self.seconds()
+        answer = self.call(method, request)
+        return answer, Cost(self.seconds() - seconds, self.memory("VmHWM") - memory)
+
+    def memory(self, which: str = "VmRSS") -> float:
+        """MiB that the server holds, or held at most."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
+
+    def seconds(self) -> float:
+        """Processor time of the server so far."""
+        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _failed(error: grpc.RpcError) -> Answer:
+    found: Any = error
+    return Answer(found.code().name, found.details() or "")
+
+
+@contextmanager
+def victim() -> Iterator[Victim]:
+    """A server while inside."""
+    process = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdout, process.stdin:
+        server = Victim(process, process.stdout.readline().strip())
+        try:
+            yield server
+            assert process.poll() is None, "the server has died"
+            assert server.call("InfoService/GetInfo", b"").status == "OK"
+        finally:
+            server.channel.close()
+            process.stdin.close()
+            process.wait(30)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
@@ -65,6 +67,8 @@ class Admission:
 
     arrivals: int = 0
     """Calls and streams that have come so far."""
+    last_arrival: float = -math.inf
+    """When the last of them came, by the monotonic clock."""
     ending: bool = False
     """Whether what comes now is refused, as the server is about to stop."""
 
@@ -92,6 +96,7 @@ class Admission:
             ServiceUnavailableError: the server is about to stop.
         """
         self.arrivals += 1
+        self.last_arrival = monotonic()
         if self.ending:
             raise ServiceUnavailableError("the server is about to stop")
 

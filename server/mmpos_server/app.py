@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Server"]
 
-# How long calls may keep coming before and after they are refused, and how many looks without one are the end.
-_SETTLE_SECONDS, _QUIET_ROUNDS = 0.5, 3
+# How long calls may keep coming before and after they are refused, and for how long there must be none.
+_SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 MethodsOf = Callable[[Profiles, "Limits"], Sequence["Method"]]
 
@@ -132,13 +132,14 @@ class Server:
 
         They are answered for a while; if there is no end of them, the next ones are told to go elsewhere.
         """
-        for self._admission.ending in (False, True):
-            end, quiet, before = monotonic() + min(seconds / 2, _SETTLE_SECONDS), 0, self._admission.arrivals
+        admission = self._admission
+        for admission.ending in (False, True):
+            end, quiet, before = monotonic() + min(seconds / 2, _SETTLE_SECONDS), 0, admission.arrivals
             while monotonic() < end:
                 await asyncio.sleep(0.01)
-                now = self._admission.arrivals
-                quiet, before = quiet + 1 if now == before else 0, now
-                if quiet == _QUIET_ROUNDS:
+                quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
+                # Rounds of the loop hand over what waits; time lets through what clients are about to send.
+                if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
     def _handlers(self, service: str) -> grpc.GenericRpcHandler:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,26 @@ def test_the_rotary_benchmark_takes_every_path_on_toy_sizes(tmp_path: Path) -> N
     contestants = ["copy", "mmpos, table", "mmpos, dense ids", "eager", "torch.compile", "mmpos, interpreted"]
     shapes = ["7B layer", "72B layer", "vision encoder", "decode, 7B"]
     assert seen == {(shape, backward, who) for shape in shapes for backward in (False, True) for who in contestants}
+
+
+@pytest.mark.slow
+def test_the_service_benchmark_takes_every_path_on_toy_sizes() -> None:
+    said = bench("bench_service", "--quick", "--malloc", "default")
+    assert "malloc default" in said.splitlines()[0]
+    rows = [re.split(r"  +", line.strip())[0] for line in said.splitlines()[1:]]
+    echoed, placed = "echo", ["Place", "Place, requests logged"]
+    places = ["Place, 1 document", "Place, 4 documents", "Place, 8 documents"]
+    assert [row for row in rows if row in (echoed, *placed)] == [echoed, *placed] * 3
+    at = [rows.index(name) for name in places]
+    assert rows[at[0] : at[0] + 9] == [
+        *places,
+        "StreamPlace, items of 1 document",
+        "StreamPlace, items of 4 documents",
+        "Build, 1 document of text",
+        "Build, 4 documents of text",
+        "Build, 1 document with 2 photographs",
+        "Build, 2 documents with 2 photographs",
+    ]
+    assert rows[-3:] == ["echo, plain stub", "Place, plain stub", "Place, mmpos.client"]
+    assert said.count("target at most 2×: ") == said.count("target at most 1.3×: ") == 2
+    assert said.count("target at least 20×: ") == 2

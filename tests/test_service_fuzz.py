@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from message_strategies import LIKELY, REQUESTS, STREAMS, messages, tensor
 from victim import STATUSES, Answer, Victim, victim
 
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.wire.positions import get_result
 from mmpos.wire.sequences import get_sequence
 
@@ -100,6 +100,84 @@ def test_any_message_in_a_stream_has_an_answer_in_its_place(server: Victim, meth
     errors = [answer.error.code for answer in found if answer.WhichOneof("outcome") == "error"]
     assert 0 < len(errors) < len(found)
     assert {STATUSES[code] for code in errors} <= FAULTS
+
+
+# What one side knows and the other does not.
+
+TOMORROW = b"\x98\x06\x01"
+"""Field 99 is 1."""
+
+
+def place(**query: Any) -> Any:
+    return positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**query))
+
+
+def build(part: bytes) -> Any:
+    document = sequences_pb2.Document(parts=[sequences_pb2.Part.FromString(part)])
+    return sequences_pb2.BuildRequest(query=sequences_pb2.SequencesQuery(documents=[document]))
+
+
+SPANS = {"lengths": [4]}
+NO_TOKENS: Any = {"ids": {"dtype": 2, "shape": [2, 0]}}
+STRANGE: dict[str, tuple[str, Any, str]] = {
+    "no query": ("Position/Place", b"", "query: got none, want a PositionsQuery"),
+    "no source": ("Position/Place", place(), "query.source: got none, want one of segments, spans, input_ids"),
+    "a source of tomorrow": (
+        "Position/Place",
+        positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery.FromString(TOMORROW)),
+        "query.source: got none, want one of segments, spans, input_ids",
+    ),
+    "a view of tomorrow": (
+        "Position/Place",
+        place(spans=SPANS, views=[positions_pb2.View.FromString(TOMORROW)]),
+        "query.views[0]: got none, want one of take, window, decode, shard, pad",
+    ),
+    "a kind of tomorrow": (
+        "Position/Place",
+        place(segments={"kind": [99], "height": [1], "width": [1], "segments_per_document": [1]}),
+        "kind[0]: got 99, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING",
+    ),
+    "no layout": (
+        "Position/Place",
+        place(spans=SPANS, views=[{"shard": {"world_size": 2}}]),
+        "query.views[0].shard.layout: got SHARD_LAYOUT_UNSPECIFIED, "
+        "want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS",
+    ),
+    "a part of tomorrow": (
+        "Sequence/Build",
+        build(TOMORROW),
+        "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels",
+    ),
+    "no positions": ("Rotary/CosSin", b"", "positions: got none, want a RotaryPositions"),
+    "no q": ("Rotary/Rotate", rotary_pb2.RotateRequest(positions=NO_TOKENS), "q: got none, want a Tensor"),
+    "a layout of tomorrow": (
+        "Rotary/CosSin",
+        rotary_pb2.CosSinRequest(positions=NO_TOKENS, layout=99),  # type: ignore[arg-type]
+        "layout: got 99, want one of COS_SIN_LAYOUT_UNSPECIFIED, COS_SIN_LAYOUT_PAIRS, COS_SIN_LAYOUT_TRANSFORMERS, "
+        "COS_SIN_LAYOUT_TORCHTITAN, COS_SIN_LAYOUT_ANGLES",
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "request_", "message"), STRANGE.values(), ids=STRANGE)
+def test_what_is_missing_or_unknown_is_named(server: Victim, method: str, request_: Any, message: str) -> None:
+    answer = server.call(method.replace("/", "Service/"), request_)
+    if method == "Sequence/Build":
+        [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+        answer = Answer(STATUSES[result.error.code], result.error.message)
+    assert answer == Answer("INVALID_ARGUMENT", message)
+
+
+def test_fields_of_tomorrow_are_ignored(server: Victim) -> None:
+    request = place(spans=SPANS)
+    known = server.call("PositionService/Place", request)
+    strange = server.call("PositionService/Place", request.SerializeToString() + TOMORROW)
+    assert (known.status, known) == ("OK", strange)
+
+
+def test_text_that_is_not_utf_8_is_refused(server: Victim) -> None:
+    answer = server.call("PositionService/Place", b"\x0a\x05\x22\x03\xff\xfe\xfd")  # query.profile
+    assert answer.status == "INVALID_ARGUMENT"
 
 
 # Bytes.

@@ -1,0 +1,248 @@
+"""Claims that are larger than the bytes that make them: each is refused by name, before the work it asks for."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from message_strategies import tensor
+from victim import STATUSES, Answer, Victim, victim
+
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the cost is read from /proc")
+
+SECONDS, MEMORY = 0.2, 64.0
+"""Processor time and MiB of a refusal."""
+
+DECODE_SECONDS, DECODE_MEMORY = 0.1, 48.0
+"""The same for every MiB that came: a number of one byte becomes one of eight, and lists grow by doubling."""
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+BAD, MUCH, NONE = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"
+
+Claim = tuple[Callable[[], Any], str, str]
+"""The request, the status and the first words of the message."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Victim]:
+    with victim() as found:
+        found.call("PositionService/Place", place(spans={"lengths": [1]}))
+        found.call("SequenceService/Build", build({"text": "a"}))
+        yield found
+
+
+def place(**query: Any) -> Any:
+    return positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**query))
+
+
+def view(**views: Any) -> dict[str, Any]:
+    """A query of 40,000 segments, with one view."""
+    text = {"kind": [1] * 40_000, "height": [1] * 40_000, "width": [1] * 40_000, "segments_per_document": [40_000]}
+    return {"segments": text, "views": [views]}
+
+
+def grid(*sides: int, **query: Any) -> Any:
+    frames, height, width = sides
+    table = {"kind": [2], "frames": [frames], "height": [height], "width": [width], "segments_per_document": [1]}
+    return place(segments=table, **query)
+
+
+def ids(shape: list[int], data: bytes = b"", **fields: Any) -> Any:
+    number = tensor_pb2.DATA_TYPE_INT64
+    return place(
+        input_ids={"input_ids": {"dtype": number, "shape": shape, "data": data}, "image_token_id": 9, **fields}
+    )
+
+
+def build(*parts: Any, **query: Any) -> Any:
+    documents = [{"parts": list(parts)}]
+    return sequences_pb2.BuildRequest(query=sequences_pb2.SequencesQuery(**{"documents": documents, **query}))
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A file whose header claims these sides, with hardly any pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    every = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    packed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in every]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+def turn(positions: Any = None, **rotary: Any) -> Any:
+    found = {"ids": tensor([[0], [0]])} if positions is None else positions
+    settings = rotary_pb2.RotarySettings(rotary=rotary_pb2.Rotary(**rotary))
+    return rotary_pb2.CosSinRequest(positions=rotary_pb2.RotaryPositions(**found), rotary=settings)
+
+
+def table(num_tokens: int, width: int = INT32) -> dict[str, Any]:
+    """A table of one segment of text."""
+    columns = [0, 0, 1, width, 1, 0, 0, 0, 1, 0, 0, 0, 1]
+    rows, documents = (np.array(numbers, "<i8").tobytes() for numbers in (columns, [0, 0, num_tokens, 0]))
+    return {"table": table_pb2.PositionTable(table=rows, documents=documents, num_tokens=num_tokens, axes=2)}
+
+
+PLACE: dict[str, Claim] = {
+    "a grid of 2^31 by 2^31": (lambda: grid(1, INT32, INT32), MUCH, "segment 0: got 46116860141324206"),
+    "a grid beyond 64 bits": (lambda: grid(INT64, INT64, INT64), MUCH, "segment 0: got "),
+    "frames": (lambda: grid(10**7, 1, 1, scheme={"name": "mrope"}), MUCH, "segments: got 10000000"),
+    "a long text": (lambda: place(spans={"lengths": [INT32]}), MUCH, "tokens: got 2147483647"),
+    "lengths beyond 64 bits": (lambda: place(spans={"lengths": [INT64] * 3}), BAD, "lengths[0]: got 922"),
+    "a million documents": (lambda: place(spans={"lengths": [1] * 10**6}), MUCH, "documents: got 1000000"),
+    "a million segments": (
+        lambda: place(segments={"kind": [1] * 10**6, "height": [1] * 10**6, "width": [1] * 10**6}),
+        MUCH,
+        "segments: got 1000000",
+    ),
+    "a million views": (lambda: place(views=[{"decode": {}}] * 10**6, spans={"lengths": [1]}), MUCH, "views: got 1000"),
+    "windows that multiply": (
+        lambda: place(**view(window={"documents": [0] * 4096, "starts": [0] * 4096, "lengths": [40_000] * 4096})),
+        MUCH,
+        "segments: got 163840000",
+    ),
+    "many windows": (
+        lambda: place(**view(window={"documents": [0] * 10**5, "starts": [0] * 10**5, "lengths": [1] * 10**5})),
+        MUCH,
+        "documents: got 100000",
+    ),
+    "a window beyond 64 bits": (
+        lambda: place(**view(window={"documents": [0], "starts": [INT64], "lengths": [INT64]})),
+        MUCH,
+        "tokens: got 9223372036854775808",
+    ),
+    "ranges that multiply": (
+        lambda: place(**view(take={"starts": [0] * 10**5, "stops": [40_000] * 10**5})),
+        MUCH,
+        "segments: got 4000000000",
+    ),
+    "padding to 2^31 - 1, dense": (
+        lambda: place(spans={"lengths": [3]}, views=[{"pad": {"length": INT32, "side": 2}}], dense={}),
+        MUCH,
+        "tokens: got 2147483647",
+    ),
+    "decoding for ever": (lambda: place(**view(decode={"steps": INT32})), MUCH, "documents[0]: got id 2147"),
+    "sharing among 2^63": (
+        lambda: place(**view(shard={"rank": 0, "world_size": INT64, "layout": 1})),
+        BAD,
+        "world_size: got 9223372036854775807, want <= 2147483647",
+    ),
+    "many rows": (
+        lambda: place(spans={"lengths": [1]}, dense={"axes": [0] * 10**6}),
+        MUCH,
+        "query.dense.axes: got 1000000 rows, want at most 16",
+    ),
+    "many bytes of reply": (
+        lambda: place(spans={"lengths": [16 * 10**6]}, dense={"axes": [0] * 16}),
+        MUCH,
+        "response_bytes: got 1024000000",
+    ),
+    "the last id": (lambda: place(spans={"lengths": [3]}, start=INT32), MUCH, "documents[0], tokens 0 to 2: got ids"),
+    "an id beyond": (lambda: place(spans={"lengths": [3]}, start=INT64), BAD, "start: got 9223372036854775807"),
+    "an id before": (lambda: place(spans={"lengths": [3]}, start=-(2**31) - 1), BAD, "start: got -2147483649"),
+    "a shape that lies": (lambda: ids([2**40], bytes(8)), BAD, "input_ids.data: got 8 bytes, want 8796093022208"),
+    "a shape that wraps around": (lambda: ids([4, 2**62], b""), BAD, "input_ids.data: got 0 bytes, want 147573952"),
+    "rows without end": (lambda: ids([2**32, 2**32], b""), MUCH, "documents: got 4294967296"),
+    "a negative shape": (lambda: ids([-1], bytes(8)), BAD, "input_ids.shape: got (-1,), want sizes >= 0"),
+    "nothing, of a huge width": (lambda: ids([0, INT64]), BAD, "input_ids.shape: got (0, 9223372036854775807)"),
+    "a million axes": (lambda: ids([1] * 10**6, bytes(8)), BAD, "input_ids.shape: got 1000000 axes, want "),
+    "a million images": (lambda: ids([1], bytes(8), image_grid_thw=[1] * 3 * 10**6), MUCH, "images: got 1000000"),
+    "a long name": (lambda: grid(1, 1, 1, scheme={"name": "x" * 10**6}), BAD, "scheme: got 'xxx"),
+}
+
+BUILD: dict[str, Claim] = {
+    "60,000 by 60,000 pixels": (lambda: build({"image": png(60_000, 60_000)}, patches=True), MUCH, "parts[0]: image"),
+    "2^31 by 2^31 pixels": (lambda: build({"image": png(INT32, INT32)}, patches=True), MUCH, "parts[0]: "),
+    "many images of many pixels": (
+        lambda: build(*[{"image": png(5000, 5000)}] * 100, patches=True),
+        MUCH,
+        "pixels: got 2500000000",
+    ),
+    "a million documents": (lambda: build(documents=[{}] * 10**6), MUCH, "documents: got 1000000"),
+    "a million parts": (lambda: build(*[{}] * 10**6), MUCH, "segments: got 1000000"),
+    "a grid of 2^31": (lambda: build({"grid": {"height": INT32, "width": INT32}}), MUCH, "tokens: got 4611686"),
+    "an image of 2^31": (lambda: build({"image_size": {"height": INT32, "width": INT32}}), MUCH, "parts[0]: "),
+    "ids that lie": (
+        lambda: build({"token_ids": {"dtype": 3, "shape": [2**60], "data": bytes(8)}}),
+        BAD,
+        "parts[0].token_ids.data: got 8 bytes, want 9223372036854775808",
+    ),
+    "pixels that lie": (
+        lambda: build({"pixels": {"dtype": 1, "shape": [INT32, INT32, 3]}}, patches=True),
+        BAD,
+        "parts[0].pixels.data: got 0 bytes",
+    ),
+    "no pixels, of a huge width": (
+        lambda: build({"pixels": {"dtype": 1, "shape": [0, INT64, 3]}}, patches=True),
+        BAD,
+        "parts[0].pixels.shape: got (0, 9223372036854775807, 3)",
+    ),
+    "the last id": (lambda: build({"text": "abc"}, start=INT32), MUCH, "documents[0], tokens 0 to 2: got ids"),
+}
+
+TURN: dict[str, Claim] = {
+    "a huge head": (lambda: turn(head_dim=INT64), MUCH, "rotary.head_dim: got 9223372036854775807"),
+    "huge axes": (lambda: turn(head_dim=8, pair_axis=[0, 1, 0, 1], axes=2**40), BAD, "rotary.axes: got 1099511627776"),
+    "a huge axis": (lambda: turn(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "rotary.pair_axis[3]: got 109951"),
+    "a million axes": (lambda: turn(head_dim=8, pair_axis=[0] * 10**6), BAD, "rotary.pair_axis: got 1000000 numbers"),
+    "a million sections": (
+        lambda: turn(head_dim=8, allocation="sections", mrope_section=[0] * 10**6),
+        BAD,
+        "rotary.mrope_section: got 1000000 numbers",
+    ),
+    "many tokens": (lambda: turn(table(INT32), head_dim=8), MUCH, "tokens: got 2147483647"),
+    "more tokens": (
+        lambda: turn(table(INT64), head_dim=8),
+        MUCH,
+        "positions.table.num_tokens: got 9223372036854775807",
+    ),
+    "many bytes of reply": (lambda: turn(table(16 * 10**6), head_dim=8), MUCH, "response_bytes: got 1024000000"),
+    "no axes": (lambda: turn({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), BAD, "positions.ids.shape: got (0, 4)"),
+    "axes of a table": (
+        lambda: turn({"table": table_pb2.PositionTable(axes=INT32)}, head_dim=8),
+        BAD,
+        "positions.table.axes: got 2147483647, want 1 to 16",
+    ),
+}
+
+
+def refused(server: Victim, method: str, claim: Claim) -> None:
+    make, status, words = claim
+    request = make().SerializeToString()
+    answer, cost = server.costly(method, request)
+    if answer.status == "OK" and method == "SequenceService/Build":
+        [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+        answer = Answer(STATUSES[result.error.code], result.error.message)
+    assert (answer.status, answer.message[: len(words)]) == (status, words)
+    size = len(request) / 2**20
+    assert cost.seconds <= SECONDS + DECODE_SECONDS * size
+    assert cost.memory <= MEMORY + DECODE_MEMORY * size
+
+
+@pytest.mark.parametrize("claim", PLACE.values(), ids=PLACE)
+def test_a_claim_about_positions_is_refused_cheaply(server: Victim, claim: Claim) -> None:
+    refused(server, "PositionService/Place", claim)
+
+
+@pytest.mark.parametrize("claim", BUILD.values(), ids=BUILD)
+def test_a_claim_about_sequences_is_refused_cheaply(server: Victim, claim: Claim) -> None:
+    refused(server, "SequenceService/Build", claim)
+
+
+@pytest.mark.parametrize("claim", TURN.values(), ids=TURN)
+def test_a_claim_about_rotations_is_refused_cheaply(server: Victim, claim: Claim) -> None:
+    refused(server, "RotaryService/CosSin", claim)  # even before torch is imported, which takes seconds
+
+
+@pytest.mark.parametrize("kind", [b"iCCP", b"zTXt"])
+def test_a_file_whose_notes_unpack_to_256_mib_is_read_without_them(server: Victim, kind: bytes) -> None:
+    packer = zlib.compressobj(9)
+    bomb = b"x\0\0" + b"".join(packer.compress(bytes(2**20)) for _ in range(256)) + packer.flush()
+    answer, cost = server.costly("SequenceService/Build", build({"image": png(10, 10, (kind, bomb))}, patches=True))
+    [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+    assert result.sequence.patches.shape == [16, 14, 14, 3]
+    assert (cost.seconds <= SECONDS, cost.memory <= MEMORY) == (True, True)

@@ -48,14 +48,14 @@ def test_a_sequence_is_built_of_text_and_a_photo(server: str, capsys: pytest.Cap
     code, out, err = run(capsys, "remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
     assert (code, err) == (0, "")
     assert out.startswith("InterleavedSequence(112 tokens, 1 images, patches=uint8 (396, 14, 14, 3))\n")
-    assert "grid 9×11" in out
+    assert "grid 11×9" in out
 
 
 def test_info_and_health_say_what_the_server_is(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "remote", "health", "--server", server) == (0, f"{server} is serving\n", "")
     code, out, _ = run(capsys, "remote", "info", "--server", server)
     assert code == 0
-    assert "default  rope-tie  256" in out
+    assert "default   rope-tie   256" in out
     assert "documents" in out
 
 

@@ -6,12 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mmpos_server.testing import running
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADDRESS = "localhost:50051"
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -25,17 +29,28 @@ def blocks(language: str) -> list[object]:
     ]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """What stands behind the address that the documents name."""
+    with running() as address:
+        yield address
+
+
 @pytest.mark.parametrize(("code", "output"), blocks("python"))
-def test_a_python_block_prints_the_text_block_after_it(code: str, output: str | None) -> None:
+def test_a_python_block_prints_the_text_block_after_it(
+    code: str, output: str | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed = io.StringIO()
+    monkeypatch.chdir(ROOT)
+    code = _served(code, request)
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "example", "exec"), {"__name__": "example"})
     assert printed.getvalue() == (output or "")
 
 
 @pytest.mark.parametrize(("code", "output"), blocks("console"))
-def test_console_lines_succeed(code: str, output: str | None, tmp_path: Path) -> None:
-    for line in code.splitlines():
+def test_console_lines_succeed(code: str, output: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for line in _served(code, request).splitlines():
         assert line.startswith("$ mmpos ")
         command = [sys.executable, "-m", *shlex.split(line.removeprefix("$ "))]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -46,3 +61,8 @@ def test_console_lines_succeed(code: str, output: str | None, tmp_path: Path) ->
 def test_links_lead_to_files(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def _served(code: str, request: pytest.FixtureRequest) -> str:
+    """The example with the address of a server that is there, if it names one."""
+    return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code

@@ -53,7 +53,7 @@ def test_importing_mmpos_needs_numpy_alone() -> None:
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "torchvision", "PIL", "triton", "grpc", "typer", "rich", "matplotlib"}:
+        if name.partition(".")[0] in {"torch", "torchvision", "PIL", "triton", "grpc", "google", "typer", "matplotlib"}:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 import mmpos
@@ -97,4 +97,6 @@ def test_the_wheel_holds_exactly_the_two_packages(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in names} == {"mmpos", "mmpos_server", "mmpos-0.1.0.dist-info"}
     python_files = {str(p.relative_to(ROOT)) for p in (ROOT / "mmpos").rglob("*.py")}
-    assert python_files | {"mmpos/py.typed", "mmpos/photos/coffee.jpg", "mmpos_server/__init__.py"} <= names
+    python_files |= {str(p.relative_to(ROOT / "server")) for p in (ROOT / "server").rglob("*.py")}
+    data = {"mmpos/py.typed", "mmpos/photos/coffee.jpg", "mmpos_server/py.typed", "mmpos_server/default.toml"}
+    assert python_files | data <= names

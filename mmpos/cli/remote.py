@@ -17,7 +17,7 @@ from mmpos.specs import IMAGE_SUFFIXES, read_documents
 if TYPE_CHECKING:
     from mmpos.client import Client
 
-remote = typer.Typer(name="remote", help="Ask a server started with [bold]mmpos serve[/bold].", no_args_is_help=True)
+remote = typer.Typer(name="remote", invoke_without_command=True)
 app.add_typer(remote)
 
 Server = Annotated[
@@ -43,6 +43,13 @@ def serve(context: typer.Context) -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(f'serving needs {error.name}: pip install "mmpos[server]"') from error
     return server(args=context.args, prog_name="mmpos serve", standalone_mode=False)
+
+
+@remote.callback()
+def root(context: typer.Context) -> None:
+    """Ask a server started with [bold]mmpos serve[/bold]."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @remote.command()

@@ -14,6 +14,7 @@ from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError
 from mmpos.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
 from mmpos.rpc.v1 import info_pb2, positions_pb2
+from mmpos.segments import SegmentTable
 from mmpos.wire.positions import get_result, put_query
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from mmpos.positions import PositionTable
     from mmpos.schemes import Scheme
-    from mmpos.segments import SegmentTable
 
 T = TypeVar("T")
 
@@ -120,6 +120,8 @@ def place(
         MmposError: what ``mmpos.place`` and the views raise; LimitExceededError also for a limit of the server.
         ServiceError: no answer.
     """
+    if not isinstance(segments, SegmentTable | Spans | InputIds):
+        raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
     found = query(options, PositionsQuery(segments, scheme, start, strict, views))
 
     def decode(answer: Any) -> PositionTable:

@@ -132,7 +132,11 @@ class BuildSettings:
 
         def ask(message: Any) -> Callable[[Any], Built]:
             self._put(message)
-            put = [self._document(f"documents[{d}]", message, parts) for d, parts in enumerate(documents)]
+            put: list[dict[int, str] | MmposError] = []
+            for d, parts in enumerate(documents):
+                put.append(self._document(f"documents[{d}]", message, parts))
+                if isinstance(put[-1], MmposError) and self.errors == "raise":
+                    break  # those before it may have errors of their own, and the first is raised
 
             def decode(answer: Any) -> Built:
                 found = zip(_results(answer, len(put)), put, strict=True)
@@ -155,16 +159,14 @@ class BuildSettings:
             with _naming(name):
                 return put_parts(document, parts)
         except MmposError as error:
-            if self.errors == "raise":
-                raise
             # An empty document holds its place; what the server says of it is not looked at.
             document.Clear()
             return error
 
     def _outcome(self, name: str, found: Any, put: dict[int, str] | MmposError) -> InterleavedSequence | MmposError:
-        if isinstance(put, MmposError):
-            return put
         try:
+            if isinstance(put, MmposError):
+                raise put
             with _naming(name):
                 return _one(found, put)
         except MmposError as error:

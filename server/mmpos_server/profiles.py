@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
@@ -134,7 +136,10 @@ def _tokenizer(setting: str, folder: Path) -> Any:
 def _images(settings: ImageSettings) -> ImageProcessor:
     given = settings.model_dump(exclude_none=True)
     given.setdefault("backend", "torchvision" if find_spec("torchvision") else "pillow")
-    return ImageProcessor(**given)
+    processor = ImageProcessor(**given)
+    # The backend takes seconds to import: now, and not while the first client waits.
+    processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
+    return processor
 
 
 def _scheme(setting: str | Mapping[str, Any]) -> Scheme:

@@ -86,7 +86,7 @@ class _Info:
             setattr(answer.limits, name, value)
         for profile in self.profiles:
             _put_profile(answer.profiles.add(), profile)
-        answer.device = await call.run("rotary", device)
+        answer.device = await call.run("place", device)
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

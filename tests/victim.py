@@ -75,7 +75,7 @@ class Victim:
         raw = request if isinstance(request, bytes) else request.SerializeToString()
         try:
             call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
-            return Answer("OK", data=call(raw, timeout=30))
+            return Answer("OK", data=call(raw, timeout=120))
         except grpc.RpcError as error:
             return _failed(error)
 
@@ -84,7 +84,7 @@ class Victim:
         found: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
-            for answer in call(iter(requests), timeout=30):
+            for answer in call(iter(requests), timeout=120):
                 found.append(answer)
         except grpc.RpcError as error:
             return found, _failed(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +13,14 @@ from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, int_array, int
 from mmpos.columns import FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, OFFSET, WIDTH, Columns
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.explain import explain
+from mmpos.joining import join
 from mmpos.padding import insert_padding
+from mmpos.sharding import Layout, shard_ranges
 from mmpos.table_checks import check_table
 
 __all__ = ["PositionTable"]
 
 Side = Literal["left", "right"]
-Layout = Literal["zigzag", "contiguous"]
 
 
 class PositionTable(Columns):
@@ -48,6 +50,18 @@ class PositionTable(Columns):
         if not isinstance(scheme, str):
             raise InvalidInputError(f"scheme: got {scheme!r}, want a name")
         return cls(table, documents, num_tokens, fractional, scheme)
+
+    @classmethod
+    def concatenate(cls, tables: Sequence[PositionTable]) -> PositionTable:
+        """The documents of several tables, one after the other, as one packed batch.
+
+        Args:
+            tables: at least one, all with the same axes; ids may be fractions if any table's may.
+
+        Raises:
+            InvalidInputError: no tables, something else, or tables with different axes.
+        """
+        return cls(*join(tables))
 
     def dense(
         self,
@@ -165,11 +179,11 @@ class PositionTable(Columns):
         Raises:
             InvalidInputError: a document's length is not a multiple of 2C (zigzag) or C.
         """
-        return self.take(*self._shard_ranges(rank, world_size, layout))
+        return self.take(*shard_ranges(self, rank, world_size, layout))
 
     def shard_indices(self, rank: int, world_size: int, layout: Layout = "zigzag") -> IntArray:
         """(tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
-        starts, stops = self._shard_ranges(rank, world_size, layout)
+        starts, stops = shard_ranges(self, rank, world_size, layout)
         lengths = stops - starts
         before = np.cumsum(lengths) - lengths
         return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
@@ -231,25 +245,6 @@ class PositionTable(Columns):
 
     def _view(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
         return assemble(columns, document, header, self.fractional, self.scheme)
-
-    def _shard_ranges(self, rank: int, world_size: int, layout: Layout) -> tuple[IntArray, IntArray]:
-        one_of("layout", layout, ("zigzag", "contiguous"))
-        world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
-        rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
-        # One rank alone holds everything, in any layout.
-        blocks = [rank, 2 * world_size - 1 - rank] if layout == "zigzag" and world_size > 1 else [rank]
-        multiple = world_size * len(blocks)
-        odd = self.lengths % multiple
-        if odd.any():
-            d = int((odd > 0).argmax())
-            fit = -(-self.max_seqlen // multiple) * multiple
-            raise InvalidInputError(
-                f"documents[{d}]: got {self.lengths[d]} tokens, want a multiple of {multiple} for world_size="
-                f"{world_size} and layout={layout!r}; pad first: positions.pad({fit}).shard(…)"
-            )
-        block = self.lengths // multiple
-        starts = (self.documents[FIRST_TOKEN] + np.multiply.outer(blocks, block)).T.ravel()
-        return starts, starts + np.repeat(block, len(blocks))
 
 
 def assemble(columns: IntArray, document: IntArray, header: IntArray, fractional: bool, scheme: str) -> PositionTable:

@@ -73,6 +73,7 @@ class InterleavedSequence:
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (images, 2) int64 first token of each image's patches and one past the last.
         image_hashes: content hash of each image; None where only the size is known.
+        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total.
     """
 
     input_ids: IntArray
@@ -83,6 +84,7 @@ class InterleavedSequence:
     grid_thw: IntArray
     image_spans: IntArray
     image_hashes: tuple[str | None, ...]
+    part_offsets: IntArray
 
     def __repr__(self) -> str:
         patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
@@ -141,11 +143,14 @@ class SequenceBuilder:
         chunks: list[IntArray] = []
         document: list[Text | Grid] = []
         images: list[ProcessedImage] = []
+        sizes: list[int] = []
         for i, part in enumerate(parts):
             found = self._read(f"parts[{i}]", part)
             if isinstance(found, list):
                 text += found
+                sizes.append(len(found))
                 continue
+            sizes.append(math.prod(found.grid.extents) + 2)
             images.append(found)
             text.append(begin)
             chunks += [np.array(text, np.int64), np.full(math.prod(found.grid.extents), patch)]
@@ -156,7 +161,7 @@ class SequenceBuilder:
             document.append(Text(len(text)))
         if not document:
             raise InvalidInputError("parts: got no tokens, want at least one")
-        return self._assemble(np.concatenate(chunks), document, images)
+        return self._assemble(np.concatenate(chunks), document, images, sizes)
 
     def build_batch(self, documents: Sequence[Sequence[Any]]) -> list[InterleavedSequence]:
         """The sequences of several documents; errors name ``documents[d].parts[i]``."""
@@ -165,7 +170,7 @@ class SequenceBuilder:
         return [_naming(f"documents[{d}]", self.build, parts, joint=".") for d, parts in enumerate(documents)]
 
     def _assemble(
-        self, input_ids: IntArray, document: list[Text | Grid], images: list[ProcessedImage]
+        self, input_ids: IntArray, document: list[Text | Grid], images: list[ProcessedImage], sizes: list[int]
     ) -> InterleavedSequence:
         segments = SegmentTable.from_documents([document])
         ends = np.cumsum(segments.lengths)
@@ -182,6 +187,7 @@ class SequenceBuilder:
             grid_thw=segments.extents[:, segments.kind == GRID].T.copy(),
             image_spans=spans,
             image_hashes=tuple(image.content_hash for image in images),
+            part_offsets=np.cumsum([0, *sizes]),
         )
 
     def _read(self, name: str, part: Any) -> list[int] | ProcessedImage:

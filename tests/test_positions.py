@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from oracle import Document, exact, place_document, placed
 
-from mmpos import Grid, LimitExceededError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
 from mmpos.schemes import RopeTie
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -318,3 +318,42 @@ def test_one_rank_alone_holds_everything() -> None:
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
     assert (positions.shard(0, 1).table == positions.table).all()
     assert positions.shard_indices(0, 1).tolist() == list(range(11))
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "rows"])
+def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None:
+    documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Text(1), Grid(1, 2)]]
+    whole = place(SegmentTable.from_documents(documents), scheme)
+    parts = [place(SegmentTable.from_documents(some), scheme) for some in (documents[:2], [], documents[2:])]
+    found = PositionTable.concatenate(parts)
+    assert (found.table == whole.table).all()
+    assert (found.documents == whole.documents).all()
+    assert repr(found) == repr(whole)
+
+
+def test_concatenation_keeps_views_and_names_every_scheme() -> None:
+    one = place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).slice(4, 8)
+    two = place(SegmentTable.from_documents([[Text(2)]]), "rope-tie-v2").pad(4, "left")
+    found = PositionTable.concatenate([one, two])
+    assert (found.dense() == np.concatenate([one.dense(), two.dense()], axis=1)).all()
+    assert (found.scheme, found.cu_seqlens.tolist()) == ("rope-tie + rope-tie-v2", [0, 4, 8])
+    assert found.next_positions.tolist() == [*one.next_positions, *two.next_positions]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "tables: got none, want at least one"),
+        (
+            [place(SegmentTable.from_documents([[Text(1)]])), 3],
+            r"tables\[1\]: got int, want PositionTables with the axes",
+        ),
+        (
+            [place(SegmentTable.from_documents([[Text(1)]]), scheme) for scheme in ("rope-tie", "mrope")],
+            r"tables\[1\]: got 3 axes, want PositionTables with the axes of the first",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_together_are_refused(tables: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        PositionTable.concatenate(tables)

@@ -44,6 +44,12 @@ def test_text_and_a_grid_become_one_sequence() -> None:
     assert sequence.positions.next_positions.tolist() == [10]
 
 
+def test_every_part_knows_its_tokens() -> None:
+    sequence = SequenceBuilder().build(["ab", Grid(1, 2), "", [7], Grid(1, 1)])
+    assert sequence.part_offsets.tolist() == [0, 2, 6, 6, 7, 10]
+    assert sequence.input_ids[2:6].tolist() == [256, 258, 258, 257]
+
+
 def test_the_segments_are_what_from_input_ids_finds() -> None:
     sequence = SequenceBuilder().build(["ab", Grid(2, 3), Grid(1, 2), "c", Grid(2, 2)])
     found = SegmentTable.from_input_ids(sequence.input_ids, sequence.grid_thw, image_token_id=258)

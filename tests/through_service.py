@@ -92,8 +92,7 @@ _loop = asyncio.new_event_loop() if os.environ["THROUGH"] == "async" else None
 _client: Any = (AsyncClient if _loop else Client)(_address)
 
 # Rooms took the real ones when they were imported; tests take these.
-mmpos.place = place
-mmpos.SequenceBuilder = RemoteBuilder
+vars(mmpos).update(place=place, SequenceBuilder=RemoteBuilder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from mmpos.client import calls, rotations, sequences, streams
-from mmpos.client.aio_streams import Link, being_cancelled, closed, results
+from mmpos.client.aio_streams import Link, closed, results
 from mmpos.client.base import BaseClient, presented
 from mmpos.client.calls import Call, Errors
 from mmpos.client.failures import error_of
@@ -131,7 +131,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         except grpc.RpcError as error:
             return call.refused(error_of(error))
         except asyncio.CancelledError:
-            if being_cancelled():
+            if _being_cancelled():
                 raise
             return call.refused(closed())
         return call.decode(answer)
@@ -146,3 +146,9 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
         return Link(opened, self._options.metadata)
+
+
+def _being_cancelled() -> bool:
+    """Whether the running task is cancelled; if not, a cancelled call is one whose channel was closed under it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -19,12 +19,6 @@ T = TypeVar("T")
 _END: Any = object()
 
 
-def being_cancelled() -> bool:
-    """Whether the running task is cancelled; if not, a cancelled call is one whose channel was closed under it."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def closed() -> ServiceError:
     """What to say of a call whose channel was closed under it."""
     return ServiceError("CANCELLED: the client was closed")
@@ -48,8 +42,6 @@ class Link:
         except grpc.RpcError as error:
             return error_of(error)
         except asyncio.CancelledError:
-            if being_cancelled():
-                raise
             return closed()
         return None if answer is grpc.aio.EOF else answer
 

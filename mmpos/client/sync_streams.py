@@ -85,6 +85,9 @@ def results(window: Window[Q, T], items: Iterator[Q], connect: Callable[[], Link
             elif more and not window.full and (link is None or not link.ready):
                 item = next(items, _END)
                 more = item is not _END
+                if link is not None and link.ready and not len(window):
+                    link.close()  # it ended while nothing was under way
+                    link = None
                 request = window.add(item) if more else None
                 if link is None:
                     link = _opened(connect, window, more) if request is not None else None

@@ -28,6 +28,7 @@ def put_sequence(message: pb.Sequence, sequence: InterleavedSequence) -> None:
         put_tensor(message.patches, sequence.patches)
     put_integers(message.grid_thw, sequence.grid_thw)
     put_integers(message.image_spans, sequence.image_spans)
+    put_integers(message.part_offsets, sequence.part_offsets)
     message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
 
 
@@ -63,4 +64,5 @@ def get_sequence(
         grid_thw=integers(message.grid_thw, columns=3, name=path(name, "grid_thw")),
         image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
         image_hashes=tuple(hashes.get(i, found or None) for i, found in enumerate(message.image_hashes)),
+        part_offsets=integers(message.part_offsets),
     )

@@ -230,6 +230,7 @@ class Sequence(_message.Message):
     GRID_THW_FIELD_NUMBER: _builtins.int
     IMAGE_SPANS_FIELD_NUMBER: _builtins.int
     IMAGE_HASHES_FIELD_NUMBER: _builtins.int
+    PART_OFFSETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 (tokens); patches are the id of the profile's patch marker."""
@@ -260,6 +261,10 @@ class Sequence(_message.Message):
     def image_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """SHA-256, in hex, of each image's file, or of its pixels if they came decoded; empty for an image that came by size."""
 
+    @_builtins.property
+    def part_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First token of each part, an image's markers included, then the total."""
+
     def __init__(
         self,
         *,
@@ -270,10 +275,11 @@ class Sequence(_message.Message):
         grid_thw: _abc.Iterable[_builtins.int] | None = ...,
         image_spans: _abc.Iterable[_builtins.int] | None = ...,
         image_hashes: _abc.Iterable[_builtins.str] | None = ...,
+        part_offsets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "input_ids", b"input_ids", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_spans", b"image_spans", "input_ids", b"input_ids", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_spans", b"image_spans", "input_ids", b"input_ids", "part_offsets", b"part_offsets", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patches: _TypeAlias = _typing.Literal["patches"]  # noqa: Y015
     _WhichOneofArgType__patches: _TypeAlias = _typing.Literal["_patches", b"_patches"]  # noqa: Y015

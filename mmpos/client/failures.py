@@ -6,8 +6,12 @@ from typing import Any
 
 import grpc
 
-from mmpos.errors import MmposError, ServiceError
+from mmpos.errors import MmposError, ServiceError, ServiceUnavailableError
 from mmpos.wire.errors import RETRY_AFTER, from_status
+
+# What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
+# (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
+_FAILED_WRITE = "Internal error from Core"
 
 
 def error_of(error: grpc.RpcError) -> MmposError:
@@ -16,6 +20,8 @@ def error_of(error: grpc.RpcError) -> MmposError:
     code = failed.code()
     if code is None:
         return ServiceError(f"UNKNOWN: {failed.details()}")
+    if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
+        return ServiceUnavailableError("stream: got a connection that broke while a request was written")
     return from_status(code.name, failed.details() or "", _retry_after(failed.trailing_metadata()))
 
 

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo test slow check format proto bench clean
+.PHONY: help demo test slow check format proto baseline bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -25,6 +25,9 @@ check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against proto/baseline.binpb
 
 format: $(VENV)/dev  ## rewrite the files in the house format
 	$(BIN)/ruff format .
@@ -33,9 +36,13 @@ format: $(VENV)/dev  ## rewrite the files in the house format
 proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
 
+baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
+	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
+
 bench: $(VENV)/dev  ## the benchmarks, as tables
 	$(BIN)/python benchmarks/bench_positions.py
 	$(BIN)/python benchmarks/bench_rotary.py
+	$(BIN)/python benchmarks/bench_service.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info

@@ -14,9 +14,10 @@ from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, in
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.errors import InvalidInputError
 from mmpos.placing import place
-from mmpos.positions import Layout, PositionTable, Side
+from mmpos.positions import PositionTable, Side
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.sharding import Layout
 
 __all__ = [
     "Decode",

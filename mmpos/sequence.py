@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmpos import checks
 from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
-from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.parts import GRID, Grid, Text
 from mmpos.placing import place
@@ -22,6 +22,9 @@ from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments import SegmentTable
 from mmpos.tokenizers import ByteTokenizer, Tokenizer, adapt
+
+MAX_CUTS = 10_000
+"""Most times that one text may spell markers which its tokenizer would make of it."""
 
 __all__ = ["InterleavedSequence", "Markers", "SequenceBuilder"]
 
@@ -96,9 +99,9 @@ class SequenceBuilder:
     """Builds sequences from parts: str, token ids, and images of any sort that the ImageProcessor takes.
 
     A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known
-    only by its size. Text that spells a marker given by name stays text: it is encoded in two pieces, cut inside
-    the marker. Every text part is encoded by itself, so a tokenizer that puts something before each text (a space,
-    as SentencePiece does) puts it before each part.
+    only by its size. Text that spells a marker given by name stays text: where the tokenizer would make the marker
+    of it, it is encoded in two pieces, cut inside the marker. Every text part is encoded by itself, so a tokenizer
+    that puts something before each text (a space, as SentencePiece does) puts it before each part.
 
     >>> builder = SequenceBuilder()
     >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
@@ -210,20 +213,28 @@ class SequenceBuilder:
         return _naming(name, self.images.process, part)
 
     def _encode(self, name: str, text: str) -> list[int]:
-        """Ids of user text; a marker spelled in it is cut after its first character, so it stays text."""
-        unicode = checks.text(name, text)
-        pieces = [_token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(p)) for p in self._pieces(unicode)]
-        ids = list(chain.from_iterable(pieces))
-        for marker in self.marker_ids:
-            if marker in ids:
-                raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
+        """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
+        ids = self._ids(name, checks.text(name, text))
+        if self._marked(ids):
+            ids = list(chain.from_iterable(self._ids(name, piece) for piece in self._pieces(name, text)))
+        for marker in self._marked(ids):
+            raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
         return ids
 
-    def _pieces(self, text: str) -> Iterator[str]:
+    def _ids(self, name: str, text: str) -> list[int]:
+        return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text)) if text else []
+
+    def _marked(self, ids: list[int]) -> list[int]:
+        return [marker for marker in self.marker_ids if marker in ids]
+
+    def _pieces(self, name: str, text: str) -> Iterator[str]:
         names = [m for m in (self.markers.begin, self.markers.end, self.markers.patch) if isinstance(m, str)]
         done = 0
         # Looked for at every character, since occurrences may overlap.
-        for match in re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ():
+        found = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
+        for count, match in enumerate(found):
+            if count == MAX_CUTS:
+                raise LimitExceededError(f"{name}: got a text that spells markers over {MAX_CUTS} times, want fewer")
             yield text[done : match.start() + 1]
             done = match.start() + 1
         if done < len(text):

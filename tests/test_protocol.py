@@ -102,7 +102,7 @@ BREAKS = {
     "a number used again": ("error.proto", "string message = 2", "string reason = 2", 'from "message" to "reason"'),
     "a number changed": ("error.proto", "string message = 2", "string message = 3", 'field "2" with name "message"'),
     "a type changed": ("tensor.proto", "repeated int64 shape", "repeated sint64 shape", 'from "int64" to "sint64"'),
-    "presence taken away": ("scheme.proto", "optional int32 axes", "int32 axes", 'cardinality from "optional with'),
+    "presence taken away": ("scheme.proto", "optional int64 axes", "int64 axes", 'cardinality from "optional with'),
     "an enum value deleted": (
         "positions.proto",
         "  SHARD_LAYOUT_CONTIGUOUS = 2;\n",
@@ -110,7 +110,7 @@ BREAKS = {
         'enum "ShardLayout" was deleted',
     ),
     "an enum value renamed": ("positions.proto", "SIDE_LEFT = 1", "SIDE_START = 1", '"SIDE_LEFT" to "SIDE_START"'),
-    "a call deleted": ("info.proto", "  rpc GetInfo(GetInfoRequest) returns (GetInfoResponse);\n", "", "GetInfo"),
+    "a call deleted": ("info.proto", "rpc GetInfo(GetInfoRequest)", "rpc Get(GetInfoRequest)", "GetInfo"),
     "a stream made unary": (
         "positions.proto",
         "returns (stream StreamPlaceResponse)",

@@ -129,6 +129,8 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"theta": [1e4, 0.5]}, "theta[1]: got 0.5, want a finite number >= 1"),
         ({"theta": [1e4]}, "theta: got 1 bases, want one, or 2, one per axis"),
         ({"axes": 0}, "axes: got 0, want >= 1"),
+        ({"axes": 257}, "axes: got 257, want <= 256"),
+        ({"allocation": [2**63] * 8}, "axes: got 9223372036854775809, want <= 256"),
         ({"axes": 9}, "axes: got 9, want at most one per pair, of which there are 8"),
         (
             {"allocation": "interleave"},

@@ -105,6 +105,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         calls(packed(), positions=IDS[0]),
         "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)",
     ),
+    "no axis of ids": (
+        calls(packed(), positions=IDS[:0]),
+        "positions: got shape (0, 16), want (axes, tokens) or (axes, batch, seq)",
+    ),
     "unequal documents": (
         calls(zeros(2, 8, 2, 16)),
         "positions: got documents of unequal tokens, want 8, the seq of q; pad the table, or use layout thd",

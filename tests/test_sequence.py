@@ -131,9 +131,16 @@ def test_text_that_cannot_be_kept_apart_from_a_marker_is_refused() -> None:
 def test_a_marker_that_overlaps_itself_in_text_stays_text(marker: str, text: str) -> None:
     tokenizer = ByteTokenizer(special_tokens=(marker, "[/IMG]", "[PATCH]"))
     builder = SequenceBuilder(tokenizer, markers=Markers(begin=marker))
-    pieces = list(builder._pieces(text))
+    pieces = list(builder._pieces("text", text))
     assert "".join(pieces) == text
     assert not any(marker in piece for piece in pieces)
+
+
+def test_a_text_that_spells_markers_without_end_is_refused_early() -> None:
+    builder = SequenceBuilder(trained_bpe())
+    with pytest.raises(LimitExceededError, match=r"parts\[0\]: got a text that spells markers over 10000 times"):
+        builder.build(["[IMG]" * 100_000])
+    assert SequenceBuilder().build(["[IMG]" * 100_000]).input_ids.size == 500_000
 
 
 class OwnSpecialTokens(Plain):

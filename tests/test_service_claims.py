@@ -186,8 +186,8 @@ BUILD: dict[str, Claim] = {
 
 TURN: dict[str, Claim] = {
     "a huge head": (lambda: turn(head_dim=INT64), MUCH, "rotary.head_dim: got 9223372036854775807"),
-    "huge axes": (lambda: turn(head_dim=8, pair_axis=[0, 1, 0, 1], axes=2**40), BAD, "rotary.axes: got 1099511627776"),
-    "a huge axis": (lambda: turn(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "rotary.pair_axis[3]: got 109951"),
+    "huge axes": (lambda: turn(head_dim=8, pair_axis=[0, 1, 0, 1], axes=2**40), BAD, "axes: got 1099511627776"),
+    "a huge axis": (lambda: turn(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "axes: got 1099511627777"),
     "a million axes": (lambda: turn(head_dim=8, pair_axis=[0] * 10**6), BAD, "rotary.pair_axis: got 1000000 numbers"),
     "a million sections": (
         lambda: turn(head_dim=8, allocation="sections", mrope_section=[0] * 10**6),
@@ -201,7 +201,7 @@ TURN: dict[str, Claim] = {
         "positions.table.num_tokens: got 9223372036854775807",
     ),
     "many bytes of reply": (lambda: turn(table(16 * 10**6), head_dim=8), MUCH, "response_bytes: got 1024000000"),
-    "no axes": (lambda: turn({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), BAD, "positions.ids.shape: got (0, 4)"),
+    "no axes": (lambda: turn({"ids": tensor(np.zeros((0, 4)))}, head_dim=8), BAD, "positions: got shape (0, 4)"),
     "axes of a table": (
         lambda: turn({"table": table_pb2.PositionTable(axes=INT32)}, head_dim=8),
         BAD,

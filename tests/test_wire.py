@@ -155,7 +155,7 @@ def test_the_fields_of_segments_travel() -> None:
     message = table_pb2.SegmentTable()
     tables.put_segments(message, TIMED)
     found = tables.get_segments("segments", travelled(message))
-    assert (list(message.frames), list(message.row_separator)) == ([1, 3, 1], [2])
+    assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
     for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
         np.testing.assert_array_equal(getattr(found, name), getattr(TIMED, name))
 
@@ -371,8 +371,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
     (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
     (
-        segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator=[1]),
-        "segments.row_separator[0]: got 1, want <= 0",
+        segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator_segments=[1]),
+        "segments.row_separator_segments[0]: got 1, want <= 0",
     ),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),

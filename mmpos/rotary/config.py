@@ -38,6 +38,8 @@ __all__ = ["Rotary"]
 
 _FROM_THE_REST: Any = None
 DEFAULT_THETA = 10000.0
+MAX_AXES = 256
+"""Most position axes."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Rotary:
             section = default_section(self.allocation, self.num_pairs)
         self._set("mrope_section", None if section is None else integers("mrope_section", section))
         axes = default_axes(self.allocation, self.mrope_section) if self.axes is None else self.axes
-        self._set("axes", integer("axes", axes, minimum=1))
+        self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
         _ = self._layout  # refuses what does not fit
 
     def _check_frequencies(self) -> None:

@@ -78,7 +78,7 @@ def _torch_power(base: float, exponents: Any) -> Any:
 
 
 def _dense_source(ids: Tensor, validate: bool) -> Source:
-    if ids.dim() not in (2, 3):
+    if ids.dim() not in (2, 3) or not ids.shape[0]:
         raise InvalidInputError(f"positions: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
     row_length = ids.shape[2] if ids.dim() == 3 else 0
     flat = ids.reshape(ids.shape[0], -1).contiguous()  # the kernel steps from token to token by one

@@ -28,6 +28,9 @@ STATUS: dict[type[MmposError], str] = {
 RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of a refusal for overload: milliseconds after which to try again."""
 
+LONGEST = 1500
+"""Bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
+
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
 
 _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
@@ -58,10 +61,16 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
     return ServiceError(f"{status}: {message}")
 
 
+def shortened(message: str) -> str:
+    """The message, cut where it repeats a caller's words at length."""
+    raw = message.encode(errors="replace")
+    return message if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
+
+
 def put_error(message: pb.Error, error: MmposError) -> None:
     """Fill a message with the error of one item."""
     message.code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
-    message.message = str(error)
+    message.message = shortened(str(error))
 
 
 def get_error(message: pb.Error) -> MmposError:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import first_bad
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.v1 import rotary_pb2 as pb
-from mmpos.wire.fields import chosen, enum, integers, path
+from mmpos.wire.fields import chosen, enum, path
 from mmpos.wire.tables import get_table, put_table
 from mmpos.wire.tensors import get_torch, put_tensor
 
@@ -76,16 +75,13 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
 
 
 def _check_lists(name: str, message: pb.Rotary) -> None:
-    """Refuse lists and axes that no rotation of this size has, before anything is made of them."""
+    """Refuse lists that no rotation of this size has, before anything is made of them."""
     most = max(message.head_dim, 2)
     lists = {field: getattr(message, field) for field in ("theta", "pair_axis", "mrope_section", "inv_freq")}
     lists |= {f"scaling.{field}": getattr(message.scaling, field) for field in ("short_factor", "long_factor")}
     for field, numbers in lists.items():
         if len(numbers) > most:
             raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {most}")
-    first_bad(path(name, "pair_axis"), integers(message.pair_axis), minimum=0, maximum=most)
-    if message.axes > most:
-        raise InvalidInputError(f"{path(name, 'axes')}: got {message.axes}, want at most {most}")
 
 
 def put_rotary_positions(message: pb.RotaryPositions, positions: Any) -> None:
@@ -105,6 +101,4 @@ def get_rotary_positions(name: str, message: pb.RotaryPositions) -> PositionTabl
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)
-    if message.ids.shape and not message.ids.shape[0]:
-        raise InvalidInputError(f"{path(name, 'ids.shape')}: got {tuple(message.ids.shape)}, want at least one axis")
     return get_torch(path(name, "ids"), message.ids)

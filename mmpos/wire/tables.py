@@ -29,7 +29,7 @@ def put_segments(message: pb.SegmentTable, segments: SegmentTable) -> None:
         for numerator, denominator in segments.seconds_per_frame.T.tolist():
             message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
-        put_integers(message.row_separator, np.flatnonzero(segments.row_separator))
+        put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
 
 
 def get_segments(name: str, message: pb.SegmentTable) -> SegmentTable:
@@ -67,10 +67,10 @@ def _seconds(name: str, message: pb.SegmentTable, segments: int) -> IntArray | N
 
 
 def _separators(name: str, message: pb.SegmentTable, kind: IntArray) -> Any:
-    if not message.row_separator:
+    if not message.row_separator_segments:
         return None
-    where = integers(message.row_separator)
-    first_bad(path(name, "row_separator"), where, minimum=0, maximum=kind.size - 1)
+    where = integers(message.row_separator_segments)
+    first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=kind.size - 1)
     separator = np.zeros(kind.size, np.bool_)
     separator[where] = True
     return separator

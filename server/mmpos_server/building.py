@@ -86,11 +86,11 @@ class Building:
             documents = [_read(document) for document in message.documents]
             images = builder.images
             assert images is not None, "every profile has an image processor"
-            weight = np.zeros(3)
+            weight = np.zeros(4)
             for document in documents:
                 call.checkpoint()
                 weight += _weight(document, images, patches=message.patches)
-            for name, got in zip(("pixels", "tokens", "response_bytes"), weight, strict=True):
+            for name, got in zip(("pixels", "tokens", "response_bytes", "segments"), weight, strict=True):
                 check(name, got, limits)
             return documents
 
@@ -154,24 +154,29 @@ def _read(message: pb.Document) -> _Document:
 
 
 def _weight(document: _Document, images: ImageProcessor, *, patches: bool) -> Any:
-    """Source pixels, tokens and reply bytes of a document's images and ids, from headers; sizes replace images that
-    need not be decoded. An image that is broken weighs nothing: building says what is wrong with it.
+    """(4,) source pixels, tokens, reply bytes and frames of a document, from headers.
+
+    A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. An image that is
+    broken weighs nothing: building says what is wrong with it.
     """
-    total = np.zeros(3)
+    total = np.zeros(4)
     count = 0
     for i, part in enumerate(document.parts):
         if isinstance(part, str):
-            total[2] += 4 * len(part)
+            total += _tokens(len(part))
         elif isinstance(part, Grid):
-            tokens = math.prod(map(float, part.extents))
-            total[1:] += tokens, 4 * tokens
+            total += _tokens(math.prod(map(float, part.extents)), part.frames)
             count += 1
         elif isinstance(part, np.ndarray) and part.ndim == 1:
-            total[1:] += part.size, 4 * part.size
+            total += _tokens(part.size)
         else:
             total += _image_weight(document, i, count, images, patches=patches)
             count += 1
     return total
+
+
+def _tokens(tokens: float, frames: int = 0) -> Any:
+    return np.array([0, tokens, 4 * tokens, frames])
 
 
 def _image_weight(document: _Document, index: int, image: int, images: ImageProcessor, *, patches: bool) -> Any:
@@ -180,18 +185,17 @@ def _image_weight(document: _Document, index: int, image: int, images: ImageProc
         size = images.inspect(part)
         height, width = images.fit(*size)
     except MmposError:
-        return np.zeros(3)
-    tokens = math.prod(images.grid(*size).extents)
+        return np.zeros(4)
+    weight = _tokens(math.prod(images.grid(*size).extents), 1)
     if isinstance(part, ImageSize):
-        return np.array([0, tokens, 4 * tokens])
+        return weight
     if not patches:
         document.hashes[image] = _content_hash(part)
         document.parts[index] = size
-        return np.array([0, tokens, 4 * tokens])
+        return weight
     document.decodes = True
-    return np.array(
-        [size.height * size.width, tokens, 4 * tokens + height * width * 3 * np.dtype(images.dtype).itemsize]
-    )
+    weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
+    return weight
 
 
 def _content_hash(image: Any) -> str:

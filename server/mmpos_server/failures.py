@@ -17,7 +17,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.wire.errors import RETRY_AFTER, to_status
+from mmpos.wire.errors import RETRY_AFTER, shortened, to_status
 
 __all__ = ["Failure", "failure", "public"]
 
@@ -29,8 +29,6 @@ _KNOWN = (
     ServiceUnavailableError,
     UnsupportedError,
 )
-# Status details travel in a header, percent-encoded, and clients refuse headers beyond 8 KiB.
-_LONGEST = 1500
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ def failure(error: Exception, request_id: str) -> Failure:
     """The status of an error, cut to what a header holds."""
     seen = public(error, request_id)
     status, message = to_status(seen)
-    if len(message.encode(errors="replace")) > _LONGEST:
-        message = message.encode(errors="replace")[:_LONGEST].decode(errors="ignore") + "…"
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(seen, ServiceOverloadedError):
         metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
-    return Failure(status, message, metadata)
+    return Failure(status, shortened(message), metadata)

@@ -20,7 +20,7 @@ from mmpos_server.refusals import check
 
 __all__ = ["Rotations", "device"]
 
-MAX_HEAD_DIM = 4096
+MAX_HEAD_DIM = 1024
 """Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
 
 _TABLES: dict[Any, str | None] = {

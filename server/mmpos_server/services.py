@@ -64,7 +64,7 @@ def methods(profiles: Profiles, limits: Limits) -> list[Method]:
             "GetInfo",
             info_pb2.GetInfoRequest,
             info_pb2.GetInfoResponse,
-            _Info(profiles, limits).get_info,
+            _Info(profiles, limits, device()).get_info,
         ),
     ]
 
@@ -73,6 +73,7 @@ def methods(profiles: Profiles, limits: Limits) -> list[Method]:
 class _Info:
     profiles: Profiles
     limits: Limits
+    device: str
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Version, schemes, limits and profiles."""
@@ -86,7 +87,7 @@ class _Info:
             setattr(answer.limits, name, value)
         for profile in self.profiles:
             _put_profile(answer.profiles.add(), profile)
-        answer.device = await call.run("place", device)
+        answer.device = self.device
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

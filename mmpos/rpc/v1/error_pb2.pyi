@@ -35,7 +35,11 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The fault is the server's; as a status, INTERNAL."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
-    """Why one item of a batch or of a stream has no result. A call that fails as a whole has a gRPC status instead."""
+    """Why one item of a batch or of a stream has no result. A call that fails as a whole has a gRPC status instead, whose
+    message is that of an Error; trailing metadata "x-request-id" names the call in the server's log, and
+    "grpc-retry-pushback-ms" beside RESOURCE_EXHAUSTED means overload instead of a limit: come back after so many
+    milliseconds. A code that a client does not know is a fault of the server.
+    """
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 """Never sent."""

@@ -131,7 +131,7 @@ class ProfileInfo(_message.Message):
     end_token_id: _builtins.int
     """The id after an image's patches."""
     patch_token_id: _builtins.int
-    """The id of every patch."""
+    """The id of every patch, and the image_token_id of requests that name this profile and no other id."""
     patch_size: _builtins.int
     """Side of a patch in pixels."""
     spatial_merge_size: _builtins.int

@@ -20,7 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class Scheme(_message.Message):
     """A scheme and its parameters. A parameter that the scheme does not have is an error; one left out has the scheme's
-    own default. GetInfo lists names and parameters.
+    own default. GetInfo lists names and parameters. A parameter that changes the meaning of an old name will come with a
+    new name, which an old server refuses; a field that an old server does not know it ignores.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -56,7 +56,7 @@ class Rational(_message.Message):
     NUMERATOR_FIELD_NUMBER: _builtins.int
     DENOMINATOR_FIELD_NUMBER: _builtins.int
     numerator: _builtins.int
-    """From 0, which stands for "not given", to 2^31 - 1."""
+    """From 0, which stands for "not given" whatever the denominator, to 2^31 - 1."""
     denominator: _builtins.int
     """From 1 to 2^31 - 1."""
     def __init__(
@@ -87,7 +87,7 @@ class SegmentTable(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     SEGMENTS_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
-    ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
+    ROW_SEPARATOR_SEGMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[Global___SegmentKind.ValueType]:
         """What each segment is."""
@@ -113,7 +113,7 @@ class SegmentTable(_message.Message):
         """Time between two frames of each segment; empty if none is given, else one entry per segment."""
 
     @_builtins.property
-    def row_separator(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def row_separator_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Segments, ascending from 0, that are grids whose every row ends in one more token."""
 
     def __init__(
@@ -125,11 +125,11 @@ class SegmentTable(_message.Message):
         width: _abc.Iterable[_builtins.int] | None = ...,
         segments_per_document: _abc.Iterable[_builtins.int] | None = ...,
         seconds_per_frame: _abc.Iterable[Global___Rational] | None = ...,
-        row_separator: _abc.Iterable[_builtins.int] | None = ...,
+        row_separator_segments: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "kind", b"kind", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

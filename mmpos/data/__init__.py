@@ -1,0 +1,1 @@
+"""From image-text corpora to packed batches: records, examples, packs, batches, loaders."""

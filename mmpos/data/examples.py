@@ -1,0 +1,143 @@
+"""From a raw record to an example that can be trained on: format, build, label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmpos.checks import IntArray, boolean, integer
+from mmpos.data.documents import Document, Location, RecordError
+from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
+from mmpos.segments import GRID, SegmentTable
+from mmpos.sequence import InterleavedSequence
+
+__all__ = ["IGNORE_INDEX", "Builder", "Example", "Format", "Preprocess"]
+
+IGNORE_INDEX = -100
+"""The label of tokens that are not trained on, as torch's cross_entropy has it."""
+
+Format = Callable[[Mapping[str, Any], Location], Document]
+"""Makes a document of a raw record."""
+
+
+class Builder(Protocol):
+    """What makes sequences: a SequenceBuilder, or a client of the service."""
+
+    def build(self, parts: Any, /) -> InterleavedSequence:
+        """The sequence of these parts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One document, ready to be packed.
+
+    Args:
+        key: id of its record.
+        sequence: its tokens, positions and patches.
+        labels: (tokens,) int64, IGNORE_INDEX where a token is not trained on.
+    """
+
+    key: str
+    sequence: InterleavedSequence
+    labels: IntArray
+
+    def __post_init__(self) -> None:
+        if self.labels.shape != self.sequence.input_ids.shape:
+            got, want = self.labels.shape, self.sequence.input_ids.shape
+            raise InvalidInputError(f"{self.key}: labels: got shape {got}, want {want}, that of input_ids")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, markers and patches included."""
+        return self.sequence.input_ids.size
+
+    def slice(self, start: int, stop: int) -> Example:
+        """Tokens start to stop, with the ids that they have in the whole; images stay whole.
+
+        Args:
+            start: first token.
+            stop: one past the last token, beyond start.
+
+        Raises:
+            InvalidInputError: the range is empty or leaves the example, or cuts an image with its markers.
+        """
+        start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
+        stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
+        whole = self.sequence
+        spans = whole.image_spans
+        for name, edge in (("start", start), ("stop", stop)):
+            # An image begins with the marker before its patches and ends with the one after them.
+            cut = (spans[:, 0] - 1 < edge) & (edge < spans[:, 1] + 1)
+            if cut.any():
+                raise InvalidInputError(f"{name}: got {edge} inside image {int(cut.argmax())}, want it between parts")
+        kept = (spans[:, 0] >= start) & (spans[:, 1] <= stop)
+        sequence = replace(
+            whole,
+            input_ids=whole.input_ids[start:stop],
+            token_type_ids=whole.token_type_ids[start:stop],
+            segments=SegmentTable.from_spans([stop - start], spans[kept, 0] - start, whole.grid_thw[kept]),
+            positions=whole.positions.slice(start, stop),
+            patches=_patches(whole, kept),
+            grid_thw=whole.grid_thw[kept],
+            image_spans=spans[kept] - start,
+            image_hashes=tuple(np.array(whole.image_hashes, object)[kept]),
+            part_offsets=np.unique(np.clip(whole.part_offsets, start, stop) - start),
+        )
+        return Example(self.key, sequence, self.labels[start:stop])
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """The one callable of every engine: from a raw record to an example. It pickles.
+
+    Args:
+        format: makes a document of a record; one of mmpos.data.formats, or your own.
+        builder: makes a sequence of the document's parts.
+        train_markers: whether [IMG] and [/IMG] of images that are trained on are labels; patches never are.
+    """
+
+    format: Format
+    builder: Builder
+    train_markers: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.format):
+            raise InvalidInputError(f"format: got {type(self.format).__name__}, want a callable of record and location")
+        if not callable(getattr(self.builder, "build", None)):
+            raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
+        boolean("train_markers", self.train_markers)
+
+    def __call__(self, record: Mapping[str, Any], location: Location) -> Example:
+        """The example of a record.
+
+        Raises:
+            RecordError: the record is wrong; the message names it and the field or part.
+            ServiceError: the builder is a client whose server does not answer: no fault of the record.
+        """
+        document = self.format(record, location)
+        try:
+            sequence = self.builder.build(document.parts)
+        except ServiceError:
+            raise
+        except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
+            raise RecordError(f"{document.key} ({location}): {error}") from error
+        return Example(document.key, sequence, self._labels(document, sequence))
+
+    def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
+        train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
+        train &= sequence.token_type_ids != GRID
+        if not self.train_markers and len(sequence.image_spans):
+            train[sequence.image_spans[:, 0] - 1] = False
+            train[sequence.image_spans[:, 1]] = False
+        return np.where(train, sequence.input_ids, IGNORE_INDEX)
+
+
+def _patches(whole: InterleavedSequence, kept: Any) -> Any:
+    """The patches of the images that are kept: as many per image as its tokens times those merged into one."""
+    if whole.patches is None or not kept.any():
+        return None
+    tokens = whole.grid_thw.prod(axis=1)
+    return whole.patches[np.repeat(kept, tokens * (len(whole.patches) // int(tokens.sum())))]

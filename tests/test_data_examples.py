@@ -1,0 +1,115 @@
+"""Examples: labels follow the pieces, slices keep images whole and ids as they were, errors name the record."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos.data.documents import Document, Location, Piece, RecordError
+from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
+from mmpos.errors import ServiceUnavailableError
+
+HERE = Location("shard.jsonl", 3)
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
+PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A format whose records are lists of part and train."""
+
+    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
+        return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
+
+
+def example(*pieces: tuple[Any, bool], **options: bool) -> Example:
+    return Preprocess(Pieces(), BUILDER, **options)({"pieces": pieces}, HERE)
+
+
+def test_what_is_not_trained_on_has_no_label() -> None:
+    found = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
+    assert found.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
+    assert found.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
+    assert (found.key, found.num_tokens) == ("r7", 9)
+
+
+def test_markers_of_images_that_are_trained_on_may_be_labels() -> None:
+    found = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
+    assert found.labels.tolist() == [256, -100, 257, -100, -100, -100]
+
+
+def test_a_slice_keeps_ids_and_whole_images_with_their_patches() -> None:
+    whole = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
+    first, second = whole.slice(2, 13), whole.slice(12, whole.num_tokens)
+    for part, start in ((first, 2), (second, 12)):
+        stop = start + part.num_tokens
+        dense = whole.sequence.positions.dense()[:, start:stop]
+        assert (part.sequence.positions.dense() == dense).all()
+        assert (part.labels == whole.labels[start:stop]).all()
+        assert (part.sequence.input_ids == whole.sequence.input_ids[start:stop]).all()
+        assert part.sequence.segments.num_tokens == part.num_tokens
+        assert part.sequence.part_offsets[[0, -1]].tolist() == [0, part.num_tokens]
+    assert first.sequence.image_spans.tolist() == [[2, 8]]
+    assert second.sequence.grid_thw.tolist() == [[1, 1, 3]]
+    assert first.sequence.patches is not None
+    assert second.sequence.patches is not None
+    both = np.concatenate([first.sequence.patches, second.sequence.patches])
+    assert (both == whole.sequence.patches).all()
+    assert first.sequence.image_hashes + second.sequence.image_hashes == whole.sequence.image_hashes
+    assert whole.slice(0, 2).sequence.patches is None
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "message"),
+    [
+        (2, 2, "stop: got 2, want >= 3"),
+        (0, 9, "stop: got 9, want <= 8"),
+        (3, 8, "start: got 3 inside image 0, want it between parts"),
+        (0, 6, "stop: got 6 inside image 0, want it between parts"),
+    ],
+)
+def test_slices_that_cut_an_image_or_hold_nothing_are_refused(start: int, stop: int, message: str) -> None:
+    whole = example(("ab", True), (Grid(1, 3), True), ("c", True))
+    with pytest.raises(InvalidInputError) as refused:
+        whole.slice(start, stop)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([], "r7: got no parts, want at least one"),
+        ([("a", True), (b"no photo", True)], "r7 (shard.jsonl[3]): parts[1]: image: got an unknown format"),
+        ([("", True)], "r7 (shard.jsonl[3]): parts: got no tokens, want at least one"),
+    ],
+)
+def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
+    with pytest.raises(RecordError) as refused:
+        example(*pieces)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_server_that_is_away_is_no_fault_of_the_record() -> None:
+    class Away:
+        def build(self, parts: Any) -> Any:
+            raise ServiceUnavailableError("nobody")
+
+    with pytest.raises(ServiceUnavailableError):
+        Preprocess(Pieces(), Away())({"pieces": [("a", True)]}, HERE)
+
+
+def test_it_pickles_and_checks_its_parts() -> None:
+    again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
+    assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
+    with pytest.raises(InvalidInputError, match="format: got int, want a callable of record and location"):
+        Preprocess(3, BUILDER)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="builder: got int, want an object with build"):
+        Preprocess(Pieces(), 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), that of input_ids"):
+        Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))

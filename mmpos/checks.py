@@ -77,14 +77,15 @@ def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
 
 def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None) -> None:
     """Raise for the first element outside the bounds, with its index in the name."""
+    if not values.size or (
+        (minimum is None or values.min() >= minimum) and (maximum is None or values.max() <= maximum)
+    ):
+        return
     low = values < minimum if minimum is not None else np.zeros(values.shape, np.bool_)
     high = values > maximum if maximum is not None else np.zeros(values.shape, np.bool_)
-    bad = low | high
-    if bad.any():
-        at = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), values.shape))
-        want = f">= {minimum}" if low[at] else f"<= {maximum}"
-        index = ", ".join(map(str, at))
-        raise InvalidInputError(f"{name}[{index}]: got {values[at]}, want {want}")
+    at = tuple(int(i) for i in np.unravel_index(int((low | high).argmax()), values.shape))
+    want = f">= {minimum}" if low[at] else f"<= {maximum}"
+    raise InvalidInputError(f"{name}[{', '.join(map(str, at))}]: got {values[at]}, want {want}")
 
 
 def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:

@@ -133,7 +133,9 @@ class Columns:
         """
         if self.num_tokens > INT32_MAX:
             raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
-        return np.append(self.documents[FIRST_TOKEN], self.num_tokens).astype(np.int32)
+        found = np.empty(self.num_documents + 1, np.int32)
+        found[:-1], found[-1] = self.documents[FIRST_TOKEN], self.num_tokens
+        return found
 
     @property
     def max_seqlen(self) -> int:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -142,26 +141,27 @@ class SequenceBuilder:
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         begin, end, patch = self.marker_ids
-        text: list[int] = []
         chunks: list[IntArray] = []
         document: list[Text | Grid] = []
         images: list[ProcessedImage] = []
         sizes: list[int] = []
+        text = 0  # tokens since the last grid
         for i, part in enumerate(parts):
             found = self._read(f"parts[{i}]", part)
-            if isinstance(found, list):
-                text += found
-                sizes.append(len(found))
+            if isinstance(found, np.ndarray):
+                chunks.append(found)
+                sizes.append(found.size)
+                text += found.size
                 continue
-            sizes.append(math.prod(found.grid.extents) + 2)
+            tokens = np.full(math.prod(found.grid.extents) + 2, patch)
+            tokens[[0, -1]] = begin, end
+            chunks.append(tokens)
+            sizes.append(tokens.size)
+            document += [Text(text + 1), found.grid]
             images.append(found)
-            text.append(begin)
-            chunks += [np.array(text, np.int64), np.full(math.prod(found.grid.extents), patch)]
-            document += [Text(len(text)), found.grid]
-            text = [end]
+            text = 1
         if text:
-            chunks.append(np.array(text, np.int64))
-            document.append(Text(len(text)))
+            document.append(Text(text))
         if not document:
             raise InvalidInputError("parts: got no tokens, want at least one")
         return self._assemble(np.concatenate(chunks), document, images, sizes)
@@ -193,13 +193,13 @@ class SequenceBuilder:
             part_offsets=np.cumsum([0, *sizes]),
         )
 
-    def _read(self, name: str, part: Any) -> list[int] | ProcessedImage:
+    def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
         """Token ids, or an image."""
         if isinstance(part, str):
             return self._encode(name, part)
         if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
             ids = _token_ids(name, part)
-            if self.marker_ids[2] in ids:
+            if (ids == self.marker_ids[2]).any():
                 raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
             return ids
         if isinstance(part, Grid):
@@ -212,20 +212,20 @@ class SequenceBuilder:
             )
         return _naming(name, self.images.process, part)
 
-    def _encode(self, name: str, text: str) -> list[int]:
+    def _encode(self, name: str, text: str) -> IntArray:
         """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
         ids = self._ids(name, checks.text(name, text))
         if self._marked(ids):
-            ids = list(chain.from_iterable(self._ids(name, piece) for piece in self._pieces(name, text)))
-        for marker in self._marked(ids):
-            raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
+            ids = np.concatenate([self._ids(name, piece) for piece in self._pieces(name, text)])
+            for marker in self._marked(ids):
+                raise InvalidInputError(f"{name}: got text that encodes to marker id {marker}, want plain text")
         return ids
 
-    def _ids(self, name: str, text: str) -> list[int]:
-        return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text)) if text else []
+    def _ids(self, name: str, text: str) -> IntArray:
+        return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text) if text else [])
 
-    def _marked(self, ids: list[int]) -> list[int]:
-        return [marker for marker in self.marker_ids if marker in ids]
+    def _marked(self, ids: IntArray) -> list[int]:
+        return [marker for marker in self.marker_ids if (ids == marker).any()]
 
     def _pieces(self, name: str, text: str) -> Iterator[str]:
         names = [m for m in (self.markers.begin, self.markers.end, self.markers.patch) if isinstance(m, str)]
@@ -241,11 +241,10 @@ class SequenceBuilder:
             yield text[done:]
 
 
-def _token_ids(name: str, ids: Any) -> list[int]:
+def _token_ids(name: str, ids: Any) -> IntArray:
     array = int_array(name, ids, (None,))
     first_bad(name, array, minimum=0)
-    found: list[int] = array.tolist()
-    return found
+    return array
 
 
 def _naming(name: str, call: Any, argument: Any, joint: str = ": ") -> Any:

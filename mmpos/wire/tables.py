@@ -49,7 +49,7 @@ def get_segments(name: str, message: pb.SegmentTable) -> SegmentTable:
         if len(values) != kind.size and (len(values) or field != "frames"):
             raise InvalidInputError(f"{path(name, field)}: got {len(values)} numbers, want {kind.size} like kind")
         if len(values):
-            extents[axis] = values
+            extents[axis] = list(values)
     offsets = np.zeros(len(message.segments_per_document) + 1, np.int64)
     np.cumsum(integers(message.segments_per_document), out=offsets[1:])
     return SegmentTable(

@@ -43,7 +43,7 @@ class Placing:
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
             query = complete(get_query("query", message), profile, named=message.HasField("profile"))
             segments = query.segments()
-            check_segments(segments, self._limits)
+            images = check_segments(segments, self._limits)
         call.checkpoint()
         with call.stage("place"):
             positions = query.place(segments)
@@ -58,7 +58,7 @@ class Placing:
         call.checkpoint()
         with call.stage("write"):
             put_result(answer, result)
-        return positions.num_documents, positions.num_tokens, int((segments.kind == 1).sum())
+        return positions.num_documents, positions.num_tokens, images
 
 
 def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:

@@ -44,14 +44,16 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
     check("views", len(message.views), limits)
 
 
-def check_segments(segments: SegmentTable, limits: Limits) -> None:
-    """Compare the documents with the limits, before they are placed."""
+def check_segments(segments: SegmentTable, limits: Limits) -> int:
+    """Compare the documents with the limits, before they are placed; gives their images."""
+    images = np.count_nonzero(segments.kind == GRID)
     check("documents", segments.num_documents, limits)
     check("segments", segments.kind.size, limits)
-    check("images", int((segments.kind == GRID).sum()), limits)
+    check("images", images, limits)
     check("tokens", segments.num_tokens, limits)
     # Schemes may cut a grid into one piece per frame.
     check("segments", segments.extents[0].sum(), limits)
+    return images
 
 
 def check_table(positions: PositionTable, limits: Limits) -> None:

@@ -437,6 +437,13 @@ def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
         assert count == [3]
 
 
+def test_what_a_server_cancels_as_it_stops_is_tried_again() -> None:
+    handler, count = aborting((grpc.StatusCode.CANCELLED, "bye", ()))
+    with serving(Fake(handler)) as address:
+        same(Calls("sync", address).place(SEGMENTS), place(SEGMENTS))
+    assert count == [2]
+
+
 @pytest.mark.parametrize(
     ("code", "metadata", "kind"),
     [
@@ -885,7 +892,7 @@ def test_a_channel_has_these_options() -> None:
                     "initialBackoff": "0.1s",
                     "backoffMultiplier": 3,
                     "maxBackoff": "2.0s",
-                    "retryableStatusCodes": ["UNAVAILABLE"],
+                    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
                 },
             },
         ],

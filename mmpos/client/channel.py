@@ -89,7 +89,8 @@ def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
         "initialBackoff": f"{FIRST_BACKOFF}s",
         "backoffMultiplier": BACKOFF_FACTOR,
         "maxBackoff": f"{MAX_BACKOFF}s",
-        "retryableStatusCodes": ["UNAVAILABLE"],
+        # A server that says good-bye cancels what reached it in that moment and was not begun.
+        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     }
     config: dict[str, Any] = {
         # Streams resend what has no answer, on a new stream; the more specific entry counts.

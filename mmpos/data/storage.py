@@ -1,0 +1,221 @@
+"""Ready sequences as Parquet: examples in, one whole file out, and the same examples back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mmpos.checks import IntArray, integer
+from mmpos.data.examples import Example
+from mmpos.data.storage_rows import SCHEMA, from_row, to_row
+from mmpos.errors import InvalidInputError
+
+try:
+    import pyarrow as pa
+    from pyarrow import parquet
+except ImportError as error:
+    raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
+
+__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "whole_file"]
+
+FORMAT_VERSION = 1
+"""Of the columns; a file of another version is refused."""
+
+_METADATA = b"mmpos"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file that is there wholly or not at all: written under another name in the same folder, then renamed.
+
+    Args:
+        path: what it is called in the end; a file of this name is replaced.
+
+    Yields:
+        The path to write to.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The name, too, is to survive a loss of power; some systems cannot open folders.
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What killed writers of this file left behind."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp")
+    return sorted(found for found in path.parent.glob(".*.tmp") if name.fullmatch(found.name))
+
+
+class SequenceWriter:
+    """Writes examples to one Parquet file, in row groups of bounded size.
+
+    Args:
+        path: the file, overwritten; see whole_file for one that is there wholly or not at all.
+        group_bytes: a row group is closed when its arrays reach this size.
+        group_rows: most examples in a row group.
+
+    Attributes:
+        facts: anything JSON; it goes into the footer, and SequenceShard.facts gives it back.
+    """
+
+    def __init__(self, path: Path, *, group_bytes: int = 32 * 2**20, group_rows: int = 1024) -> None:
+        self._group_bytes = integer("group_bytes", group_bytes, minimum=1)
+        self._group_rows = integer("group_rows", group_rows, minimum=1)
+        self._rows: list[dict[str, Any]] = []
+        self._bytes = 0
+        self._axes: int | None = None
+        self.facts: dict[str, Any] = {}
+        # A page of pixels is not worth a dictionary, and a checksum tells a broken disk from broken code.
+        self._file = parquet.ParquetWriter(
+            path,
+            SCHEMA,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["scheme", "patches_dtype"],
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+
+    def write(self, example: Example) -> None:
+        """Add one example.
+
+        Raises:
+            InvalidInputError: it is not one document, or its positions have other axes than those before it.
+            LimitExceededError: its patches do not fit in a Parquet file.
+        """
+        row = to_row(example)
+        axes = example.sequence.positions.axes
+        if self._axes not in (None, axes):
+            raise InvalidInputError(f"{example.key}: positions: got {axes} axes, want {self._axes} as before it")
+        self._axes = axes
+        self._rows.append(row)
+        self._bytes += sum(len(value) if isinstance(value, bytes) else 8 * np.size(value) for value in row.values())
+        if self._bytes >= self._group_bytes or len(self._rows) == self._group_rows:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and the footer with the facts."""
+        self._flush()
+        footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
+        self._file.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()  # not worth finishing
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._file.write_table(pa.Table.from_pylist(self._rows, SCHEMA), row_group_size=len(self._rows))
+            self._rows, self._bytes = [], 0
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """A file of ready sequences.
+
+    Args:
+        path: the file.
+        axes: what its positions must have; None takes what there is.
+    """
+
+    path: Path
+    axes: int | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its writer knew of it."""
+        with self._open() as file:
+            return self._footer(file)["facts"]
+
+    @property
+    def lengths(self) -> IntArray:
+        """(examples,) tokens of each example, read without the rest."""
+        with self._open() as file:
+            self._footer(file)
+            found: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+            return found
+
+    def __len__(self) -> int:
+        with self._open() as file:
+            self._footer(file)
+            return int(file.metadata.num_rows)
+
+    def examples(self, start: int = 0) -> Iterator[Example]:
+        """Its examples in order, as they were written; one row group is in memory at a time.
+
+        Args:
+            start: the first to give; row groups before it are not read.
+
+        Raises:
+            InvalidInputError: no file of ready sequences, one of another version or of other axes, or a broken one.
+        """
+        start = integer("start", start, minimum=0)
+        with self._open() as file:
+            axes = self._footer(file)["axes"]
+            first = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if first + count > start:
+                    rows = self._group(file, group, first)
+                    for i in range(max(start - first, 0), count):
+                        yield self._row(rows, i, first + i, axes)
+                first += count
+
+    def _group(self, file: Any, group: int, first: int) -> Any:
+        try:
+            return file.read_row_group(group, SCHEMA.names)
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidInputError(f"{self.path}[{first}]: got a broken file ({error}), want a whole one") from error
+
+    def _row(self, rows: Any, i: int, index: int, axes: int) -> Example:
+        try:
+            return from_row({name: rows[name][i] for name in SCHEMA.names}, axes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInputError(f"{self.path}[{index}]: {error}") from error
+
+    def _open(self) -> Any:
+        try:
+            return parquet.ParquetFile(self.path, page_checksum_verification=True)
+        except pa.ArrowException as error:
+            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
+
+    def _footer(self, file: Any) -> dict[str, Any]:
+        found = (file.metadata.metadata or {}).get(_METADATA)
+        if found is None:
+            raise InvalidInputError(f"{self.path}: got a Parquet file of others, want ready sequences of mmpos")
+        footer: dict[str, Any] = json.loads(found)
+        if footer["version"] != FORMAT_VERSION:
+            got = footer["version"]
+            raise InvalidInputError(
+                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them anew"
+            )
+        if self.axes is not None and footer["axes"] not in (None, self.axes):
+            raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
+        return footer

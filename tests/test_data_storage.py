@@ -1,0 +1,201 @@
+"""Ready sequences as Parquet: what comes back is what went in, and what is no such file is refused in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
+from mmpos.data.examples import Example
+from mmpos.data.storage import SequenceShard, SequenceWriter, leftovers, whole_file
+from mmpos.schemes import SCHEMES, RopeTie
+
+PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
+
+
+def example(key: str, parts: list[Any], scheme: str = "rope-tie", dtype: str = "uint8") -> Example:
+    images = ImageProcessor("pillow", patch_size=4, min_pixels=64, dtype=dtype)
+    sequence = SequenceBuilder(images=images, scheme=scheme).build(parts)
+    return Example(key, sequence, np.where(sequence.token_type_ids == 0, sequence.input_ids, -100))
+
+
+def written(path: Path, examples: Iterable[Example], **options: int) -> SequenceShard:
+    with SequenceWriter(path, **options) as writer:
+        for each in examples:
+            writer.write(each)
+    return SequenceShard(path)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Equal in every field, types and shapes included."""
+    assert type(got) is type(want)
+    if hasattr(want, "__dataclass_fields__"):
+        for field in fields(want):
+            assert_same(getattr(got, field.name), getattr(want, field.name))
+    elif isinstance(want, np.ndarray):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert (got == want).all()
+    else:
+        assert got == want
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].text])
+def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
+    examples = [
+        example("pixels", ["a b", PHOTO, "c", PHOTO[:8], "d"], scheme),
+        example("sizes", ["a", Grid(2, 3)], scheme),
+        example("text", ["é"], scheme),
+    ]
+    shard = written(tmp_path / "x.parquet", examples)
+    for got, want in zip(shard.examples(), examples, strict=True):
+        assert_same(got, want)
+    assert shard.lengths.tolist() == [each.num_tokens for each in examples]
+    assert len(shard) == len(examples)
+
+
+def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_path: Path) -> None:
+    pixels = example("f", ["ab", PHOTO, "cd"], dtype="float32")
+    assert pixels.sequence.patches is not None
+    assert pixels.sequence.patches.dtype == np.float32
+    segments = SegmentTable.from_documents([[Text(2), Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 3))]])
+    timed = replace(
+        pixels.sequence,
+        input_ids=np.arange(14),
+        token_type_ids=np.repeat(segments.kind, segments.lengths),
+        segments=segments,
+        positions=place(segments, RopeTie(axes=3)),
+    )
+    rows = SegmentTable.from_documents([[Text(2), Grid(3, 3, row_separator=True)]])
+    separated = replace(
+        timed,
+        segments=rows,
+        token_type_ids=np.repeat(rows.kind, rows.lengths),
+        positions=place(rows, "rope-tie"),
+    )
+    examples = [
+        pixels.slice(1, pixels.num_tokens),
+        Example("separated", separated, np.arange(14)),
+    ]
+    for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
+        assert_same(got, want)
+    (got,) = written(tmp_path / "t.parquet", [Example("timed", timed, np.arange(14))]).examples()
+    assert_same(got, Example("timed", timed, np.arange(14)))
+
+
+def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
+    whole = example("grid", ["a", Grid(2, 2), "b"]).sequence
+    segments = SegmentTable.from_documents([[Grid(2, 4)]])
+    placed = place(segments, "grid-2d")
+    bare = replace(whole, segments=segments, positions=placed, token_type_ids=np.ones(8, np.uint8))
+    (got,) = written(tmp_path / "x.parquet", [Example("grid", bare, np.arange(8))]).examples()
+    assert_same(got, Example("grid", bare, np.arange(8)))
+
+
+def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
+    (got,) = written(tmp_path / "x.parquet", [example("a", ["ab", PHOTO])]).examples()
+    assert got.sequence.patches is not None
+    for array in (got.sequence.input_ids, got.labels, got.sequence.patches, got.sequence.grid_thw):
+        assert array.flags.writeable
+
+
+@pytest.mark.parametrize("options", [{"group_rows": 3}, {"group_bytes": 5_000}])
+def test_row_groups_are_bounded_and_reading_may_begin_anywhere(tmp_path: Path, options: dict[str, int]) -> None:
+    examples = [example(str(i), ["ab", PHOTO]) for i in range(10)]
+    shard = written(tmp_path / "x.parquet", examples, **options)
+    groups = parquet.ParquetFile(shard.path).metadata
+    assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [3, 3, 3, 1]
+    for start in (0, 2, 3, 9, 10, 11):
+        assert [each.key for each in shard.examples(start)] == [str(i) for i in range(start, 10)]
+    with pytest.raises(InvalidInputError, match="start: got -1, want >= 0"):
+        next(shard.examples(-1))
+
+
+def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with SequenceWriter(tmp_path / name) as writer:
+            writer.write(example("k", ["ab", PHOTO]))
+            writer.facts["source"] = "shard.tar"
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert SequenceShard(tmp_path / "a").facts == {"source": "shard.tar"}
+
+
+def test_no_examples_are_a_file_too(tmp_path: Path) -> None:
+    shard = written(tmp_path / "x.parquet", [])
+    assert (list(shard.examples()), len(shard), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
+
+
+def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    two = place(SegmentTable.from_documents([[Text(1)], [Text(1)]]))
+    one = example("one", ["ab"])
+    with SequenceWriter(tmp_path / "x.parquet") as writer:
+        writer.write(one)
+        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axes, want 2 as before it"):
+            writer.write(example("flat", ["a"], "flatten"))
+        with pytest.raises(InvalidInputError, match="one: positions: got 2 documents, want one"):
+            writer.write(replace(one, sequence=replace(one.sequence, positions=two)))
+        with pytest.raises(InvalidInputError, match="key: got text with a lone surrogate"):
+            writer.write(replace(one, key="\ud800"))
+        doubles = replace(one.sequence, patches=np.zeros((1, 2, 2, 3)))
+        with pytest.raises(InvalidInputError, match="one: patches: got float64, want uint8 or float32"):
+            writer.write(replace(one, sequence=doubles))
+    assert [each.key for each in SequenceShard(tmp_path / "x.parquet").examples()] == ["one"]
+
+
+def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"no parquet at all")
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
+        len(SequenceShard(path))
+    parquet.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file of others, want ready sequences"):
+        next(SequenceShard(path).examples())
+    footer = json.dumps({"version": 2, "axes": 2, "facts": {}})
+    parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 2, want 1: write them anew"):
+        next(SequenceShard(path).examples())
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
+        next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
+    with pytest.raises(FileNotFoundError):
+        len(SequenceShard(tmp_path / "none.parquet"))
+
+
+def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    shard = written(tmp_path / "x.parquet", [example("a", [PHOTO])])
+    content = bytearray(shard.path.read_bytes())
+    column = parquet.ParquetFile(shard.path).metadata.row_group(0).column(17)
+    assert column.path_in_schema == "patches"
+    content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
+    shard.path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got a broken file \(.*CRC"):
+        list(shard.examples())
+
+
+def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with whole_file(path) as temporary:
+        temporary.write_text("first")
+        assert not path.exists()
+    with pytest.raises(FileNotFoundError), whole_file(path):
+        (tmp_path / "none").read_text()
+    with pytest.raises(IsADirectoryError), whole_file(path) as temporary:
+        temporary.write_bytes(tmp_path.read_bytes())
+    assert [found.name for found in tmp_path.iterdir()] == ["x"]
+    assert path.read_text() == "first"
+
+
+def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> None:
+    name = "x[1].parquet"
+    for other in (name, f".{name}.tmp", f".y.parquet.{'0' * 32}.tmp", f".{name}.{'g' * 32}.tmp"):
+        (tmp_path / other).touch()
+    left = tmp_path / f".{name}.{'0f' * 16}.tmp"
+    left.touch()
+    assert leftovers(tmp_path / name) == [left]

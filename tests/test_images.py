@@ -30,6 +30,7 @@ from mmpos.images import ImageProcessor, ImageSize
 from mmpos.images.decode import decode
 from mmpos.images.guard import guarded
 from mmpos.images.headers import Header
+from mmpos.images.values import on_device
 from mmpos.segments import Grid
 
 BACKENDS = ["torchvision", "pillow"]
@@ -674,6 +675,54 @@ def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a
     apart = np.abs(one.patches.astype(int) - other.patches)
     assert (apart > 3).mean() < 1e-5
     assert apart.max() <= 5
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_pixel_values_are_those_of_transformers(frames: int) -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    image = photo("coffee", (320, 256))
+    theirs = Qwen2VLImageProcessor(temporal_patch_size=frames)([image], return_tensors="pt")
+    processor = ImageProcessor(order="merged")
+    ours = processor.process(image)
+    assert theirs["image_grid_thw"].tolist() == [[1, 2 * ours.grid.height, 2 * ours.grid.width]]
+    values = processor.pixel_values(ours.patches, temporal_patch_size=frames)
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, theirs["pixel_values"], rtol=0, atol=1e-6)  # float32 of numbers below 3
+
+
+def test_pixel_values_have_a_plane_per_colour_and_keep_library_and_strides_apart() -> None:
+    processor = ImageProcessor(patch_size=2, spatial_merge_size=1, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 0.5 / 255))
+    pattern = np.random.default_rng(0).integers(0, 256, (300, 2, 2, 3), np.uint8)
+    want = (pattern.transpose(0, 3, 1, 2) * np.array([1, 1, 2], np.float32)[:, None, None]).reshape(300, 12)
+    for patches in (pattern, np.repeat(pattern, 2, axis=2)[:, :, ::2]):
+        np.testing.assert_allclose(processor.pixel_values(patches, temporal_patch_size=1), want, rtol=1e-6)
+    for tensor in (processor.pixel_values(torch.from_numpy(pattern)), _on_device(processor, torch.from_numpy(pattern))):
+        assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (300, 24))
+        np.testing.assert_allclose(tensor.reshape(300, 3, 2, 4), np.stack([want.reshape(300, 3, 4)] * 2, 2), rtol=1e-6)
+    assert processor.pixel_values(pattern[:0]).shape == (0, 24)
+    assert _on_device(processor, torch.from_numpy(pattern[:0])).shape == (0, 24)
+
+
+def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> Any:
+    """The way that tensors outside the host take, on the host."""
+    return on_device(patches, 2, *processor._factors)
+
+
+@pytest.mark.parametrize(
+    ("patches", "message"),
+    [
+        ([1], "patches: got list, want a numpy array or a torch tensor"),
+        (np.zeros((1, 14, 14, 3), np.float32), "patches: got float32, want uint8"),
+        (torch.zeros(1, 14, 14, 3), "patches: got torch.float32, want uint8"),
+        (np.zeros((1, 3, 14, 14), np.uint8), r"patches: got shape \(1, 3, 14, 14\), want \(n, 14, 14, 3\)"),
+        (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
+    ],
+)
+def test_pixel_values_refuse_what_is_not_patches(patches: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ImageProcessor().pixel_values(patches)
 
 
 def test_each_backend_resizes_by_its_own_library() -> None:

@@ -18,6 +18,7 @@ from mmpos.images.decode import to_rgb
 from mmpos.images.patches import ORDERS, patchify
 from mmpos.images.sizes import Budget, ImageSize
 from mmpos.images.sources import open_source
+from mmpos.images.values import pixel_values
 from mmpos.segments import Grid
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
@@ -197,11 +198,31 @@ class ImageProcessor:
         patches = patchify(pixels, self.patch_size, self.spatial_merge_size, self.order, self._normalisation)
         return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
 
+    def pixel_values(self, patches: Any, *, temporal_patch_size: int = 2) -> Any:
+        """Patches as Transformers' vision encoders take them; with order="merged", equal to its Qwen-VL processors'.
+
+        Args:
+            patches: (n, patch_size, patch_size, 3) uint8, a numpy array or a torch tensor on any device: a byte per
+                value is less to move than four times temporal_patch_size of them.
+            temporal_patch_size: frames in a patch; the image is told that many times.
+
+        Returns:
+            New (n, 3 * temporal_patch_size * patch_size**2) float32, of the same library and device: for each
+            colour, for each frame, (x / 255 - mean) / std row by row.
+
+        Raises:
+            InvalidInputError: patches have another type or shape.
+        """
+        frames = integer("temporal_patch_size", temporal_patch_size, minimum=1)
+        return pixel_values(patches, self.patch_size, frames, *self._factors)
+
     @property
     def _normalisation(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
+        return None if self.dtype == "uint8" else self._factors
+
+    @property
+    def _factors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """(x / 255 - mean) / std as one factor and one summand."""
-        if self.dtype == "uint8":
-            return None
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 

@@ -1,0 +1,61 @@
+"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError
+
+__all__ = ["pixel_values"]
+
+_AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
+
+
+def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any], shift: npt.NDArray[Any]) -> Any:
+    """Patches (n, patch, patch, 3) times scale plus shift, as (n, 3 * frames * patch * patch) float32.
+
+    Torch tensors give torch tensors, and are worked on where they lie.
+    """
+    torch: Any = sys.modules.get("torch")  # who has a tensor has imported it
+    is_tensor = torch is not None and isinstance(patches, torch.Tensor)
+    if not is_tensor and not isinstance(patches, np.ndarray):
+        raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
+    if str(patches.dtype).removeprefix("torch.") != "uint8":
+        raise InvalidInputError(f"patches: got {patches.dtype}, want uint8")
+    if patches.ndim != 4 or tuple(patches.shape[1:]) != (patch, patch, 3):
+        raise InvalidInputError(f"patches: got shape {tuple(patches.shape)}, want (n, {patch}, {patch}, 3)")
+    if not is_tensor:
+        return _on_host(patches, frames, scale, shift)
+    if patches.device.type == "cpu":
+        return torch.from_numpy(_on_host(patches.numpy(), frames, scale, shift))
+    return on_device(patches, frames, scale, shift)
+
+
+def _on_host(patches: Any, frames: int, scale: Any, shift: Any) -> npt.NDArray[np.float32]:
+    count, side, _, colours = patches.shape
+    area = side * side
+    planes = patches.reshape(count, area, colours).swapaxes(1, 2)
+    scale, shift = np.repeat(scale, area), np.repeat(shift, area)
+    values = np.empty((count, colours, frames, area), np.float32)
+    scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
+    for begin in range(0, count, _AT_ONCE):
+        some = planes[begin : begin + _AT_ONCE]
+        floats = scratch[: len(some)]
+        floats.reshape(some.shape)[...] = some
+        floats *= scale
+        floats += shift
+        values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
+    return values.reshape(count, colours * frames * area)
+
+
+def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:
+    """The same by torch, on the device of the tensor."""
+    import torch
+
+    factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))
+    planes = patches.permute(0, 3, 1, 2) * factors + summands
+    return planes[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)

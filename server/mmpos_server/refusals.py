@@ -46,7 +46,7 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
     """Compare the documents with the limits, before they are placed; gives their images."""
-    images = np.count_nonzero(segments.kind == GRID)
+    images = int(np.count_nonzero(segments.kind == GRID))
     check("documents", segments.num_documents, limits)
     check("segments", segments.kind.size, limits)
     check("images", images, limits)

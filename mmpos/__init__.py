@@ -17,7 +17,7 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
-    from mmpos import rotary
+    from mmpos import client, data, rotary
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
@@ -41,6 +41,8 @@ __all__ = [
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "client",
+    "data",
     "place",
     "rotary",
 ]
@@ -54,16 +56,18 @@ _LAZY = {
     "SequenceBuilder": "mmpos.sequence",
 }
 
+_MODULES = ("client", "data", "rotary")
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _LAZY and name != "rotary":
+        if name not in _LAZY and name not in _MODULES:
             raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
         from importlib import import_module
 
-        if name == "rotary":
-            return import_module("mmpos.rotary")
+        if name in _MODULES:
+            return import_module(f"mmpos.{name}")
         return getattr(import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_LAZY, "rotary"])
+        return sorted([*globals(), *_LAZY, *_MODULES])

@@ -36,6 +36,8 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "SequenceBuilder",
         "Text",
         "UnsupportedError",
+        "client",
+        "data",
         "place",
         "rotary",
     ]

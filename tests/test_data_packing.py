@@ -1,0 +1,247 @@
+"""Packing: nothing is lost or doubled, images stay whole, packs are full and memory is bounded."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_collate import labelled, mix, packed_counts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmpos import Grid, InvalidInputError
+from mmpos.data.documents import RecordError
+from mmpos.data.examples import Example
+from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
+
+Parts = list[int | tuple[int, int]]
+"""A document: the lengths of its texts and the sides of its images."""
+
+
+def example(key: str, *parts: int | tuple[int, int]) -> Example:
+    """A document whose text tokens are all different."""
+    start, found = 1000, []
+    for part in parts:
+        found.append(Grid(*part) if isinstance(part, tuple) else list(range(start, start := start + part)))
+    return labelled(key, found)
+
+
+def examples_of(documents: Sequence[Parts]) -> list[Example]:
+    return [example(f"r{i}", *parts) for i, parts in enumerate(documents)]
+
+
+def packs_of(packer: Packer, examples: Sequence[Example]) -> list[Pack]:
+    return [pack for one in examples for pack in packer.add(one)] + packer.flush()
+
+
+def shown(packs: Sequence[Pack]) -> list[list[tuple[str, int]]]:
+    return [[(one.key, one.num_tokens) for one in pack.examples] for pack in packs]
+
+
+def content(pieces: Sequence[Example]) -> list[Any]:
+    """All that a document says, whichever way it was cut."""
+    sequences = [piece.sequence for piece in pieces]
+    return [
+        np.concatenate([sequence.input_ids for sequence in sequences]).tolist(),
+        np.concatenate([piece.labels for piece in pieces]).tolist(),
+        np.concatenate([sequence.positions.dense() for sequence in sequences], axis=1).tolist(),
+        np.concatenate([sequence.grid_thw for sequence in sequences]).tolist(),
+    ]
+
+
+def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for group in groups:
+            if sum(lengths[j] for j in group) + lengths[i] <= max_tokens:
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
+def test_first_fit_decreasing_is_what_plain_loops_find(lengths: list[int], max_tokens: int) -> None:
+    assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
+
+
+def test_first_fit_decreasing_names_a_length_that_fits_nowhere() -> None:
+    with pytest.raises(InvalidInputError, match=r"^lengths\[1\]: got 9, want <= 8$"):
+        first_fit_decreasing([1, 9], 8)
+
+
+def test_the_oldest_goes_first_and_the_longest_that_fit_follow() -> None:
+    packer = Packer(10, buffer=4)
+    arrived = [example(key, n) for key, n in [("a", 3), ("b", 2), ("c", 5), ("d", 2), ("e", 9)]]
+    assert shown([pack for one in arrived for pack in packer.add(one)]) == [[("a", 3), ("c", 5), ("b", 2)]]
+    assert [one.key for one in packer.pending] == ["d", "e"]
+    assert shown(packer.flush()) == [[("d", 2)], [("e", 9)]]
+    assert packer.counts == PackCounts(packs=3, tokens=21, capacity=30)
+    assert packer.counts.fill == 0.7
+    assert PackCounts().fill == 0
+
+
+def test_text_is_split_to_fill_a_pack_and_the_rest_keeps_its_ids_and_place() -> None:
+    whole = example("a", 6, (2, 4), 8)
+    packer = Packer(10, buffer=1, split_text=True, min_piece=2)
+    packs = packs_of(packer, [example("x", 7), whole, example("y", 3)])
+    assert shown(packs) == [[("x", 7), ("a", 3)], [("a", 3), ("y", 3)], [("a", 10)], [("a", 8)]]
+    assert content([piece for pack in packs for piece in pack.examples if piece.key == "a"]) == content([whole])
+    assert packer.counts == PackCounts(packs=4, tokens=34, capacity=40, splits=3)
+
+
+def test_no_cut_leaves_less_than_the_least_piece() -> None:
+    for min_piece, want in ((3, [[("x", 7), ("a", 3)], [("a", 5)]]), (4, [[("x", 7)], [("a", 8)]])):
+        packer = Packer(10, split_text=True, min_piece=min_piece)
+        assert shown(packs_of(packer, [example("x", 7), example("a", 8)])) == want
+    packer = Packer(10, split_text=True, min_piece=3)
+    assert shown(packs_of(packer, [example("x", 5), example("a", 6)])) == [[("x", 5), ("a", 3)], [("a", 3)]]
+
+
+def test_documents_count_as_padded_to_the_multiple() -> None:
+    packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
+    assert shown(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
+    assert packs[1].fill == 0.5
+    packs = packs_of(Packer(8, multiple_of=4, split_text=True, min_piece=1), [example("a", 3), example("b", 7)])
+    assert shown(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
+
+
+def test_the_buffer_is_bounded_in_examples_and_in_tokens() -> None:
+    by_examples, by_tokens = Packer(100, buffer=3), Packer(100, buffer_tokens=50)
+    for packer, held in ((by_examples, 3), (by_tokens, 5)):
+        for i in range(held):
+            assert packer.add(example(f"r{i}", 10)) == []
+        assert len(packer.add(example("last", 10))) == 1
+        assert packer.pending == ()
+
+
+LONG = example("r", 4, (2, 3), 9)
+HUGE = example("r", 4, (4, 4), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "one", "message"),
+    [
+        ({}, LONG, "r: tokens: got 21, want at most 16"),
+        ({"split_text": True}, HUGE, "r: image 0: got 18 tokens with its markers, want at most 16"),
+    ],
+)
+def test_what_is_too_long_is_an_error_that_names_the_record(options: Any, one: Example, message: str) -> None:
+    packer = Packer(16, **options)
+    packer.add(example("a", 3))
+    with pytest.raises(RecordError) as refused:
+        packer.add(one)
+    assert str(refused.value) == f"{message}; or choose overlong='truncate' or 'drop'"
+    assert [held.key for held in packer.pending] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "one", "kept", "counts"),
+    [
+        ({"overlong": "drop"}, LONG, [], PackCounts(dropped=1, tokens_lost=21)),
+        ({"overlong": "truncate"}, LONG, [16], PackCounts(truncated=1, tokens_lost=5)),
+        ({"overlong": "truncate"}, HUGE, [4], PackCounts(truncated=1, tokens_lost=21)),
+        ({"overlong": "truncate", "split_text": True}, HUGE, [4], PackCounts(truncated=1, tokens_lost=21)),
+        ({"overlong": "truncate"}, example("r", (4, 4)), [], PackCounts(dropped=1, tokens_lost=18)),
+        ({"overlong": "drop", "split_text": True}, LONG, [21], PackCounts()),
+    ],
+)
+def test_what_is_too_long_is_cut_or_dropped_and_counted(
+    options: Any, one: Example, kept: list[int], counts: PackCounts
+) -> None:
+    packer = Packer(16, buffer_tokens=100, **options)
+    assert packer.add(one) == []
+    assert [held.num_tokens for held in packer.pending] == kept
+    assert content(packer.pending[:1] or [one])[0] == content([one])[0][: sum(kept) or None]
+    assert packer.counts == counts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
+        ({"max_tokens": 10, "multiple_of": 4}, "max_tokens: got 10, want a multiple of multiple_of=4"),
+        ({"max_tokens": 8, "buffer": 0}, "buffer: got 0, want >= 1"),
+        ({"max_tokens": 8, "buffer_tokens": 0}, "buffer_tokens: got 0, want >= 1"),
+        ({"max_tokens": 8, "min_piece": 0}, "min_piece: got 0, want >= 1"),
+        ({"max_tokens": 8, "split_text": 1}, "split_text: got 1, want True or False"),
+        ({"max_tokens": 8, "overlong": "cut"}, "overlong: got 'cut', want one of 'raise', 'truncate', 'drop'"),
+    ],
+)
+def test_arguments_are_checked(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        Packer(**arguments)
+    assert str(refused.value) == message
+    with pytest.raises(InvalidInputError, match=r"^example: got str, want an Example$"):
+        Packer(8).add("text")  # type: ignore[arg-type]
+
+
+sides = st.tuples(st.integers(1, 3), st.integers(1, 3))
+documents = st.lists(st.lists(st.integers(1, 12) | sides, min_size=1, max_size=4), max_size=12)
+packers = st.fixed_dictionaries(
+    {
+        "max_tokens": st.sampled_from([12, 24, 60]),
+        "buffer": st.integers(1, 6),
+        "buffer_tokens": st.integers(1, 120),
+        "split_text": st.booleans(),
+        "multiple_of": st.sampled_from([1, 4]),
+        "min_piece": st.integers(1, 4),
+        "overlong": st.sampled_from(["truncate", "drop"]),
+    }
+)
+
+
+@given(documents, packers)
+def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], options: dict[str, Any]) -> None:
+    examples, packer = examples_of(documents), Packer(**options)
+    packs = packs_of(packer, examples)
+    most, multiple = options["max_tokens"], options["multiple_of"]
+    for pack in packs:
+        assert 0 < sum(-(-one.num_tokens // multiple) * multiple for one in pack.examples) <= most
+        assert pack.max_tokens == most
+        for one in pack.examples:
+            spans = one.sequence.image_spans
+            assert (spans[:, 1] - spans[:, 0]).tolist() == one.sequence.grid_thw.prod(axis=1).tolist()
+            assert (one.sequence.input_ids[spans[:, 0] - 1] == 256).all()
+            assert (one.sequence.input_ids[spans[:, 1]] == 257).all()
+    lost = 0
+    for whole in examples:
+        pieces = [one for pack in packs for one in pack.examples if one.key == whole.key]
+        assert options["split_text"] or len(pieces) <= 1
+        kept = sum(piece.num_tokens for piece in pieces)
+        lost += whole.num_tokens - kept
+        assert not pieces or content(pieces) == content([whole.slice(0, kept)])
+        fits = whole.num_tokens <= most or (options["split_text"] and most > 11)
+        assert kept == whole.num_tokens or not fits
+    counts = packer.counts
+    assert (counts.tokens_lost, counts.packs, counts.capacity) == (lost, len(packs), len(packs) * most)
+    assert counts.tokens == sum(pack.num_tokens for pack in packs)
+    assert packer.pending == ()
+
+
+@given(documents, packers, st.integers(0, 12))
+def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], options: dict[str, Any], stop: int) -> None:
+    examples, packer = examples_of(documents), Packer(**options)
+    for one in examples[:stop]:
+        packer.add(one)
+        assert len(packer.pending) <= options["buffer"]
+        assert sum(held.num_tokens for held in packer.pending) <= options["buffer_tokens"]
+    again = Packer(**options)
+    for held in pickle.loads(pickle.dumps(packer.pending)):
+        assert again.add(held) == []
+    ours, theirs = packs_of(packer, examples[stop:]), packs_of(again, examples[stop:])
+    assert shown(ours) == shown(theirs)
+    assert [content(pack.examples) for pack in ours] == [content(pack.examples) for pack in theirs]
+
+
+@pytest.mark.parametrize(("split_text", "least"), [(False, 0.99), (True, 0.998)])
+def test_packs_of_a_realistic_mix_are_full(split_text: bool, least: float) -> None:
+    """The mix of benchmarks/bench_collate.py: log-normal text, 0 to 8 images of 64 to 1024 tokens; 8,192 a pack."""
+    counts, held = packed_counts(list(mix(3000)), 8192, split_text)
+    assert counts.packs > 500
+    assert counts.fill >= least
+    assert held <= 256

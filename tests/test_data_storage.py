@@ -190,6 +190,9 @@ def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
         temporary.write_bytes(tmp_path.read_bytes())
     assert [found.name for found in tmp_path.iterdir()] == ["x"]
     assert path.read_text() == "first"
+    with whole_file(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> None:

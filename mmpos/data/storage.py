@@ -38,7 +38,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A file that is there wholly or not at all: written under another name in the same folder, then renamed.
 
     Args:
-        path: what it is called in the end; a file of this name is replaced.
+        path: what it is called in the end; a file of this name is replaced, or removed if none is written.
 
     Yields:
         The path to write to.
@@ -46,9 +46,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if temporary.exists():
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        else:
+            path.unlink(missing_ok=True)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,0 +1,253 @@
+"""The command that makes ready sequences of a corpus, with a bar on a terminal and lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mmpos.cli import report
+from mmpos.cli.commands import SchemeName, app
+from mmpos.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from mmpos.data.summary import Progress, Summary
+    from mmpos.sequence import SequenceBuilder
+
+FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
+
+_PAUSE = 5.0  # seconds between two lines
+
+
+class Engine(StrEnum):
+    """Where the work is done."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+class OnError(StrEnum):
+    """What becomes of a record that cannot be used."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+_OPTION = "NAME=VALUE"
+
+
+@app.command()
+def preprocess(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.", show_default=False)],
+    format_name: Annotated[
+        str,
+        typer.Option(
+            "--format", "-f", metavar="NAME", help=f"Of the records: {', '.join(FORMATS)}.", show_default=False
+        ),
+    ],
+    format_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format-option", metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False
+        ),
+    ] = None,
+    image_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image-option", metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False
+        ),
+    ] = None,
+    images_from: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where paths of images begin.", show_default="no paths are read"),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes",
+    scheme: SchemeName = "rope-tie",
+    no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
+    on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
+    engine: Annotated[Engine, typer.Option(help="Processes of this machine, or a cluster.")] = Engine.LOCAL,
+    workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")
+    ] = False,
+) -> None:
+    """Make ready sequences of a corpus: one Parquet file of every shard.
+
+    A run that was stopped leaves whole files only, and the same command goes on from there.
+    With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
+    """
+    from mmpos.data.preprocess import write_sequences
+    from mmpos.data.readers import shards
+
+    builder = _builder(tokenizer, image_options or (), scheme)
+    callable_ = _callable(format_name, format_options or (), images_from, builder)
+    logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
+    try:
+        with _reporting() as tell:
+            summary = write_sequences(
+                shards(inputs),
+                output,
+                callable_,
+                engine=engine.value,
+                workers=workers,
+                on_error=on_error.value,
+                patches=not no_patches,
+                overwrite=overwrite,
+                max_tokens=max_tokens,
+                report=tell,
+            )
+    except KeyboardInterrupt:
+        typer.echo("mmpos: stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    _print(summary, output)
+
+
+def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Any:
+    from mmpos.data.examples import Preprocess
+    from mmpos.data.formats import FORMATS
+    from mmpos.data.resolve import Images
+
+    if name not in FORMATS:
+        raise InvalidInputError(f"--format: got {name!r}, want one of {', '.join(FORMATS)}")
+    if images_from is not None and not images_from.is_dir():
+        raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
+    found = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
+    return Preprocess(found, builder)
+
+
+def _builder(tokenizer: str, image_options: Sequence[str], scheme: str) -> SequenceBuilder:
+    from mmpos.images import ImageProcessor
+    from mmpos.sequence import SequenceBuilder
+
+    processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
+    images = _assigned("--image-option", processor, image_options)
+    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=scheme)
+
+
+def _tokenizer(name: str) -> Any:
+    if name == "bytes":
+        from mmpos.tokenizers import ByteTokenizer
+
+        return ByteTokenizer()
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError("--tokenizer needs tokenizers: pip install tokenizers", name=error.name) from error
+    if not Path(name).is_file():
+        raise InvalidInputError(f"--tokenizer: got {name!r}, want bytes or the path of a tokenizer.json")
+    try:
+        return Tokenizer.from_file(name)
+    except Exception as error:  # the library raises bare Exception over a broken file
+        raise InvalidInputError(f"--tokenizer: got {name!r}, want a tokenizer.json ({error})") from None
+
+
+def _assigned(option: str, target: Any, assignments: Sequence[str]) -> Any:
+    """The settings with the values of an option that may come several times: name=value, or name.name=value."""
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")
+        target = _replaced(f"{option} {assignment}", target, path.split("."), value)
+    return target
+
+
+def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
+    # Images come from --images-from.
+    known = {each.name: each.type for each in fields(target) if each.init and each.name != "images"}
+    head, *rest = path
+    if head not in known:
+        raise InvalidInputError(f"{name}: got {head!r}, want one of {', '.join(known)}")
+    if not rest:
+        return replace(target, **{head: _value(name, known[head], value)})
+    inner = getattr(target, head)
+    if not is_dataclass(inner):
+        raise InvalidInputError(f"{name}: got {rest[0]!r} of {head!r}, want a name without it")
+    return replace(target, **{head: _replaced(name, inner, rest, value)})
+
+
+def _value(name: str, kind: Any, value: str) -> Any:
+    """The value in JSON; text needs no quotes, but may have them for line breaks and the like."""
+    if kind == "str" and not value.startswith('"'):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
+
+
+@contextmanager
+def _reporting() -> Iterator[Callable[[Progress], None]]:
+    """What is told of progress: a bar on a terminal, else a line now and then."""
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield _Lines()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TextColumn("{task.description}"))
+    with Bar(*columns, TimeElapsedColumn(), console=out) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda progress: bar.update(
+            task, total=progress.shards, completed=progress.done, description=_counted(progress)
+        )
+
+
+class _Lines:
+    """Lines on stderr, not too many of them, and one at the end."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done == progress.shards or time.monotonic() - self._said > _PAUSE:
+            typer.echo(f"{progress.done}/{progress.shards} shards  {_counted(progress)}", err=True)
+            self._said = time.monotonic()
+
+
+def _counted(progress: Progress) -> str:
+    counts = progress.counts
+    skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.images:,} images{skipped}"
+
+
+def _print(summary: Summary, folder: Path) -> None:
+    counts, fill = summary.counts, summary.fill
+    reused = sum(output.reused for output in summary.outputs)
+    shards = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
+    skipped = f"{counts.skipped:,}"
+    if counts.skipped:
+        files = [output.quarantine for output in summary.outputs if output.counts.skipped]
+        skipped += f", see {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
+    rate = f"{fill.rate:.1%} of {fill.packs:,} packs of {fill.max_tokens:,} tokens"
+    if fill.longer:
+        rate += f"; {fill.longer:,} longer documents left out"
+    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
+    table = report.new_table("", "")
+    table.show_header = False
+    for name, said in (
+        ("shards", shards),
+        ("documents", f"{counts.documents:,}"),
+        ("tokens", f"{counts.tokens:,}"),
+        ("images", f"{counts.images:,}"),
+        ("skipped", skipped),
+        ("fill rate", rate),
+        ("speed", speed),
+    ):
+        table.add_row(name, said)
+    report.show(report.console(), table)

@@ -1,0 +1,179 @@
+"""The job: many shards through the one callable into a folder of ready sequences, which a later run completes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mmpos.checks import IntArray, boolean, integer, one_of
+from mmpos.data.documents import Location
+from mmpos.data.examples import Example
+from mmpos.data.fitting import first_fit_decreasing
+from mmpos.data.local_engine import Step, run_local
+from mmpos.data.quarantine import OnError
+from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.data.shard_job import Counts, ShardJob, Task, quarantine_of
+from mmpos.data.storage import SequenceShard, leftovers
+from mmpos.data.summary import Fill, Output, Progress, Summary
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Engine", "write_sequences"]
+
+Engine = Literal["local", "ray"]
+
+_PAUSE = 0.1  # seconds between two reports
+
+
+def write_sequences(
+    readers: Sequence[Reader],
+    folder: Path,
+    preprocess: Callable[[Mapping[str, Any], Location], Example],
+    *,
+    engine: Engine = "local",
+    workers: int = 1,
+    on_error: OnError = "raise",
+    patches: bool = True,
+    overwrite: bool = False,
+    max_tokens: int = 8192,
+    report: Callable[[Progress], None] | None = None,
+) -> Summary:
+    """Make ready sequences of all shards, one Parquet file of each.
+
+    A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
+    not done again. The files do not depend on the engine, on the workers, or on interruptions. One run at a time may
+    write to a folder.
+
+    Args:
+        readers: the input; mmpos.data.readers.shards makes them from paths.
+        folder: where the files go, each named after its input; made if it is not there.
+        preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
+        engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
+        workers: shards that are worked on at the same time.
+        on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
+            and writes them to a file beside the output.
+        patches: whether pixels are stored.
+        overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
+        max_tokens: of the packs whose fill rate is in the summary.
+        report: is told of progress, about ten times a second and at the end.
+
+    Raises:
+        InvalidInputError: an argument is wrong, or outputs are there of another input or of other settings.
+        RecordError: a record cannot be used; the shards that are finished stay.
+    """
+    one_of("engine", engine, ("local", "ray"))
+    workers = integer("workers", workers, minimum=1)
+    max_tokens = integer("max_tokens", max_tokens, minimum=1)
+    job = ShardJob(preprocess, on_error, patches)
+    tasks = _tasks(readers, folder)
+    begin = time.monotonic()
+    found = {} if boolean("overwrite", overwrite) else _finished(job, tasks)
+    missing = [i for i in range(len(tasks)) if i not in found]
+    _sweep(tasks[i] for i in missing)
+    made: dict[int, Counts] = {}
+    teller = _Teller(report, len(tasks), len(found))
+    if missing:
+        with closing(_engine(engine)(job, [tasks[i] for i in missing], workers)) as steps:
+            for number, counts, last in steps:
+                teller.hear(number, counts, last)
+                if last:
+                    made[missing[number]] = counts
+    teller.tell()  # the end
+    seconds = time.monotonic() - begin
+    outputs = tuple(
+        Output(task.reader.source, task.output, made[i] if i in made else found[i], i in found)
+        for i, task in enumerate(tasks)
+    )
+    return Summary(outputs, _fill(tasks, max_tokens), seconds)
+
+
+class _Teller:
+    """Sums up what the tasks say, and reports it now and then."""
+
+    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
+        self._report = report
+        self._shards, self._reused = shards, reused
+        self._done = reused
+        self._finished, self._running = Counts(), dict[int, Counts]()
+        self._ended: set[int] = set()
+        self._said = -_PAUSE
+
+    def hear(self, number: int, counts: Counts, last: bool) -> None:
+        if last:
+            self._running.pop(number, None)
+            self._finished += counts
+            self._done += 1
+            self._ended.add(number)
+        elif number not in self._ended:  # what a worker said last may come late
+            self._running[number] = counts
+        if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
+            self.tell()
+
+    def tell(self) -> None:
+        if self._report is not None:
+            counts = reduce(add, self._running.values(), self._finished)
+            self._report(Progress(self._shards, self._done, self._reused, counts))
+        self._said = time.monotonic()
+
+
+def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator[Step, None, None]]:
+    if name == "local":
+        return run_local
+    from mmpos.data.ray_engine import run_ray
+
+    return run_ray
+
+
+def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
+    if not readers:
+        raise InvalidInputError("readers: got none, want at least one shard")
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"folder: got {str(folder)!r}, which is a file, want a folder")
+    tasks = [Task(reader, folder / f"{_stem(reader.source)}.parquet") for reader in readers]
+    first: dict[Path, str] = {}
+    inputs = {Path(reader.source).resolve() for reader in readers}
+    for task in tasks:
+        source = task.reader.source
+        if task.output in first:
+            raise InvalidInputError(
+                f"readers: got {first[task.output]!r} and {source!r}, which would both become {str(task.output)!r}, "
+                "want different names"
+            )
+        first[task.output] = source
+        if task.output.resolve() in inputs:
+            raise InvalidInputError(f"folder: got {str(folder)!r}, where {source!r} would overwrite an input")
+    folder.mkdir(parents=True, exist_ok=True)
+    return tasks
+
+
+def _stem(source: str) -> str:
+    """The name of an input without its suffixes."""
+    name = Path(source).name
+    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
+    return name.removesuffix(suffix) or name
+
+
+def _finished(job: ShardJob, tasks: Sequence[Task]) -> dict[int, Counts]:
+    found = ((i, job.finished(task)) for i, task in enumerate(tasks))
+    return {i: counts for i, counts in found if counts is not None}
+
+
+def _sweep(tasks: Iterator[Task]) -> None:
+    """Remove what killed runs left in the places of these outputs."""
+    for task in tasks:
+        for path in leftovers(task.output) + leftovers(quarantine_of(task.output)):
+            path.unlink(missing_ok=True)
+
+
+def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
+    lengths: IntArray = np.concatenate([SequenceShard(task.output).lengths for task in tasks])
+    fitting = lengths[lengths <= max_tokens]
+    packs = len(first_fit_decreasing(fitting, max_tokens))
+    return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)

@@ -1,0 +1,66 @@
+"""What a reader is, and what the readers of this room share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from mmpos.checks import integer
+from mmpos.data.documents import Location, RecordError
+
+__all__ = ["Raw", "Reader", "broken", "is_chosen", "missing", "stride"]
+
+Raw = Mapping[str, Any] | RecordError
+"""A record as its shard has it, images undecoded; or, in its place, what is wrong with it."""
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """One shard. Readers hold no open files, so that they pickle; every call of ``records`` reads anew."""
+
+    @property
+    def source(self) -> str:
+        """Path or name of the shard."""
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+        """The records start, start + step, … in the order of the shard, which is always the same.
+
+        A record that cannot be read is a RecordError in its place, never raised, so that what can go on after it
+        goes on. Where the rest of the shard is lost, the first record lost is the last one given.
+
+        Args:
+            start: number of the first record; those before it are skipped without looking into them.
+            step: distance to the next one.
+        """
+
+    def count(self) -> int | None:
+        """Number of records, where it is known without reading them."""
+
+
+def stride(start: int, step: int) -> tuple[int, int]:
+    """The checked arguments of ``records``."""
+    return integer("start", start, minimum=0), integer("step", step, minimum=1)
+
+
+def is_chosen(index: int, start: int, step: int) -> bool:
+    """Whether a record is one of start, start + step, …"""
+    return index >= start and (index - start) % step == 0
+
+
+def broken(location: Location, error: BaseException, rest: bool = False) -> RecordError:
+    """What stands in the place of a record that cannot be read.
+
+    Args:
+        location: where.
+        error: why. One of the operating system (no such file, no permission) is raised: no fault of the record.
+        rest: whether all after it is lost, too.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+    lost = ", and nothing after it" if rest else ""
+    return RecordError(f"{location}: got {error or type(error).__name__}, want a record that can be read{lost}")
+
+
+def missing(what: str, error: ImportError) -> ImportError:
+    """The error that says what to install."""
+    return ImportError(f'{what} need {error.name}: pip install "mmpos[data]"', name=error.name)

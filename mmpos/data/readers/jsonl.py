@@ -1,0 +1,78 @@
+"""JSON lines: one object per line, plain or compressed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.readers.base import Raw, broken, is_chosen, missing, stride
+
+__all__ = ["JsonlReader"]
+
+
+@dataclass(frozen=True)
+class JsonlReader:
+    """A file of JSON objects, one per line. A record's number is that of its line, from 0; empty lines are none.
+
+    Args:
+        path: the file; names that end in .gz or .zst are decompressed.
+    """
+
+    path: str
+
+    @property
+    def source(self) -> str:
+        """The path."""
+        return self.path
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+        """See Reader. A broken line is an error, and reading goes on; a broken compression ends the shard."""
+        start, step = stride(start, step)
+        with _open(self.path) as file:
+            index = 0
+            while True:
+                here = Location(self.path, index)
+                try:
+                    line = file.readline()
+                except (OSError, EOFError, zlib.error) as error:
+                    lost = broken(here, error, rest=True)
+                    if is_chosen(index, start, step):
+                        yield here, lost
+                    return
+                if not line:
+                    return
+                if is_chosen(index, start, step) and not line.isspace():
+                    yield here, _parsed(line, here)
+                index += 1
+
+    def count(self) -> int | None:
+        """None: lines are counted by reading them."""
+        return None
+
+
+def _open(path: str) -> Any:
+    if path.endswith(".gz"):
+        return gzip.open(path, "rb")
+    if path.endswith(".zst"):
+        try:
+            import pyarrow as pa
+        except ImportError as error:
+            raise missing("zst files", error) from error
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
+    return open(path, "rb")
+
+
+def _parsed(line: bytes, location: Location) -> Raw:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return broken(location, error)
+    if not isinstance(found, dict):
+        return RecordError(f"{location}: got {type(found).__name__}, want a JSON object")
+    return found

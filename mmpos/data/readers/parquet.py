@@ -1,0 +1,105 @@
+"""Parquet files, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmpos.data.documents import Location
+from mmpos.data.readers.base import Raw, broken, is_chosen, missing, stride
+
+__all__ = ["ParquetReader", "row"]
+
+
+@dataclass(frozen=True)
+class ParquetReader:
+    """A Parquet file; a record is a row as Python has it, with bytes as bytes.
+
+    Row groups before the start are not read. Of a row group, ``batch_rows`` rows and the pages that hold them are in
+    memory. Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
+
+    Args:
+        path: the file.
+        columns: the columns to read; None is all.
+        batch_rows: rows that are decoded at once.
+    """
+
+    path: str
+    columns: tuple[str, ...] | None = None
+    batch_rows: int = 16
+
+    @property
+    def source(self) -> str:
+        """The path."""
+        return self.path
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+        """See Reader."""
+        start, step = stride(start, step)
+        pa, _ = _arrow()
+        try:
+            file = self._open()
+        except (OSError, pa.ArrowException) as error:
+            here = Location(self.path, 0)
+            lost = broken(here, error, rest=True)
+            if start == 0:
+                yield here, lost
+            return
+        with file:
+            first = 0
+            for group in range(file.num_row_groups):
+                stop = first + file.metadata.row_group(group).num_rows
+                if stop > start:
+                    for index, found in self._group(file, group, first, stop):
+                        if is_chosen(index, start, step):
+                            yield Location(self.path, index), row(found, index, self.path)
+                first = stop
+
+    def count(self) -> int | None:
+        """Rows, from the footer; None if it cannot be read."""
+        pa, _ = _arrow()
+        try:
+            with self._open() as file:
+                return int(file.metadata.num_rows)
+        except pa.ArrowException:
+            return None
+
+    def _open(self) -> Any:
+        # Buffered columns instead of whole ones keep memory flat; a checksum, where there is one, is worth its time.
+        _, parquet = _arrow()
+        return parquet.ParquetFile(self.path, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
+
+    def _group(self, file: Any, group: int, first: int, stop: int) -> Iterator[tuple[int, Any]]:
+        """Number of each row of a row group, with a table of that row or the error that hides it."""
+        pa, _ = _arrow()
+        index = first
+        batches = file.iter_batches(self.batch_rows, row_groups=[group], columns=self.columns, use_threads=False)
+        try:
+            for batch in batches:
+                for i in range(batch.num_rows):
+                    yield index + i, batch.slice(i, 1)
+                index += batch.num_rows
+        except (OSError, pa.ArrowException) as error:
+            yield from ((lost, error) for lost in range(index, stop))
+
+
+def row(found: Any, index: int, source: str) -> Raw:
+    """The record in a table of one row, or what is wrong with it."""
+    here = Location(source, index)
+    if isinstance(found, Exception):
+        return broken(here, found)
+    try:
+        record: dict[str, Any] = found.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return broken(here, error)
+    return record
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise missing("Parquet files", error) from error
+    return pa, parquet

@@ -1,0 +1,549 @@
+"""Loaders: every record once, the same in every run, resumed anywhere byte for byte, nothing dropped silently."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from data_corpus import records, write_jsonl, write_parquet, write_tar
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data.batching import Batcher
+from mmpos.data.collate import PackedCollator, PaddedCollator
+from mmpos.data.documents import Document, Location, Piece, RecordError
+from mmpos.data.examples import Preprocess
+from mmpos.data.feed import START, Feed
+from mmpos.data.formats import HFImages, Pairs
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.quarantine import read_quarantine
+from mmpos.data.readers import Reader, dataset_shards, shards
+from mmpos.data.split import Split
+from mmpos.errors import InvalidInputError
+
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
+PREPROCESS = Preprocess(HFImages(), BUILDER)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A shard of numbers."""
+
+    source: str
+    size: int
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, self.size, step):
+            yield Location(self.source, i), {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
+
+    def count(self) -> int | None:
+        return self.size
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
+    """Five shards in three formats with 53 records, of which two and the end of a shard are broken."""
+    folder = tmp_path_factory.mktemp("corpus")
+    broken = write_jsonl(folder / "b.jsonl", records(11, 24))
+    lines = broken.read_bytes().split(b"\n")
+    lines[3] = lines[3][:50]
+    lines[7] = b'{"id": "bad", "text": "no image"}'
+    broken.write_bytes(b"\n".join(lines))
+    truncated = write_jsonl(folder / "d.jsonl.gz", records(33, 44))
+    truncated.write_bytes(truncated.read_bytes()[:-1500])
+    return shards(
+        [
+            write_parquet(folder / "a.parquet", records(0, 11), group=4),
+            broken,
+            write_parquet(folder / "c.parquet", records(24, 33), group=4),
+            truncated,
+            write_parquet(folder / "e.parquet", records(44, 53), group=4),
+        ]
+    )
+
+
+def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> BatchDataset:
+    """Packs of few tokens with a buffer that always holds some, splitting text."""
+    batching = batching or Packer(200, buffer=5, split_text=True, min_piece=8)
+    options = {"collate": PackedCollator(), "seed": 7, "shuffle": 6} | options
+    preprocess = options.pop("preprocess", PREPROCESS)
+    return BatchDataset(shards, preprocess, batching, **options)
+
+
+def plain(value: Any) -> Any:
+    """What a batch holds, to the last byte."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if is_dataclass(value):
+        return [(field.name, plain(getattr(value, field.name))) for field in fields(value)]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    assert value is None or isinstance(value, int | str | float), type(value)
+    return value
+
+
+def keys(batches: Iterable[Any]) -> list[str]:
+    return [key for batch in batches for key in batch.keys]
+
+
+# Splitting
+
+
+@pytest.mark.parametrize("by", ["auto", "shards", "records"])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [5, 0, 17, 3], [7] * 9, [100]])
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 1), (1, 3), (2, 2), (3, 4)])
+@pytest.mark.parametrize("shuffle", [1, 4])
+def test_all_consumers_together_read_every_record_once(
+    by: Any, sizes: list[int], world_size: int, num_workers: int, shuffle: int
+) -> None:
+    readers = tuple(Numbers(f"s{i}", size) for i, size in enumerate(sizes))
+    want = Counter(record["id"] for reader in readers for _, record in reader.records())
+    found: Counter[str] = Counter()
+    loads = []
+    for rank in range(world_size):
+        for worker in range(num_workers):
+            split = Split(rank, world_size, worker, num_workers, by)
+            feed = Feed(readers, tuple(split.portions(len(readers))), shuffle, (0, 0, split.consumer))
+            ids = [entry.raw["id"] for entry in feed.entries()]  # type: ignore[index]
+            found.update(ids)
+            loads.append(len(ids))
+    assert found == want
+    if by == "records":
+        assert max(loads) - min(loads) <= len(sizes)
+
+
+def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
+    assert [(part.shard, part.step) for part in Split(1, 2, 1, 2).portions(9)] == [(3, 1), (7, 1)]
+    assert [(part.shard, part.first, part.step) for part in Split(1, 2, 1, 2).portions(3)] == [
+        (0, 3, 4),
+        (1, 2, 4),
+        (2, 1, 4),
+    ]
+    # Two shards left over go to two ranks.
+    left = [len(Split(rank, 2, worker, 2).portions(6)) for rank in (0, 1) for worker in (0, 1)]
+    assert left == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank: got 2, want <= 1"),
+        ({"worker": -1}, "worker: got -1, want >= 0"),
+        ({"num_workers": 0}, "num_workers: got 0, want >= 1"),
+        ({"by": "rows"}, "by: got 'rows', want one of 'auto', 'shards', 'records'"),
+    ],
+)
+def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Split(**arguments)
+
+
+# Order
+
+
+def test_an_epoch_has_its_own_order_and_always_the_same() -> None:
+    readers = [Numbers(f"s{i}", 10) for i in range(4)]
+
+    def order(**options: Any) -> list[str]:
+        return keys(data(readers, Batcher(3), collate=PaddedCollator(), **options))
+
+    straight = [f"s{i}/{j}" for i in range(4) for j in range(10)]
+    assert order(shuffle=0) == straight
+    first = order(shuffle=15)
+    assert order(shuffle=15) == first
+    assert sorted(first) == sorted(straight)
+    others = [straight, order(shuffle=15, epoch=1), order(shuffle=15, seed=8), order(shuffle=14)]
+    assert all(other != first for other in others)
+    # A window reaches over the end of a shard, and no farther than it is long.
+    moved = [i - 10 * first.index(key) for i, key in enumerate(sorted(first))]
+    assert moved
+    assert len({key[:2] for key in first[:15]}) == 2
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_every_place_of_a_feed_is_found_again(window: int) -> None:
+    readers = (Numbers("a", 7), Numbers("b", 0), Numbers("c", 11))
+    for split in (Split(), Split(1, 2, by="records")):
+        feed = Feed(readers, tuple(split.portions(3)), window, (1, 2, 3))
+        whole = list(feed.entries(START))
+        for i, entry in enumerate(whole):
+            assert list(feed.entries(entry.after)) == whole[i + 1 :]
+        origins = {entry.origin for entry in whole[::3]}
+        assert {(o, at, raw["id"]) for o, at, raw in feed.find(origins)} == {  # type: ignore[index]
+            (entry.origin, entry.location, entry.raw["id"])  # type: ignore[index]
+            for entry in whole[::3]
+        }
+
+
+def test_set_epoch_reaches_workers_that_live_on() -> None:
+    readers = [Numbers(f"s{i}", 10) for i in range(4)]
+    dataset = data(readers, Batcher(5), collate=PaddedCollator(), shuffle=20)
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+    orders = []
+    for epoch in (0, 1, 0):
+        dataset.set_epoch(epoch)
+        orders.append(keys(loader))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+# Loading
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_together_give_every_record_once_and_always_the_same(
+    corpus: list[Reader], method: str, tmp_path: Path
+) -> None:
+    def run(workers: int, **options: Any) -> list[Any]:
+        dataset = data(corpus, on_error="skip", quarantine=tmp_path / method, **options)
+        context = method if workers else None
+        loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
+        return list(loader)
+
+    alone, two = run(0), run(2)
+    assert set(keys(alone)) == set(keys(two))
+    assert plain(two) == plain(run(2))
+    assert plain(two) == plain(run(2, threads=3))
+    assert max(batch.positions.num_tokens for batch in two) <= 200
+    # Split documents come in several pieces, and no label is lost but the first of each piece.
+    assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
+
+
+def test_formats_give_the_same_batches(tmp_path: Path) -> None:
+    rows = records(0, 13)
+    features = datasets.Features(
+        {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
+    )
+    whole = datasets.Dataset.from_list(rows, features=features)
+    found = [
+        plain(list(data(readers, preprocess=Preprocess(format_, BUILDER))))
+        for readers, format_ in [
+            (shards(write_parquet(tmp_path / "a.parquet", rows)), HFImages()),
+            (shards(write_jsonl(tmp_path / "a.jsonl", rows)), HFImages()),
+            (shards(write_tar(tmp_path / "a.tar", rows)), Pairs()),
+            (dataset_shards(whole), HFImages()),
+            (dataset_shards(whole.to_iterable_dataset()), HFImages()),
+        ]
+    ]
+    assert found == found[:1] * 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs a GPU")
+def test_batches_are_pinned() -> None:
+    loader = DataLoader(data([Numbers("a", 9)]), batch_size=None, num_workers=1, pin_memory=True)
+    assert all(batch.input_ids.is_pinned() for batch in loader)
+
+
+def test_without_collate_come_groups() -> None:
+    packs = list(data([Numbers("a", 9)], collate=None))
+    assert sorted(example.key for pack in packs for example in pack.examples) == [f"a/{i}" for i in range(9)]
+    groups = list(data([Numbers("a", 9)], Batcher(4), collate=None, shuffle=0))
+    assert [[example.key for example in group] for group in groups] == [
+        ["a/0", "a/1", "a/2", "a/3"],
+        ["a/4", "a/5", "a/6", "a/7"],
+        ["a/8"],
+    ]
+    whole = list(data([Numbers("a", 9)], Batcher(4, drop_last=True), collate=None))
+    assert [len(group) for group in whole] == [4, 4]
+
+
+def test_nothing_gives_nothing() -> None:
+    for readers in ([], [Numbers("a", 0)]):
+        assert list(data(readers)) == []
+        assert list(data(readers, Batcher(2), collate=PaddedCollator())) == []
+
+
+# Resuming
+
+
+def stateful(dataset: BatchDataset, workers: int) -> Any:
+    context = "fork" if workers else None
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
+
+
+BATCHINGS = {
+    "packed": (Packer(200, buffer=5, split_text=True, min_piece=8), PackedCollator()),
+    "whole": (Packer(200, buffer=9), PackedCollator(multiple_of=4)),
+    "bursts": (Packer(200, buffer=40, buffer_tokens=600, split_text=True), PackedCollator()),
+    "padded": (Batcher(3, max_tokens=150), PaddedCollator()),
+}
+
+
+@pytest.mark.parametrize("shuffle", [0, 6])
+@pytest.mark.parametrize("kind", list(BATCHINGS))
+def test_a_resume_after_any_batch_goes_on_byte_for_byte(
+    corpus: list[Reader], kind: str, shuffle: int, tmp_path: Path
+) -> None:
+    batching, collate = BATCHINGS[kind]
+
+    def new() -> BatchDataset:
+        return data(corpus, batching, collate=collate, shuffle=shuffle, on_error="skip", quarantine=tmp_path, epoch=3)
+
+    whole, states = [], []
+    dataset = new()
+    iterator = iter(dataset)
+    while True:
+        states.append(json.dumps(dataset.state_dict()))
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        whole.append(plain(batch))
+    states.append(json.dumps(dataset.state_dict()))
+    assert len(whole) > 5
+    assert any(json.loads(state)["pending"] for state in states) == (kind != "padded")
+    assert any(len(json.loads(state)["ready"]) > 1 for state in states) == (kind == "bursts")
+    if kind == "packed":
+        assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
+    assert max(map(len, states)) < 2000
+    for i, state in enumerate(states):
+        again = new()
+        again.set_epoch(5)
+        again.load_state_dict(json.loads(state))
+        assert again.epoch == 3
+        assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
+        assert [plain(batch) for batch in again] == whole[i:]
+        assert again.state_dict() == json.loads(states[-1])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("carry", ["pickle", "json"])
+def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
+    corpus: list[Reader], workers: int, carry: str, tmp_path: Path
+) -> None:
+    def new() -> Any:
+        return stateful(data(corpus, on_error="skip", quarantine=tmp_path), workers)
+
+    loader = new()
+    whole = [plain(batch) for batch in loader]
+    again = [plain(batch) for batch in loader]
+    assert again == whole
+    # The last: of a run that had ended; what comes then is the next epoch.
+    for stop in (0, 1, 7, len(whole) - 1, len(whole)):
+        loader = new()
+        iterator = iter(loader)
+        head = [plain(batch) for batch in islice(iterator, stop)]
+        if stop == len(whole):
+            assert next(iterator, None) is None
+        state = loader.state_dict()
+        state = json.loads(json.dumps(state)) if carry == "json" else pickle.loads(pickle.dumps(state))
+        del iterator, loader
+        resumed = new()
+        resumed.load_state_dict(state)
+        tail = [plain(batch) for batch in resumed]
+        assert head + tail == (whole if stop < len(whole) else whole + whole)
+
+
+def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
+    options = {"on_error": "skip", "quarantine": tmp_path}
+    state = data(corpus, **options).state_dict()
+    for other, message in [
+        (data(corpus[1:], **options), "state: got shards 5 with checksum .*, want 4 with checksum"),
+        (data(corpus, seed=8, **options), "state: got seed 7, want 8"),
+        (data(corpus, shuffle=0, **options), "state: got shuffle 6, want 0"),
+        (data(corpus, rank=1, world_size=2, **options), "state: got consumer 0 of 1 by auto, want 1 of 2 by auto"),
+        (data(corpus, Packer(100), **options), "state: got batching {.*'max_tokens': 200.*, want {.*'max_tokens': 100"),
+    ]:
+        with pytest.raises(InvalidInputError, match=message):
+            other.load_state_dict(state)
+    with pytest.raises(InvalidInputError, match="state: got version None, want 1"):
+        data(corpus).load_state_dict({})
+
+
+def test_a_state_of_records_that_are_gone_is_refused() -> None:
+    dataset = data([Numbers("a", 40)], shuffle=0)
+    iterator = iter(dataset)
+    while not (state := dataset.state_dict())["pending"]:
+        next(iterator)
+    shrunk = data([Numbers("a", 2)], shuffle=0)
+    shrunk.load_state_dict(state)
+    with pytest.raises(InvalidInputError, match=r"a\[\d+\]: got no such record, want the shards that the state was"):
+        iter(shrunk)
+
+
+# Corrupt records
+
+
+def test_a_corrupt_record_stops_the_epoch_and_is_named(corpus: list[Reader]) -> None:
+    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a record that can be read"):
+        list(data(corpus, shuffle=0))
+    loader = DataLoader(data(corpus, shuffle=0), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got "):
+        list(loader)
+
+
+def test_skipped_records_are_counted_logged_and_written_down(
+    corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "quarantine"
+    dataset = data(corpus, on_error="skip", quarantine=folder, epoch=2, shuffle=0)
+    with caplog.at_level(logging.WARNING, "mmpos.data"):
+        batches = list(dataset)
+    lines = read_quarantine(folder)
+    found = [(Path(line["source"]).name, line["index"], line["key"], line["epoch"]) for line in lines]
+    lost = found[2][1]
+    assert found == [("b.jsonl", 3, None, 2), ("b.jsonl", 7, "bad", 2), ("d.jsonl.gz", lost, None, 2)]
+    assert [f"skipped a record: {line['error']}" for line in lines] == caplog.messages
+    assert "b.jsonl[7]" in lines[1]["error"]
+    assert "image: got columns" in lines[1]["error"]
+    want = {str(i) for i in range(53)} - {"14", "18", *(str(i) for i in range(33 + lost, 44))}
+    assert set(keys(batches)) == want
+    counts = dataset.state_dict()["counts"]
+    assert counts["skipped"] == 3
+    assert counts["records"] == len(want) + 3
+    assert counts["batches"] == counts["packs"] == len(batches)
+
+
+def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_path: Path) -> None:
+    for batching, collate in ((Packer(20), PackedCollator()), (Batcher(3, max_tokens=20), PaddedCollator())):
+        with pytest.raises(RecordError, match=r"a\[20\]: a/20: tokens: got 21, want at most 20"):
+            list(data([Numbers("a", 30)], batching, collate=collate, shuffle=0))
+        dataset = data([Numbers("a", 30)], batching, collate=collate, on_error="skip", quarantine=tmp_path)
+        assert sorted(keys(dataset)) == sorted(f"a/{i}" for i in range(20))
+        assert dataset.state_dict()["counts"]["skipped"] == 10
+    assert len(read_quarantine(tmp_path)) == 20
+
+
+def test_workers_write_to_files_of_their_own(corpus: list[Reader], tmp_path: Path) -> None:
+    for rank in (0, 1):
+        options = {"rank": rank, "world_size": 2, "split": "records", "shuffle": 0}
+        dataset = data(corpus, on_error="skip", quarantine=tmp_path, **options)
+        for _ in DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"):
+            pass
+    sources = [reader.source for reader in corpus]
+    found = [(path.name, json.loads(line)) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert len(found) == len(read_quarantine(tmp_path)) == 3
+    for name, line in found:
+        consumer = (line["index"] + sources.index(line["source"])) % 4
+        assert name == f"rank{consumer % 2}-worker{consumer // 2}.jsonl"
+    assert read_quarantine(tmp_path / "none") == []
+
+
+class _Broken:
+    def __call__(self, record: Any, location: Location) -> Document:
+        if location.index == 4:
+            raise KeyError("a mistake of the format")
+        return Document(record["id"], (Piece(record["text"]),))
+
+
+def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp_path: Path) -> None:
+    for threads in (0, 2):
+        dataset = data(
+            [Numbers("a", 9)],
+            preprocess=Preprocess(_Broken(), BUILDER),
+            on_error="skip",
+            quarantine=tmp_path,
+            threads=threads,
+        )
+        with pytest.raises(KeyError) as raised:
+            list(dataset)
+        assert raised.value.__notes__ == ["while preprocessing a[4]"]
+    with pytest.raises(InvalidInputError, match=r"preprocess: got str for a\[0\], want an Example"):
+        list(data([Numbers("a", 9)], preprocess=lambda record, location: "x", shuffle=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shards": ["a.tar"]}, r"shards\[0\]: got str, want a reader; readers.shards opens files"),
+        ({"on_error": "skip"}, "quarantine: got None, want a path"),
+        ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
+        ({"seed": -1}, "seed: got -1, want >= 0"),
+        ({"epoch": -1}, "epoch: got -1, want >= 0"),
+        ({"shuffle": 2.5}, "shuffle: got 2.5, want an integer"),
+        ({"threads": -1}, "threads: got -1, want >= 0"),
+        ({"split": "rows"}, "by: got 'rows', want one of"),
+        ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
+    ],
+)
+def test_arguments_are_checked(options: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        data(**({"shards": []} | options))
+    full = Packer(9)
+    full.add(PREPROCESS({"id": "a", "image": None, "text": "x"}, Location("a", 0)))
+    with pytest.raises(InvalidInputError, match="batching: got 1 pending examples, want an empty one"):
+        data([], full)
+
+
+# Ranks
+
+
+def _rank(rank: int, folder: Path) -> None:
+    """What a process of torch.distributed reads."""
+    early = data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    found = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
+    try:
+        list(early)
+    except InvalidInputError as error:
+        (folder / str(rank)).write_text(json.dumps([found, str(error)]))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
+    assert sorted(found[0][0] + found[1][0]) == [f"a/{i}" for i in range(9)]
+    assert all(message.startswith("rank: got a dataset made before torch.distributed") for _, message in found)
+
+
+# Memory
+
+_MEMORY = """
+import resource, sys
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data.collate import PackedCollator
+from mmpos.data.examples import Preprocess
+from mmpos.data.formats import HFImages
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.readers import shards
+builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
+dataset = BatchDataset(
+    shards(sys.argv[1:]), Preprocess(HFImages(), builder), Packer(1000, buffer=32), PackedCollator(), shuffle=64
+)
+peaks = {}
+for batch in dataset:
+    seen = dataset.state_dict()["counts"]["records"]
+    peaks[seen // 2000] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(seen, peaks[0], peaks[4])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_memory_of_ten_thousand_records_is_flat(kind: str, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    write = write_parquet if kind == "parquet" else write_jsonl
+    rows = records(0, 10_000)
+    write(tmp_path / f"a.{kind}", rows[:7000], **({"group": 3500} if kind == "parquet" else {}))
+    write(tmp_path / f"b.{kind}", rows[7000:], **({"group": 3000} if kind == "parquet" else {}))
+    arguments = [sys.executable, "-c", _MEMORY, str(tmp_path / f"a.{kind}"), str(tmp_path / f"b.{kind}")]
+    seen, early, late = map(int, subprocess.check_output(arguments, timeout=300).split())
+    assert seen == 10_000
+    assert late - early < 16 * 1024, "KiB"

@@ -1,0 +1,298 @@
+"""Readers: the same records from every format, from any start, with what is broken in its place."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+import torch
+from data_corpus import Record, caption, records, write_jsonl, write_parquet, write_tar
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
+from mmpos.errors import InvalidInputError
+
+ROWS = records(0, 21)
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "dataset", "iterable"]
+
+
+def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
+    path = folder / f"a.{kind}"
+    if kind == "jsonl.zst":
+        write_jsonl(path, rows, lambda path, mode: pa.CompressedOutputStream(pa.OSFile(str(path), mode), "zstd"))
+    elif kind.startswith("jsonl"):
+        write_jsonl(path, rows)
+    elif kind == "parquet":
+        write_parquet(path, rows)
+    elif kind.startswith("tar"):
+        write_tar(path, rows)
+    else:
+        whole = datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in FEATURES}, features=FEATURES)
+        return DatasetReader(whole if kind == "dataset" else whole.to_iterable_dataset(num_shards=3), "photos")
+    (reader,) = shards(path)
+    return reader
+
+
+FEATURES = datasets.Features(
+    {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
+)
+
+
+def read(reader: Reader, *args: int) -> list[tuple[int, str]]:
+    """Number and id, or message, of all records."""
+    found = []
+    for location, raw in reader.records(*args):
+        assert location.source == reader.source
+        if isinstance(raw, RecordError):
+            found.append((location.index, str(raw).replace(str(Path(reader.source).parent) + "/", "")))
+        else:
+            found.append((location.index, str(raw.get("id", raw.get("__key__")))))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_start_and_step_gives_the_records_there(kind: str, tmp_path: Path) -> None:
+    reader = make(kind, tmp_path)
+    for start, step in [(0, 1), (1, 1), (0, 4), (7, 5), (8, 1), (20, 3), (21, 1), (99, 2)]:
+        assert read(reader, start, step) == [(i, str(i)) for i in range(start, 21, step)]
+    assert read(reader) == read(pickle.loads(pickle.dumps(reader)))
+    assert reader.count() == (21 if kind in ("parquet", "dataset") else None)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])  # datasets makes no stream of nothing
+def test_no_records_are_no_error(kind: str, tmp_path: Path) -> None:
+    assert read(make(kind, tmp_path, [])) == []
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "iterable"])
+def test_images_stay_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+    assert [raw for _, raw in make(kind, tmp_path).records()] == ROWS
+
+
+def test_a_tar_gives_what_webdataset_gives(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    names = ["b/x.y.JPG", "b/x.json", "__skip__/z.txt", "no_extension", "b/z.txt", "c.txt", "b/x.txt"]
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(_folder("b"))
+        for name in names:
+            tar.addfile(_member(name, 5), io.BytesIO(name[:5].encode()))
+    with path.open("rb") as stream:
+        theirs = list(group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])))
+    mine = [raw for _, raw in TarReader(str(path)).records()]
+    assert mine == theirs
+    assert [record["__key__"] for record in theirs] == ["b/x", "b/z", "c", "b/x"]
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
+
+
+def _folder(name: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type = tarfile.DIRTYPE
+    return member
+
+
+def test_a_broken_line_is_an_error_and_the_next_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    deep = b"[" * 200_000
+    lines = [b'{"id": 0}', b'{"id": ', b"", b"[1]", b'{"id": "\xff"}', deep, b'{"id": 6}']
+    path.write_bytes(b"\n".join(lines))
+    found = read(JsonlReader(str(path)))
+    assert [index for index, _ in found] == [0, 1, 3, 4, 5, 6]
+    assert found[0][1] == "0"
+    assert found[1][1].startswith("a.jsonl[1]: got Expecting value: line 2 column 1")
+    assert found[2][1] == "a.jsonl[3]: got list, want a JSON object"
+    assert found[3][1].startswith("a.jsonl[4]: got 'utf-8' codec can't decode byte 0xff")
+    assert found[4][1].startswith("a.jsonl[5]: got maximum recursion depth exceeded")
+    assert found[5][1] == "6"
+    assert read(JsonlReader(str(path)), 3, 3) == [found[2], found[5]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "tar", "tar.gz"])
+def test_a_truncated_shard_ends_in_one_error(kind: str, tmp_path: Path) -> None:
+    reader = make(kind, tmp_path)
+    whole = Path(reader.source).read_bytes()
+    Path(reader.source).write_bytes(whole[: len(whole) * 2 // 3])
+    found = read(reader)
+    *before, (last, message) = found
+    assert before == [(i, str(i)) for i in range(last)]
+    assert 0 <= last < 20
+    assert message.startswith(f"a.{kind}[{last}]: got ")
+    assert message.endswith("want a record that can be read, and nothing after it")
+    # The consumer whose record it is gets the error, and the others end in peace.
+    for start in range(3):
+        assert read(reader, start, 3) == found[start::3]
+    assert read(reader, last + 1) == []
+
+
+@pytest.mark.parametrize(("at", "lost"), [(512 * 6, 1), (0, 0), (-1, 20)])
+def test_a_tar_with_a_broken_header_does_not_pass_for_a_short_one(at: int, lost: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    members = list(itertools.chain.from_iterable((f"{i}.jpg", f"{i}.txt") for i in range(21)))
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name in members:
+            tar.addfile(_member(name, 512 if name.endswith("jpg") else 100), io.BytesIO(bytes(512)))
+    raw = bytearray(path.read_bytes())
+    if at < 0:  # without the zeros at its end
+        raw = raw[: 512 * 21 * 4]
+    else:
+        raw[at : at + 100] = b"x" * 100
+    path.write_bytes(raw)
+    *before, (last, message) = read(TarReader(str(path)))
+    assert (before, last) == ([(i, str(i)) for i in range(lost)], lost)
+    assert "want a record that can be read, and nothing after it" in message
+
+
+def test_two_files_of_one_name_in_a_record_are_an_error_and_the_next_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in ("0.txt", "0.TXT", "1.txt"):
+            tar.addfile(_member(name, 1), io.BytesIO(b"x"))
+    assert read(TarReader(str(path))) == [(0, "a.tar[0]: txt: got two files, want one"), (1, "1")]
+
+
+def test_rows_of_a_broken_page_are_errors_each_in_its_place(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    raw = bytearray(path.read_bytes())
+    at = raw.index(caption(12).encode())
+    raw[at : at + 4] = b"????"
+    path.write_bytes(raw)
+    found = read(ParquetReader(str(path)))
+    assert [text for _, text in found[:8] + found[16:]] == [str(i) for i in (*range(8), *range(16, 21))]
+    assert [index for index, _ in found] == list(range(21))
+    for index, message in found[8:16]:
+        assert message.startswith(f"a.parquet[{index}]: got ")
+        assert "CRC" in message
+    assert read(ParquetReader(str(path)), 10, 4) == found[10::4]
+
+
+def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 but not for long")
+    ((index, message),) = read(ParquetReader(str(path)))
+    assert index == 0
+    assert message.startswith("a.parquet[0]: got ")
+    assert message.endswith("and nothing after it")
+    assert read(ParquetReader(str(path)), 1) == []
+    assert ParquetReader(str(path)).count() is None
+
+
+def test_text_that_is_no_unicode_is_the_error_of_its_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    table = pa.table({"id": pa.array([b"0", b"\xff", b"2"]).view(pa.string())})
+    pa.parquet.write_table(table, path)
+    (first, (_, message), last) = read(ParquetReader(str(path)))
+    assert (first, last) == ((0, "0"), (2, "2"))
+    assert message.startswith("a.parquet[1]: got 'utf-8' codec can't decode byte 0xff")
+
+
+def test_columns_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    found = list(ParquetReader(str(path), columns=("id",)).records(19))
+    assert found == [(Location(str(path), 19), {"id": "19"}), (Location(str(path), 20), {"id": "20"})]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar"])
+def test_a_file_that_is_gone_is_no_fault_of_its_records(kind: str, tmp_path: Path) -> None:
+    reader = make(kind, tmp_path)
+    os.unlink(reader.source)
+    with pytest.raises(FileNotFoundError):
+        list(reader.records())
+
+
+def test_datasets_become_shards_that_hold_all(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_list(ROWS, features=FEATURES)
+    stream = whole.to_iterable_dataset(num_shards=4)
+    for found, number in ((dataset_shards(whole, 5, "photos"), 5), (dataset_shards(stream), 4)):
+        assert len(found) == number
+        ids = [text for shard in found for _, text in read(shard)]
+        assert sorted(ids, key=int) == [str(i) for i in range(21)]
+    assert [shard.source for shard in dataset_shards(whole, 2, "photos")] == [
+        "photos-00000-of-00002",
+        "photos-00001-of-00002",
+    ]
+    assert dataset_shards(whole)[0].count() == 21
+    with pytest.raises(InvalidInputError, match="dataset: got list, want a Dataset or an IterableDataset"):
+        DatasetReader([1])
+
+
+class _InWorker(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def __iter__(self) -> Any:
+        return iter(read(self.reader))
+
+
+def test_a_stream_of_datasets_is_whole_in_every_worker(tmp_path: Path) -> None:
+    data = _InWorker(make("iterable", tmp_path))
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert sorted(loader) == sorted([[i, str(i)] for i in range(21)] * 2)
+
+
+def test_shards_come_in_order_by_their_suffix(tmp_path: Path) -> None:
+    for name in ("b.tar", "a.tgz", "c.jsonl", "d.ndjson", "e.jsonl.gz", "f.parquet", "g[1].tar"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder.tar").mkdir()
+    found = shards([tmp_path / "c.jsonl", f"{tmp_path}/*.t*", tmp_path / "f.parquet", f"{tmp_path}/[de].*"])
+    assert [(type(reader).__name__, os.path.basename(reader.source)) for reader in found] == [
+        ("JsonlReader", "c.jsonl"),
+        ("TarReader", "a.tgz"),
+        ("TarReader", "b.tar"),
+        ("TarReader", "g[1].tar"),
+        ("ParquetReader", "f.parquet"),
+        ("JsonlReader", "d.ndjson"),
+        ("JsonlReader", "e.jsonl.gz"),
+    ]
+    assert shards(tmp_path / "g[1].tar")[0].source.endswith("g[1].tar")
+
+
+def test_paths_that_give_no_reader_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.tar").touch()
+    refusals: list[tuple[Any, str]] = [
+        (
+            [tmp_path / "a.tar", tmp_path / "a.csv"],
+            f"paths[1]: got '{tmp_path}/a.csv', want a name that ends in one of .jsonl, ",
+        ),
+        (tmp_path / "b.tar", f"paths[0]: got '{tmp_path}/b.tar', want a file, or a pattern that finds files"),
+        (f"{tmp_path}/*.parquet", f"paths[0]: got '{tmp_path}/*.parquet', want a file, or a pattern"),
+        (tmp_path, f"paths[0]: got '{tmp_path}', want a file"),
+        ([tmp_path / "a.tar", f"{tmp_path}/*.tar"], f"paths[1]: got '{tmp_path}/a.tar' again, want each file once"),
+    ]
+    for paths, message in refusals:
+        with pytest.raises(InvalidInputError) as refused:
+            shards(paths)
+        assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("tar", "webdataset.tariterators"), ("parquet", "pyarrow"), ("jsonl.zst", "pyarrow")]
+)
+def test_a_missing_library_names_the_pip_command(kind: str, module: str, tmp_path: Path, monkeypatch: Any) -> None:
+    reader = make(kind, tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r'pip install "mmpos\[data\]"'):
+        next(reader.records())
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    for kind in KINDS:
+        reader = make(kind, tmp_path)
+        with pytest.raises(InvalidInputError, match="start: got -1, want >= 0"):
+            next(reader.records(-1))
+        with pytest.raises(InvalidInputError, match="step: got 0, want >= 1"):
+            next(reader.records(0, 0))

@@ -1,0 +1,166 @@
+"""The values of a record, each of which knows its name: what every format reads with, and raises with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmpos import checks
+from mmpos.data.documents import Document, Location, Piece, RecordError
+from mmpos.data.resolve import REFERENCE, Images, describe
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Field", "assemble", "check_option", "open_record"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A value of a record. Null and missing are the same, since Parquet has no missing values.
+
+    Args:
+        record: what errors call the record.
+        name: what they call the value: ``messages[0].content``; empty for the record itself.
+        value: the value.
+    """
+
+    record: str
+    name: str
+    value: Any
+
+    def __getitem__(self, name: str) -> Field:
+        """A field of this mapping; its value is None if there is none."""
+        if not isinstance(self.value, Mapping):
+            raise self.error("a mapping of names to values")
+        return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name))
+
+    def error(self, want: str, got: str | None = None) -> RecordError:
+        """The error to raise."""
+        return RecordError(f"{self.record}: {self.name}: got {got or describe(self.value)}, want {want}")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is several: pixels in an array are one."""
+        value = self.value
+        return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OSU")
+
+    def items(self) -> list[Field]:
+        """The items of this list."""
+        several = isinstance(self.value, list | tuple) or (isinstance(self.value, np.ndarray) and self.value.ndim > 0)
+        if not several:
+            raise self.error("a list")
+        return [Field(self.record, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
+
+    def several(self) -> list[Field]:
+        """The items of this list, or the value alone, or none."""
+        if self.value is None:
+            return []
+        return self.items() if self.is_list else [self]
+
+    def text(self, want: str = "text") -> str:
+        """The value, which is text."""
+        if not isinstance(self.value, str):
+            raise self.error(want)
+        try:
+            return checks.text(self.name, str(self.value))
+        except InvalidInputError as error:
+            raise RecordError(f"{self.record}: {error}") from error
+
+    def utf8(self, want: str = "text or its bytes in UTF-8") -> str:
+        """The value, which is text or its bytes."""
+        if not isinstance(self.value, bytes | bytearray | memoryview):
+            return self.text(want)
+        try:
+            return bytes(self.value).decode()
+        except UnicodeDecodeError as error:
+            raise self.error("UTF-8", got=f"bytes that are not UTF-8 ({error})") from error
+
+    def parsed(self, want: str) -> Field:
+        """What this text, or its bytes, say in JSON."""
+        text = self.utf8(want)
+        try:
+            return Field(self.record, self.name, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise self.error(want, got=f"{describe(text)}, which is no JSON ({error})") from error
+
+    def index(self, of: str, length: int) -> int:
+        """The value, which is an index of a list of this length."""
+        value = _integer(self.value)
+        if value is None or not 0 <= value < length:
+            raise self.error(f"an index of {of}, which has {length}")
+        return value
+
+    def number(self) -> float:
+        """The value, which is a finite number."""
+        value: Any = self.value if isinstance(self.value, float | np.floating) else _integer(self.value)
+        if value is None or not abs(value) <= sys.float_info.max:
+            raise self.error("a finite number")
+        return float(value)
+
+    def image(self, images: Images, want: str = REFERENCE) -> Any:
+        """The image that the value refers to."""
+        return images.resolve(f"{self.record}: {self.name}", self.value, want)
+
+
+def open_record(record: Mapping[str, Any], location: Location) -> tuple[str, Field]:
+    """The key of a record and the record as a field.
+
+    The key is ``id`` or ``__key__`` (text or an integer) where the record has one, else the location.
+    """
+    here = str(location)
+    if not isinstance(record, Mapping):
+        raise RecordError(f"{here}: got {describe(record)}, want a mapping of names to values")
+    for name in ("id", "__key__"):
+        own = Field(here, name, record.get(name))
+        if own.value is None:
+            continue
+        number = _integer(own.value)
+        key = str(number) if number is not None and abs(number) < 2**64 else own.text("text or an integer of 64 bits")
+        if not key:
+            raise own.error("a key that is not empty")
+        return key, Field(f"{key} ({here})", "", record)
+    return here, Field(here, "", record)
+
+
+def assemble(key: str, record: Field, names: str, pieces: Iterable[Piece], separator: str = "") -> Document:
+    """The document of these pieces.
+
+    Texts that stand side by side, and are both trained on or both not, become one with the separator between them, so
+    that a tokenizer sees them whole; empty texts are left out.
+
+    Args:
+        key: id of the record.
+        record: the record.
+        names: the fields that the pieces came from, for the error.
+        pieces: texts and images in order.
+        separator: what stands between two texts that become one.
+
+    Raises:
+        RecordError: nothing is left.
+    """
+    runs: list[tuple[bool, Any]] = []
+    for piece in pieces:
+        if not isinstance(piece.part, str):
+            runs.append((piece.train, piece.part))
+        elif piece.part and runs and isinstance(runs[-1][1], list) and runs[-1][0] == piece.train:
+            runs[-1][1].append(piece.part)
+        elif piece.part:
+            runs.append((piece.train, [piece.part]))
+    if not runs:
+        raise Field(record.record, names, None).error("at least one", got="no image and no text")
+    joined = [Piece(separator.join(part) if isinstance(part, list) else part, train) for train, part in runs]
+    return Document(key, tuple(joined))
+
+
+def check_option(name: str, value: Any, kind: type) -> None:
+    """Refuse an option of a format that is of the wrong type."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name}: got {describe(value)}, want {'text' if kind is str else kind.__name__}")
+
+
+def _integer(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None

@@ -1,0 +1,215 @@
+"""From what a record says of an image to an image that a SequenceBuilder takes; nothing is fetched unasked."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+
+from mmpos.data.documents import RecordError
+from mmpos.errors import InvalidInputError, ServiceError
+from mmpos.images import ImageSize
+from mmpos.parts import Grid
+
+__all__ = ["REFERENCE", "Images", "describe"]
+
+REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
+"""What an error wants where an image is referred to."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+
+@dataclass(frozen=True)
+class Images:
+    """Where the images of a corpus come from. The defaults read no file and fetch no URL.
+
+    A reference in a record is the bytes of a file, a struct of bytes and path (bytes win), a ``data:`` URL, or a name,
+    which is any other text. Decoded images (Pillow, arrays, tensors; float tensors hold 0 to 1) pass as they are.
+
+    Args:
+        base: the folder that paths are relative to. A path, absolute or not, must be of a file that lies inside after
+            all ``..`` and links are followed; None refuses every path, so that no record decides what is read.
+        resolver: is asked for every name first, URLs included, and returns an image as a SequenceBuilder takes it (the
+            bytes of a file, a pathlib.Path, which may lie anywhere, a Pillow image, an array, an ImageSize …), or None
+            for a name it does not know. What it raises becomes a RecordError.
+        fetcher: is asked for http and https URLs that no resolver knew, and returns the bytes of the file.
+
+    Raises:
+        InvalidInputError: base is no path, or a callable cannot be called.
+    """
+
+    base: str | os.PathLike[str] | None = None
+    resolver: Callable[[str], Any] | None = None
+    fetcher: Callable[[str], bytes] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, str | os.PathLike | None):
+            raise InvalidInputError(f"base: got {type(self.base).__name__}, want a folder or None")
+        for name in ("resolver", "fetcher"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise InvalidInputError(f"{name}: got {describe(getattr(self, name))}, want a callable or None")
+        if self.base is not None:
+            # Absolute, since the workers of a loader may run in another folder.
+            object.__setattr__(self, "base", Path(self.base).resolve())
+
+    def resolve(self, name: str, reference: Any, want: str = REFERENCE) -> Any:
+        """The image of a reference: bytes, a pathlib.Path, or what was decoded already.
+
+        Args:
+            name: what errors call the reference, such as ``shard-3.jsonl[17]: images[2]``.
+            reference: see the class.
+            want: what an error says it should have been.
+
+        Raises:
+            RecordError: nothing that refers to an image, or to one that this object cannot or may not read.
+            ServiceError: from the resolver or the fetcher: no fault of the record.
+        """
+        if isinstance(reference, Mapping):
+            return self._struct(name, reference)
+        if isinstance(reference, str | os.PathLike):
+            return self._named(name, os.fsdecode(reference))
+        image = _image(name, reference)
+        if image is None:
+            raise RecordError(f"{name}: got {describe(reference)}, want {want}")
+        return image
+
+    def _struct(self, name: str, struct: Mapping[str, Any]) -> Any:
+        data, path = struct.get("bytes"), struct.get("path")
+        if data is None and path is None:
+            raise RecordError(f"{name}: got neither bytes nor path, want one of them")
+        if data is None:
+            if not isinstance(path, str):
+                raise RecordError(f"{name}.path: got {describe(path)}, want text")
+            return self._named(f"{name}.path", path)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise RecordError(f"{name}.bytes: got {describe(data)}, want bytes")
+        return _image(f"{name}.bytes", data)
+
+    def _named(self, name: str, text: str) -> Any:
+        if text[:5].lower() == "data:":
+            return _image(name, _decoded(name, text))
+        if self.resolver is not None:
+            found = _asked(name, "resolver", self.resolver, text)
+            if found is not None:
+                image = _image(name, found)
+                if image is None:
+                    raise RecordError(f"{name}: got {describe(found)} from the resolver, want an image or None")
+                return image
+        scheme = _SCHEME.match(text)
+        return self._file(name, text) if scheme is None else self._fetched(name, text, scheme[1].lower())
+
+    def _fetched(self, name: str, url: str, scheme: str) -> bytes:
+        if scheme not in ("http", "https"):
+            raise RecordError(f"{name}: got the URL {describe(url)}, want http or https, or a resolver that knows it")
+        if self.fetcher is None:
+            raise RecordError(
+                f"{name}: got the URL {describe(url)}, want Images(fetcher=…) or Images(resolver=…): "
+                "no URL is fetched unasked"
+            )
+        found = _asked(name, "fetcher", self.fetcher, url)
+        if not isinstance(found, bytes | bytearray | memoryview) or not found:
+            raise RecordError(f"{name}: got {describe(found)} from the fetcher, want the bytes of a file")
+        return bytes(found)
+
+    def _file(self, name: str, text: str) -> Path:
+        got = f"{name}: got the path {describe(text)}"
+        if self.base is None:
+            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…): no path is read unasked")
+        try:
+            path = Path(self.base, text).resolve()
+            inside, readable = path.is_relative_to(self.base), path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
+            raise RecordError(f"{got}, want a file inside {self.base} ({error})") from error
+        if not inside:
+            raise RecordError(f"{got}, want a path that stays inside {self.base}")
+        if not readable:
+            raise RecordError(f"{got}, want a file that exists inside {self.base}")
+        return path
+
+
+def describe(value: Any) -> str:
+    """A value for an error message: short, whatever its size."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{memoryview(value).nbytes} bytes"
+    if isinstance(value, str | int | float | list | tuple | dict):
+        short = reprlib.Repr()
+        short.maxstring, short.maxlevel = 80, 3
+        try:
+            shown = short.repr(value)
+            return shown if len(shown) <= 120 else f"{shown[:119]}…"
+        except ValueError:  # an integer with more digits than Python converts
+            pass
+    return type(value).__name__
+
+
+def _image(name: str, value: Any) -> Any:
+    """The value as SequenceBuilder takes it, or None if it is no image."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not value:
+            raise RecordError(f"{name}: got 0 bytes, want the bytes of a file")
+        return bytes(value)
+    if _is("torch", "Tensor", value):
+        return _levels(name, value)
+    if isinstance(value, os.PathLike | ImageSize | Grid) or _is("PIL.Image", "Image", value):
+        return value
+    return value if isinstance(value, np.ndarray) and value.ndim >= 2 else None
+
+
+def _levels(name: str, tensor: Any) -> Any:
+    """The tensor, where it holds parts of 1 as levels from 0 to 255: exactly those that a decoder divided by 255."""
+    if tensor.ndim < 2 or tensor.numel() == 0:
+        raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
+    if not tensor.is_floating_point():
+        return tensor
+    low, high = float(tensor.min()), float(tensor.max())
+    if not (low >= 0 and high <= 1):
+        raise RecordError(f"{name}: got a float tensor from {low:g} to {high:g}, want 0 to 1, or uint8")
+    return (tensor * 255).round().to(sys.modules["torch"].uint8)
+
+
+def _is(module: str, kind: str, value: Any) -> bool:
+    """Whether value is a module.kind, without importing the module: who has one has imported it."""
+    found = getattr(sys.modules.get(module), kind, None)
+    return found is not None and isinstance(value, found)
+
+
+def _asked(name: str, role: str, call: Callable[[str], Any], text: str) -> Any:
+    """What the user's callable says; what it raises is what is wrong with the record."""
+    try:
+        return call(text)
+    except ServiceError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__} ({str(error)[:200]}) from the {role}"
+        raise RecordError(f"{name}: got {got} for {describe(text)}, want an image") from error
+
+
+def _decoded(name: str, url: str) -> bytes:
+    """The data of a data: URL as RFC 2397 has it: percent-encoded, and base64 if it says so; nothing is forgiven."""
+    head, comma, payload = url[5:].partition(",")
+    media, *parameters = head.split(";")
+    if not comma:
+        raise RecordError(f"{name}: got the data URL {describe(url)}, want a comma before the data")
+    if media and not media.lower().startswith("image/"):
+        raise RecordError(f"{name}: got a data URL of {describe(media)}, want one of image/…")
+    if not payload.isascii() or _BROKEN_ESCAPE.search(payload):
+        raise RecordError(f"{name}: got the data URL {describe(url)}, want ASCII, and two hex digits after each %")
+    data = unquote_to_bytes(payload)
+    if parameters and parameters[-1].lower() == "base64":
+        try:
+            return base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise RecordError(f"{name}: got the data URL {describe(url)}, want base64 ({error})") from error
+    return data

@@ -1,0 +1,762 @@
+"""Formats: what a record of each corpus becomes, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
+from mmpos.data.documents import Document, Location, RecordError
+from mmpos.data.examples import Preprocess
+from mmpos.data.formats import (
+    FORMATS,
+    MMC4,
+    Chat,
+    ChatTemplate,
+    Energon,
+    HFImages,
+    LLaVA,
+    Obelics,
+    Pairs,
+    Turn,
+)
+from mmpos.data.resolve import Images
+from mmpos.errors import ServiceUnavailableError
+
+HERE = Location("shard-3.jsonl", 17)
+PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
+COFFEE, CAT = ((PHOTOS / name).read_bytes() for name in ("coffee.jpg", "chelsea.jpg"))
+LOCAL = Images(PHOTOS)
+PNG_BASE64 = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+PNG = base64.b64decode(PNG_BASE64)
+PNG_URL = f"data:image/png;base64,{PNG_BASE64}"
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow", min_pixels=28 * 28, max_pixels=64 * 28 * 28))
+
+
+def pieces(document: Document) -> list[Any]:
+    """Parts in order; what is not trained on stands in a tuple by itself."""
+    return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
+
+
+def said(read: Callable[..., Any], record: Any) -> str:
+    with pytest.raises(RecordError) as caught:
+        read(record, HERE)
+    return str(caught.value)
+
+
+# Where images come from
+
+
+def read(images: Images, reference: Any) -> Any:
+    return images.resolve("r: image", reference)
+
+
+def refused(images: Images, reference: Any) -> str:
+    with pytest.raises(RecordError) as caught:
+        images.resolve("r: image", reference)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("data", [PNG, bytearray(PNG), memoryview(PNG)])
+def test_bytes_are_images(data: Any) -> None:
+    assert read(Images(), data) == PNG
+    assert read(Images(), {"bytes": data, "path": "elsewhere.png"}) == PNG
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        PNG_URL,
+        PNG_URL.replace("data:image/png;base64", "DATA:Image/PNG;Base64"),
+        f"data:;base64,{PNG_BASE64}",
+        f"data:image/png;name=dot.png;base64,{quote(PNG_BASE64, safe='')}",
+        f"data:image/png,{quote(PNG, safe='')}",
+    ],
+)
+def test_data_urls_are_decoded_whoever_else_could_be_asked(url: str) -> None:
+    assert read(Images(resolver=lambda name: pytest.fail(name)), url) == PNG
+    assert BUILDER.build([read(Images(), url)]).grid_thw.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png", "got the data URL 'data:image/png', want a comma before the data"),
+        ("data:text/plain,hi", "got a data URL of 'text/plain', want one of image/…"),
+        ("data:image/png,a%2", "got the data URL 'data:image/png,a%2', want ASCII, and two hex digits after each %"),
+        ("data:image/png,ä", "got the data URL 'data:image/png,ä', want ASCII, and two hex digits after each %"),
+        ("data:image/png;base64,iVBO!A==", "want base64 ("),
+        ("data:image/png;base64,iVBOR", "want base64 ("),
+        ("data:image/png;base64,", "got 0 bytes, want the bytes of a file"),
+        ("data:,", "got 0 bytes, want the bytes of a file"),
+    ],
+)
+def test_a_wrong_data_url_is_refused_in_words(url: str, message: str) -> None:
+    assert f"r: image: {message}" in refused(Images(), url).replace(f"got the data URL '{url}', want b", "want b")
+
+
+def test_a_path_is_of_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base" / "deep").mkdir(parents=True)
+    inside = tmp_path / "base" / "deep" / "a.png"
+    inside.write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (tmp_path / "base" / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "base" / "loop").symlink_to(tmp_path / "base" / "loop")
+    monkeypatch.chdir(tmp_path)
+    images = Images("base")
+    monkeypatch.chdir("/")
+    for name in ("deep/a.png", "deep/../deep/a.png", str(inside)):
+        assert read(images, name) == inside
+        assert read(images, {"bytes": None, "path": name}) == inside
+    assert read(images, Path("deep/a.png")) == inside
+    base = tmp_path / "base"
+    for name in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "/etc/passwd", ".."):
+        assert refused(
+            images, name
+        ) == f"r: image: got the path {name!r}, want a path that stays inside {base}".replace(repr(name), _short(name))
+    for name in ("b.png", "deep", "."):
+        assert refused(images, name) == f"r: image: got the path {name!r}, want a file that exists inside {base}"
+    for name in ("a\0b", "loop", "x" * 5000, "\ud800"):
+        assert f"inside {base}" in refused(images, name)
+
+
+def _short(name: str) -> str:
+    """As errors show a text: the middle of what is long is left out."""
+    return repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:38]}...{repr(name)[-39:]}"
+
+
+def test_without_base_no_path_is_read() -> None:
+    want = "want Images(base=…) or Images(resolver=…): no path is read unasked"
+    assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
+    assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
+
+
+def test_a_url_is_never_fetched_unasked() -> None:
+    want = "want Images(fetcher=…) or Images(resolver=…): no URL is fetched unasked"
+    assert refused(LOCAL, "https://host/a.png") == f"r: image: got the URL 'https://host/a.png', {want}"
+    asked: list[str] = []
+    images = Images(fetcher=lambda url: asked.append(url) or PNG)  # type: ignore[func-returns-value]
+    assert read(images, "HTTPS://host/a.png") == PNG
+    assert asked == ["HTTPS://host/a.png"]
+    other = "r: image: got the URL 's3://bucket/a.png', want http or https, or a resolver that knows it"
+    assert refused(images, "s3://bucket/a.png") == other
+    empty = "r: image: got 0 bytes from the fetcher, want the bytes of a file"
+    assert refused(Images(fetcher=lambda url: b""), "http://host/a") == empty
+
+
+def test_a_resolver_gets_every_name_first_and_may_not_know_it() -> None:
+    size = ImageSize(3, 4)
+    known = {"http://host/a": PNG, "b": PHOTOS / "coffee.jpg", "c": size, "d": "text"}
+    images = Images(PHOTOS, resolver=known.get)
+    assert read(images, "http://host/a") == PNG
+    assert read(images, {"bytes": None, "path": "b"}) == PHOTOS / "coffee.jpg"
+    assert read(images, "c") is size
+    assert read(images, "chelsea.jpg") == PHOTOS / "chelsea.jpg"
+    assert refused(images, "d") == "r: image: got 'text' from the resolver, want an image or None"
+    strict = Images(resolver=known.__getitem__)
+    assert refused(strict, "e") == "r: image: got KeyError ('e') from the resolver for 'e', want an image"
+
+
+def test_a_service_that_does_not_answer_is_no_fault_of_the_record() -> None:
+    def down(url: str) -> bytes:
+        raise ServiceUnavailableError("no answer")
+
+    with pytest.raises(ServiceUnavailableError):
+        Images(fetcher=down).resolve("r", "http://host/a")
+
+
+def test_decoded_images_pass_and_parts_of_one_become_levels() -> None:
+    photo, array, size = Image.open(io.BytesIO(COFFEE)), np.zeros((2, 3, 3), np.uint8), ImageSize(2, 3)
+    levels = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16)
+    for image in (photo, array, size, Grid(1, 2), levels):
+        assert read(Images(), image) is image
+    found = read(Images(), levels / 255)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, levels)
+    beyond = "r: image: got a float tensor from 0 to 255, want 0 to 1, or uint8"
+    assert refused(Images(), levels.float()) == beyond
+    assert "nan" in refused(Images(), torch.full((1, 2, 2), torch.nan))
+    assert refused(Images(), torch.zeros(3)) == "r: image: got a tensor of shape (3,), want an image"
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (5, "got 5, want a URL, a path, the bytes of a file, or a struct of bytes and path"),
+        (None, "got nothing, want a URL, a path, the bytes of a file, or a struct of bytes and path"),
+        (np.zeros(3), "got ndarray, want a URL, a path, the bytes of a file, or a struct of bytes and path"),
+        ({}, "got neither bytes nor path, want one of them"),
+        ({"bytes": "iVBO", "path": None}, "image.bytes: got 'iVBO', want bytes"),
+        ({"bytes": b"", "path": "a"}, "image.bytes: got 0 bytes, want the bytes of a file"),
+        ({"bytes": None, "path": 5}, "image.path: got 5, want text"),
+    ],
+)
+def test_what_refers_to_no_image_is_refused(reference: Any, message: str) -> None:
+    assert refused(Images(), reference).endswith(message)
+
+
+def test_errors_stay_short() -> None:
+    for reference in ("x" * 10**6, [["x" * 10**6] * 1000] * 1000, 10**5000, "data:image/png;base64," + "!" * 10**6):
+        assert len(refused(Images(), reference)) < 800
+
+
+def test_wrong_options_are_refused() -> None:
+    for name, value in (("base", 5), ("resolver", {}), ("fetcher", "curl")):
+        option: dict[str, Any] = {name: value}
+        with pytest.raises(InvalidInputError, match=f"^{name}: got "):
+            Images(**option)
+    wrong: list[Callable[[], Any]] = [
+        lambda: Obelics(images="folder"),  # type: ignore[arg-type]
+        lambda: Obelics(separator=None),  # type: ignore[arg-type]
+        lambda: MMC4(reference="url"),
+        lambda: MMC4(min_similarity=float("nan")),
+        lambda: MMC4(min_similarity="0.3"),  # type: ignore[arg-type]
+        lambda: Chat(template="plain"),  # type: ignore[arg-type]
+        lambda: ChatTemplate(user=("a", "b")),  # type: ignore[arg-type]
+        lambda: Turn("a", None),  # type: ignore[arg-type]
+        lambda: HFImages(text=5),  # type: ignore[arg-type]
+        lambda: Pairs(caption=5),  # type: ignore[arg-type]
+    ]
+    for build in wrong:
+        with pytest.raises(InvalidInputError, match=r": got .*, want "):
+            build()
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("ids", "key"),
+    [
+        ({}, "shard-3.jsonl[17]"),
+        ({"id": "a7"}, "a7"),
+        ({"id": 7}, "7"),
+        ({"id": np.int64(7)}, "7"),
+        ({"id": None, "__key__": "000017"}, "000017"),
+        ({"id": "a7", "__key__": "000017"}, "a7"),
+    ],
+)
+def test_the_key_is_the_records_own_or_its_location(ids: dict[str, Any], key: str) -> None:
+    assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"id": [1]}, "id: got [1], want text or an integer of 64 bits"),
+        ({"id": True}, "id: got True, want text or an integer of 64 bits"),
+        ({"id": ""}, "id: got '', want a key that is not empty"),
+        ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
+    ],
+)
+def test_a_key_must_be_one(ids: dict[str, Any], message: str) -> None:
+    assert said(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
+
+
+def test_an_error_names_key_and_location() -> None:
+    assert said(Energon(), {"id": "a7"}) == "a7 (shard-3.jsonl[17]): sequence: got nothing, want a list"
+
+
+# One format after the other: what becomes of a record
+
+
+def test_obelics_is_two_parallel_lists() -> None:
+    record = {
+        "images": [None, PNG_URL, None, None, "coffee.jpg"],
+        "texts": ["A dot:", None, "One paragraph.", "And one.", None],
+        "metadata": '[null, {"src": "dot.png"}, null, null, null]',
+        "general_metadata": '{"url": "somewhere"}',
+    }
+    found = Obelics(LOCAL)(record, HERE)
+    assert found.key == "shard-3.jsonl[17]"
+    assert pieces(found) == ["A dot:", PNG, "One paragraph.\n\nAnd one.", PHOTOS / "coffee.jpg"]
+
+
+def test_obelics_by_columns_of_arrays_is_the_same() -> None:
+    record = {"images": np.array([None, PNG_URL], object), "texts": np.array(["A dot:", None], object)}
+    assert pieces(Obelics()(record, HERE)) == ["A dot:", PNG]
+
+
+MMC4_RECORD = {
+    "text_list": ["First.", "Second.", "Third."],
+    "image_info": [
+        {"image_name": "coffee.jpg", "raw_url": "http://host/c", "matched_text_index": 2, "matched_sim": 0.3},
+        {"image_name": "chelsea.jpg", "raw_url": "http://host/d", "matched_text_index": 2, "matched_sim": 0.2},
+        {"image_name": "missing.jpg", "raw_url": "http://host/e", "matched_text_index": 0, "matched_sim": 0.1},
+    ],
+    "similarity_matrix": [[0.1, 0.1, 0.3], [0.1, 0.1, 0.2], [0.1, 0.1, 0.1]],
+}
+
+
+def test_mmc4_has_images_before_their_sentence_in_order() -> None:
+    names = MMC4(Images(resolver=str.encode))
+    assert pieces(names(MMC4_RECORD, HERE)) == [
+        b"missing.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."
+    ]  # fmt: skip
+    urls = MMC4(Images(fetcher=str.encode), reference="raw_url")
+    assert pieces(urls(MMC4_RECORD, HERE))[0] == b"http://host/e"
+
+
+@pytest.mark.parametrize(("least", "count"), [(0.1, 3), (0.2, 2), (0.25, 1), (1, 0)])
+def test_mmc4_leaves_out_images_that_are_less_similar_unread(least: float, count: int) -> None:
+    read: list[str] = []
+    images = Images(resolver=lambda name: read.append(name) or PNG)  # type: ignore[func-returns-value]
+    found = MMC4(images, min_similarity=least)(MMC4_RECORD, HERE)
+    assert len(read) == count
+    assert found.parts.count(PNG) == count
+
+
+CHAT_RECORD = {
+    "id": "c1",
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What is"},
+                {"type": "image_url", "image_url": {"url": PNG_URL, "detail": "low"}},
+                {"type": "text", "text": "this?", "image_url": None},
+            ],
+        },
+        {"role": "assistant", "content": "A dot.", "tool_calls": []},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": None},
+    ],
+}
+
+
+def test_chat_trains_the_assistants_turns_with_the_text_that_ends_them() -> None:
+    found = Chat()(CHAT_RECORD, HERE)
+    assert found.key == "c1"
+    assert pieces(found) == [
+        ("System:\nBe brief.\n\nUser:\nWhat is",),
+        (PNG,),
+        ("this?\n\nAssistant:\n",),
+        "A dot.\n\n",
+        ("User:\nAnd?\n\nAssistant:\n",),
+        "No.\n\n",
+    ]
+
+
+def test_chat_labels_are_the_tokens_of_the_assistants_turns() -> None:
+    example = Preprocess(Chat(), BUILDER)(CHAT_RECORD, HERE)
+    trained = example.labels[example.labels != -100]
+    assert bytes(trained.tolist()) == b"A dot.\n\nNo.\n\n"
+    assert (example.sequence.input_ids[example.labels != -100] == trained).all()
+
+
+def test_chat_takes_another_template() -> None:
+    template = ChatTemplate(user=Turn("<u>", "</u>"), assistant=Turn("<a>", "</a>"), system=None)
+    record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]}
+    assert pieces(Chat(template)(record, HERE)) == [("<u>Hi</u><a>",), "</a>"]
+    wrong = {"messages": [{"role": "system", "content": "x"}]}
+    want = "want one of developer, user, assistant, tool"
+    assert said(Chat(template), wrong) == f"shard-3.jsonl[17]: messages[0].role: got 'system', {want}"
+
+
+def test_chat_takes_the_parts_of_responses() -> None:
+    content = [{"type": "input_text", "text": "This:"}, {"type": "input_image", "image_url": PNG_URL}]
+    answer = [{"type": "output_text", "text": "A dot."}]
+    record = {"messages": [{"role": "developer", "content": content}, {"role": "assistant", "content": answer}]}
+    assert pieces(Chat()(record, HERE)) == [("System:\nThis:",), (PNG,), ("\n\nAssistant:\n",), "A dot.\n\n"]
+
+
+def test_llava_has_images_where_their_placeholders_are() -> None:
+    record = {
+        "id": 33471,
+        "image": ["coffee.jpg", "chelsea.jpg", {"bytes": PNG, "path": None}],
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "<image>\nWhat is it?<image><image>"},
+            {"from": "gpt", "value": "Coffee."},
+        ],
+    }
+    found = LLaVA(images=LOCAL)(record, HERE)
+    assert found.key == "33471"
+    assert pieces(found) == [
+        ("System:\nBe brief.\n\nUser:\n",),
+        (PHOTOS / "coffee.jpg",),
+        ("\nWhat is it?",),
+        (PHOTOS / "chelsea.jpg",),
+        (PNG,),
+        ("\n\nAssistant:\n",),
+        "Coffee.\n\n",
+    ]
+
+
+def test_llava_takes_one_image_or_none() -> None:
+    one = {"image": "coffee.jpg", "conversations": [{"from": "human", "value": "<image>"}]}
+    assert pieces(LLaVA(images=LOCAL)(one, HERE)) == [("User:\n",), (PHOTOS / "coffee.jpg",), ("\n\n",)]
+    none = {"conversations": [{"from": "gpt", "value": "Hi"}]}
+    assert pieces(LLaVA()(none, HERE)) == [("Assistant:\n",), "Hi\n\n"]
+
+
+def test_energon_is_a_sequence_of_texts_and_tensors() -> None:
+    tensor = torch.zeros(3, 4, 5, dtype=torch.uint8)
+    record = {"__key__": "000/17", "sequence": ["coffee.jpg", "is", tensor, PNG, "", {"bytes": PNG, "path": None}]}
+    found = Energon()(record, HERE)
+    assert found.key == "000/17"
+    assert pieces(found)[0] == "coffee.jpgis"
+    assert found.parts[1] is tensor
+    assert found.parts[2:] == [PNG, PNG]
+
+
+def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
+    return {"bytes": data, "path": path}
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "want"),
+    [
+        (struct(PNG), "a dot", [PNG, "a dot"]),
+        (struct(None, "coffee.jpg"), "coffee", [PHOTOS / "coffee.jpg", "coffee"]),
+        (None, "text alone", ["text alone"]),
+        (struct(PNG), None, [PNG]),
+        ([struct(PNG), struct(CAT)], "both", [PNG, CAT, "both"]),
+        (struct(PNG), ["one", "two"], [PNG, "one\ntwo"]),
+        ([struct(PNG), None, struct(CAT)], ["a", "b", None], [PNG, "a\nb", CAT]),
+        (np.array([struct(PNG)], object), np.array(["a"]), [PNG, "a"]),
+    ],
+)
+def test_hugging_face_columns_hold_one_or_lists(image: Any, text: Any, want: list[Any]) -> None:
+    assert pieces(HFImages(images=LOCAL)({"image": image, "text": text}, HERE)) == want
+    assert pieces(HFImages("photo", "caption", LOCAL)({"photo": image, "caption": text}, HERE)) == want
+
+
+@pytest.mark.parametrize("extension", ["jpg", "jpeg", "png", "webp", "gif"])
+def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
+    members: list[dict[str, Any]] = [
+        {"txt": "a dot ä".encode()},
+        {"txt": "a dot ä", "json": b"{broken"},
+        {"json": '{"caption": "a dot ä"}'.encode()},
+        {"json": {"caption": "a dot ä", "width": 1}},
+    ]
+    for caption in members:
+        found = Pairs()({"__key__": "000017", extension: PNG, **caption}, HERE)
+        assert (found.key, pieces(found)) == ("000017", [PNG, "a dot ä"])
+    other = Pairs(caption="alt")({extension: PNG, "json": '{"alt": "a"}'}, HERE)
+    assert pieces(other) == [PNG, "a"]
+
+
+# What is said of a wrong record
+
+NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
+
+
+def changed(record: Mapping[str, Any], path: tuple[str | int, ...], value: Any) -> Any:
+    """The record with another value in one place."""
+    copy: Any = deepcopy(record)
+    inner = copy
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    return copy
+
+
+OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "[{}, null]", "general_metadata": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([], "got [], want a mapping of names to values"),
+        ({}, "images: got nothing, want a list"),
+        ({"images": []}, "texts: got nothing, want a list"),
+        ({"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
+        ({"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
+        ({"images": "a.png", "texts": []}, "images: got 'a.png', want a list"),
+        ({"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
+        ({"images": [None, 5], "texts": ["a", None]}, f"images[1]: got 5, {NO_REFERENCE}"),
+        ({"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
+        ({"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
+        ({"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
+        (changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
+        (changed(OBELICS_RECORD, ("metadata",), "{}"), "metadata: got {}, want a list"),
+        (changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
+        (
+            changed(OBELICS_RECORD, ("general_metadata",), "3"),
+            "general_metadata: got 3, want an object as JSON in text",
+        ),
+    ],
+)
+def test_obelics_says_what_is_wrong(record: Any, message: str) -> None:
+    assert said(Obelics(), record) == f"shard-3.jsonl[17]: {message}"
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
+def test_json_that_is_none_is_refused(text: str) -> None:
+    message = said(Obelics(), changed(OBELICS_RECORD, ("metadata",), text))
+    assert message.startswith("shard-3.jsonl[17]: metadata: got '")
+    assert "which is no JSON (" in message
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    message = said(Obelics(), {"images": [None], "texts": ["\ud800"]})
+    assert message.startswith("shard-3.jsonl[17]: texts[0]: got text with a lone surrogate")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("text_list",), None, "text_list: got nothing, want a list"),
+        (("text_list", 1), 5, "text_list[1]: got 5, want text"),
+        (("image_info",), {}, "image_info: got {}, want a list"),
+        (("image_info", 0), "a.png", "image_info[0]: got 'a.png', want a mapping of names to values"),
+        (("image_info", 0, "image_name"), 5, f"image_info[0].image_name: got 5, {NO_REFERENCE}"),
+        (("image_info", 1, "matched_sim"), "high", "image_info[1].matched_sim: got 'high', want a finite number"),
+        (("image_info", 1, "matched_sim"), float("nan"), "image_info[1].matched_sim: got nan, want a finite number"),
+        (("image_info", 1, "matched_sim"), 10**400, "image_info[1].matched_sim: got 1000"),
+        (("image_info", 1, "matched_sim"), True, "image_info[1].matched_sim: got True, want a finite number"),
+        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3, as many as image_info"),
+        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3, as many as text_list"),
+        (("similarity_matrix", 1), 1.0, "similarity_matrix[1]: got 1.0, want a list"),
+    ],
+)
+def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+    found = said(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
+    assert found.startswith(f"shard-3.jsonl[17]: {message}")
+
+
+@pytest.mark.parametrize("index", [3, -1, 1.0, True, None, "0"])
+def test_mmc4_wants_the_index_of_a_sentence(index: Any) -> None:
+    record = changed(MMC4_RECORD, ("image_info", 0, "matched_text_index"), index)
+    got = "nothing" if index is None else repr(index)
+    want = f"image_info[0].matched_text_index: got {got}, want an index of text_list, which has 3"
+    assert said(MMC4(), record) == f"shard-3.jsonl[17]: {want}"
+
+
+def test_mmc4_needs_similarities_only_to_compare_them() -> None:
+    record = changed(MMC4_RECORD, ("image_info",), [{"image_name": "a", "matched_text_index": 0}])
+    record["similarity_matrix"] = None
+    images = Images(resolver=str.encode)
+    assert pieces(MMC4(images)(record, HERE)) == [b"a", "First. Second. Third."]
+    want = "image_info[0].matched_sim: got nothing, want a finite number"
+    assert said(MMC4(images, min_similarity=0), record) == f"shard-3.jsonl[17]: {want}"
+    empty: dict[str, Any] = {"text_list": [], "image_info": []}
+    assert "text_list, image_info: got no image and no text, want at least one" in said(MMC4(), empty)
+
+
+ROLES = "want one of system, developer, user, assistant, tool"
+MAPPING = "want a mapping of names to values"
+PARTS, TURN = ("messages", 1, "content"), ("messages", 2)
+KINDS = "want one of text, refusal, input_text, output_text, image_url, input_image"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("messages",), None, "messages: got nothing, want a list"),
+        (("messages",), [], "messages: got [], want at least one message"),
+        (("messages", 0), "Hi", "messages[0]: got 'Hi', want a mapping of names to values"),
+        (("messages", 0, "role"), "bot", f"messages[0].role: got 'bot', {ROLES}"),
+        (("messages", 0, "role"), None, f"messages[0].role: got nothing, {ROLES}"),
+        (("messages", 0, "role"), [], f"messages[0].role: got [], {ROLES}"),
+        (("messages", 3, "content"), None, "messages[3].content: got nothing, want text or a list of parts"),
+        (("messages", 3, "content"), 5, "messages[3].content: got 5, want text or a list of parts"),
+        ((*PARTS, 0), "text", f"messages[1].content[0]: got 'text', {MAPPING}"),
+        ((*PARTS, 0, "text"), None, "messages[1].content[0].text: got nothing, want text"),
+        ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {KINDS}"),
+        ((*PARTS, 0, "type"), {}, f"messages[1].content[0].type: got {{}}, {KINDS}"),
+        ((*PARTS, 1, "image_url"), "a.png", f"messages[1].content[1].image_url: got 'a.png', {MAPPING}"),
+        ((*PARTS, 1, "image_url", "url"), 5, f"messages[1].content[1].image_url.url: got 5, {NO_REFERENCE}"),
+        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want none, but what was said in content"),
+    ],
+)  # fmt: skip
+def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+    assert said(Chat(), changed(CHAT_RECORD, path, value)) == f"c1 (shard-3.jsonl[17]): {message}"
+
+
+def test_chat_without_a_word_is_empty() -> None:
+    silent = Chat(ChatTemplate(user=Turn("", "")))
+    record = {"messages": [{"role": "user", "content": []}]}
+    assert said(silent, record) == "shard-3.jsonl[17]: messages: got no image and no text, want at least one"
+
+
+AS_MANY = "as many as there are in image"
+LLAVA_RECORD = {
+    "image": "coffee.jpg",
+    "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Coffee."}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("conversations",), None, "conversations: got nothing, want a list"),
+        (("conversations",), [], "conversations: got [], want at least one turn"),
+        (("conversations", 0), 5, "conversations[0]: got 5, want a mapping of names to values"),
+        (("conversations", 0, "from"), "user", "conversations[0].from: got 'user', want one of human, gpt, system"),
+        (("conversations", 0, "value"), None, "conversations[0].value: got nothing, want text"),
+        (("conversations", 0, "value"), "What?", f"conversations: got 0 of <image>, want 1, {AS_MANY}"),
+        (("conversations", 1, "value"), "<image>", f"conversations: got 2 of <image>, want 1, {AS_MANY}"),
+        (("image",), None, f"conversations: got 1 of <image>, want 0, {AS_MANY}"),
+        (("image",), ["a", "b"], f"conversations: got 1 of <image>, want 2, {AS_MANY}"),
+        (("image",), [5], f"image[0]: got 5, {NO_REFERENCE}"),
+        (("image",), "tea.jpg", f"image: got the path 'tea.jpg', want a file that exists inside {PHOTOS}"),
+    ],
+)  # fmt: skip
+def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+    assert said(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ("text", "sequence: got 'text', want a list"),
+        (["a", 5], "sequence[1]: got 5, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
+        ([None], "sequence[0]: got nothing, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
+        ([torch.zeros(3)], "sequence[0]: got a tensor of shape (3,), want an image"),
+        ([""], "sequence: got no image and no text, want at least one"),
+    ],
+)
+def test_energon_says_what_is_wrong(sequence: Any, message: str) -> None:
+    assert said(Energon(), {"sequence": sequence}) == f"shard-3.jsonl[17]: {message}"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
+        ({"image": None}, "text: got columns ['image'], want a column of this name"),
+        ({}, "image: got columns [], want a column of this name"),
+        ({"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
+        ({"image": struct(PNG), "text": 5}, "text: got 5, want text"),
+        ({"image": 5, "text": "a"}, f"image: got 5, {NO_REFERENCE}"),
+        ({"image": struct(None), "text": "a"}, "image: got neither bytes nor path, want one of them"),
+        ({"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
+        ({"image": [None], "text": "a"}, f"image[0]: got nothing, {NO_REFERENCE}"),
+        ({"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
+    ],
+)
+def test_hugging_face_columns_say_what_is_wrong(record: Any, message: str) -> None:
+    assert said(HFImages(), record) == f"shard-3.jsonl[17]: {message}"
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"txt": "a"}, "image: got none, want one of jpg, jpeg, png, webp, gif"),
+        ({"jpg": PNG, "png": PNG, "txt": "a"}, "image: got jpg, png, want one of jpg, jpeg, png, webp, gif"),
+        ({"jpg": b"", "txt": "a"}, "jpg: got 0 bytes, want the bytes of a file"),
+        ({"jpg": 5, "txt": "a"}, f"jpg: got 5, {NO_REFERENCE}"),
+        ({"jpg": PNG}, "txt, json: got neither, want one of them"),
+        ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a caption that is not empty"),
+        ({"jpg": PNG, "txt": 5}, "txt: got 5, want text or its bytes in UTF-8"),
+        ({"jpg": PNG, "txt": b"\xff"}, "txt: got bytes that are not UTF-8 ("),
+        ({"jpg": PNG, "json": b"\xff"}, "json: got bytes that are not UTF-8 ("),
+        ({"jpg": PNG, "json": b"{"}, "json: got '{', which is no JSON ("),
+        ({"jpg": PNG, "json": b"[]"}, "json: got [], want a mapping of names to values"),
+        ({"jpg": PNG, "json": {}}, "json.caption: got nothing, want text or its bytes in UTF-8"),
+        ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
+    ],
+)
+def test_pairs_say_what_is_wrong(members: dict[str, Any], message: str) -> None:
+    found = said(Pairs(), {"__key__": "000017", **members})
+    assert found.startswith(f"000017 (shard-3.jsonl[17]): {message}")
+
+
+# All of them
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "obelics": OBELICS_RECORD,
+    "mmc4": changed(MMC4_RECORD, ("image_info", 2, "image_name"), "chelsea.jpg"),
+    "chat": CHAT_RECORD,
+    "llava": LLAVA_RECORD,
+    "energon": {"sequence": ["coffee", struct(None, "coffee.jpg"), COFFEE]},
+    "hf": {"image": struct(CAT), "text": "a cat"},
+    "pairs": {"__key__": "17", "jpg": CAT, "txt": "a cat"},
+}
+
+
+def test_every_format_has_a_name_and_options() -> None:
+    assert list(FORMATS) == list(RECORDS)
+    for name, record in RECORDS.items():
+        assert isinstance(FORMATS[name](images=LOCAL)(record, HERE), Document)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_pickle(name: str) -> None:
+    given = FORMATS[name](images=Images(PHOTOS, resolver=RECORDS.get))
+    again = pickle.loads(pickle.dumps(FORMATS[name](images=LOCAL)))
+    assert again == FORMATS[name](images=LOCAL) != given
+    assert pieces(again(RECORDS[name], HERE)) == pieces(FORMATS[name](images=LOCAL)(RECORDS[name], HERE))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_photographs_go_through_a_builder(name: str) -> None:
+    example = Preprocess(FORMATS[name](images=LOCAL), BUILDER)(RECORDS[name], HERE)
+    document = FORMATS[name](images=LOCAL)(RECORDS[name], HERE)
+    images = [part for part in document.parts if not isinstance(part, str)]
+    alone = [BUILDER.build([image]) for image in images]
+    assert alone
+    assert example.sequence.image_hashes == tuple(found.image_hashes[0] for found in alone)
+    assert example.sequence.patches is not None
+    assert (example.sequence.patches == np.concatenate([found.patches for found in alone])).all()
+    text = b"".join(part.encode() for part in document.parts if isinstance(part, str))
+    assert bytes(token for token in example.sequence.input_ids.tolist() if token < 256) == text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_records_are_not_changed(name: str) -> None:
+    record = deepcopy(RECORDS[name])
+    FORMATS[name](images=LOCAL)(record, HERE)
+    assert record == RECORDS[name]
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from(["", "text", "user", "coffee.jpg", "..", "http://host", "data:,"]),
+    st.sampled_from(["<image>", "[]", "\ud800", 10**400]),
+)  # fmt: skip
+NAMES = st.one_of(
+    st.sampled_from(["id", "__key__", "text", "image", "type", "role", "url", "bytes", "path"]), st.text(max_size=3)
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Every place in a record."""
+    steps: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_json_raises_anything_but_a_record_error(name: str, data: st.DataObject) -> None:
+    record = deepcopy(RECORDS[name])
+    for _ in range(data.draw(st.integers(1, 2))):
+        record = changed(record, data.draw(st.sampled_from(places(record))), data.draw(VALUES))
+    if data.draw(st.booleans()):
+        record = data.draw(st.dictionaries(st.sampled_from([*RECORDS[name]]) | NAMES, VALUES))
+    if data.draw(st.booleans()) and name in ("obelics", "mmc4", "chat", "llava"):
+        record = json.loads(json.dumps(record))
+    message, document = "", None
+    try:
+        document = FORMATS[name](images=LOCAL)(record, HERE)
+    except RecordError as error:
+        message = str(error)
+    if document is None:
+        assert message.startswith((str(HERE), *(f"{record.get(own)} ({HERE})" for own in ("id", "__key__"))))
+        assert ": got " in message
+        assert len(message) < 800
+    else:
+        assert document.key
+        assert all(not isinstance(part, str) or part for part in document.parts)

@@ -15,8 +15,10 @@ import pytest
 from pyarrow import parquet
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
+from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
-from mmpos.data.storage import SequenceShard, SequenceWriter, leftovers, whole_file
+from mmpos.data.readers import Reader
+from mmpos.data.storage import SequenceShard, SequenceWriter, leftovers, ready, whole_file
 from mmpos.schemes import SCHEMES, RopeTie
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
@@ -59,7 +61,7 @@ def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
     for got, want in zip(shard.examples(), examples, strict=True):
         assert_same(got, want)
     assert shard.lengths.tolist() == [each.num_tokens for each in examples]
-    assert len(shard) == len(examples)
+    assert shard.count() == len(examples)
 
 
 def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_path: Path) -> None:
@@ -119,6 +121,18 @@ def test_row_groups_are_bounded_and_reading_may_begin_anywhere(tmp_path: Path, o
         next(shard.examples(-1))
 
 
+def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path) -> None:
+    examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
+    shard = written(tmp_path / "x.parquet", examples, group_rows=2)
+    assert isinstance(shard, Reader)
+    found = [(location, ready(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
+    assert [(str(location), each.key) for location, each in found] == [
+        (f"{shard.path}[1]", "1"),
+        (f"{shard.path}[4]", "4"),
+    ]
+    assert_same(found[1][1], examples[4])
+
+
 def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with SequenceWriter(tmp_path / name) as writer:
@@ -130,7 +144,7 @@ def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> N
 
 def test_no_examples_are_a_file_too(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [])
-    assert (list(shard.examples()), len(shard), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
+    assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
 
 
 def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -154,7 +168,7 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"no parquet at all")
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
-        len(SequenceShard(path))
+        SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file of others, want ready sequences"):
         next(SequenceShard(path).examples())
@@ -165,18 +179,31 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
     with pytest.raises(FileNotFoundError):
-        len(SequenceShard(tmp_path / "none.parquet"))
+        SequenceShard(tmp_path / "none.parquet").count()
+
+
+def test_a_row_that_does_not_fit_itself_is_named(tmp_path: Path) -> None:
+    shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
+    rows = parquet.read_table(shard.path)
+    short = rows.set_column(rows.schema.names.index("labels"), rows.schema.field("labels"), pa.array([[1]]))
+    footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
+    parquet.write_table(short.replace_schema_metadata({"mmpos": footer}), shard.path)
+    with pytest.raises(RecordError, match=r"x\.parquet\[0\]: a: labels: got shape \(1,\), want \(2,\)"):
+        list(shard.examples())
 
 
 def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    shard = written(tmp_path / "x.parquet", [example("a", [PHOTO])])
-    content = bytearray(shard.path.read_bytes())
-    column = parquet.ParquetFile(shard.path).metadata.row_group(0).column(17)
+    path = tmp_path / "x.parquet"
+    shard = written(path, [example("a", [PHOTO])])
+    content = bytearray(path.read_bytes())
+    column = parquet.ParquetFile(path).metadata.row_group(0).column(17)
     assert column.path_in_schema == "patches"
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
-    shard.path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got a broken file \(.*CRC"):
+    path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a record"):
         list(shard.examples())
+    ((location, error),) = shard.records()
+    assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
 
 
 def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:

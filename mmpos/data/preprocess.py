@@ -70,10 +70,11 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
+    overwrite = boolean("overwrite", overwrite)
     job = ShardJob(preprocess, on_error, patches)
     tasks = _tasks(readers, folder)
     begin = time.monotonic()
-    found = {} if boolean("overwrite", overwrite) else _finished(job, tasks)
+    found = {} if overwrite else _finished(job, tasks)
     missing = [i for i in range(len(tasks)) if i not in found]
     _sweep(tasks[i] for i in missing)
     made: dict[int, Counts] = {}

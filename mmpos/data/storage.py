@@ -6,7 +6,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any, Self
 import numpy as np
 
 from mmpos.checks import IntArray, integer
+from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
+from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.storage_rows import SCHEMA, from_row, to_row
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 
 try:
     import pyarrow as pa
@@ -25,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
 
-__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "whole_file"]
+__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "ready", "whole_file"]
 
 FORMAT_VERSION = 1
 """Of the columns; a file of another version is refused."""
@@ -148,7 +150,7 @@ class SequenceShard:
         axes: what its positions must have; None takes what there is.
     """
 
-    path: Path
+    path: str | Path
     axes: int | None = None
 
     @property
@@ -165,7 +167,13 @@ class SequenceShard:
             found: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
             return found
 
-    def __len__(self) -> int:
+    @property
+    def source(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def count(self) -> int:
+        """Number of examples, from the footer."""
         with self._open() as file:
             self._footer(file)
             return int(file.metadata.num_rows)
@@ -179,29 +187,43 @@ class SequenceShard:
         Raises:
             InvalidInputError: no file of ready sequences, one of another version or of other axes, or a broken one.
         """
-        start = integer("start", start, minimum=0)
+        for _, found in self._rows(start, 1):
+            if isinstance(found, RecordError):
+                raise found
+            yield found
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
+        """See Reader: with ``ready`` in the place of a Preprocess, a loader takes these files as any other shards."""
+        for index, found in self._rows(start, step):
+            yield Location(self.source, index), found if isinstance(found, RecordError) else {"example": found}
+
+    def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
+        start, step = stride(start, step)
         with self._open() as file:
             axes = self._footer(file)["axes"]
             first = 0
             for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
-                if first + count > start:
-                    rows = self._group(file, group, first)
-                    for i in range(max(start - first, 0), count):
-                        yield self._row(rows, i, first + i, axes)
-                first += count
+                stop = first + file.metadata.row_group(group).num_rows
+                wanted = [index for index in range(first, stop) if is_chosen(index, start, step)]
+                if wanted:
+                    rows = self._group(file, group)
+                    for index in wanted:
+                        yield index, self._example(rows, index - first, Location(self.source, index), axes)
+                first = stop
 
-    def _group(self, file: Any, group: int, first: int) -> Any:
+    def _group(self, file: Any, group: int) -> Any:
         try:
             return file.read_row_group(group, SCHEMA.names)
         except (OSError, pa.ArrowException) as error:
-            raise InvalidInputError(f"{self.path}[{first}]: got a broken file ({error}), want a whole one") from error
+            return error
 
-    def _row(self, rows: Any, i: int, index: int, axes: int) -> Example:
+    def _example(self, rows: Any, i: int, here: Location, axes: int) -> Example | RecordError:
+        if isinstance(rows, Exception):
+            return broken(here, rows)
         try:
             return from_row({name: rows[name][i] for name in SCHEMA.names}, axes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInputError(f"{self.path}[{index}]: {error}") from error
+        except (KeyError, TypeError, ValueError, LimitExceededError) as error:
+            return RecordError(f"{here}: {error}")
 
     def _open(self) -> Any:
         try:
@@ -222,3 +244,9 @@ class SequenceShard:
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
         return footer
+
+
+def ready(record: Mapping[str, Any], location: Location) -> Example:
+    """The example of a record of a SequenceShard: what a Preprocess is for other shards."""
+    example: Example = record["example"]
+    return example

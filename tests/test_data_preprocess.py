@@ -1,0 +1,480 @@
+"""The job: whole files or none, the same from every engine, continued by the next run; and its command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos.__main__ import main
+from mmpos.cli.preprocess import FORMATS as NAMED
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Preprocess
+from mmpos.data.fingerprint import fingerprint
+from mmpos.data.formats import FORMATS, Obelics
+from mmpos.data.preprocess import write_sequences
+from mmpos.data.readers import shards
+from mmpos.data.resolve import Images
+from mmpos.data.shard_job import Counts
+from mmpos.data.storage import SequenceShard
+from mmpos.data.summary import Fill, Progress
+
+PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
+PAGES = Preprocess(Obelics(images=Images(PHOTOS)), BUILDER)
+COUNTS = Counts(
+    documents=3, tokens=309, images=3
+)  # of three pages: two letters, and a photo of 11×9 patches with its markers
+
+
+def corpus(folder: Path, shards: int, pages: int, broken: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
+    """Shards of pages: a photo and a text."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for s in range(shards):
+        paths.append(str(folder / f"s{s}.jsonl"))
+        with Path(paths[-1]).open("w") as file:
+            for p in range(pages):
+                image = "none.jpg" if (s, p) in broken else "coffee.jpg"
+                file.write(json.dumps({"id": f"{s}-{p}", "images": [None, image], "texts": ["ab", None]}) + "\n")
+    return paths
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No colours asked for by the surroundings, and an empty folder to work in."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_shard_becomes_a_file_of_what_the_callable_makes(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 3))
+    summary = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=300)
+    assert [(Path(each.source).name, each.path.name, each.counts, each.reused) for each in summary.outputs] == [
+        ("s0.jsonl", "s0.parquet", COUNTS, False),
+        ("s1.jsonl", "s1.parquet", COUNTS, False),
+    ]
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+    assert summary.counts == COUNTS + COUNTS
+    assert summary.fill == Fill(max_tokens=300, packs=3, tokens=618, longer=0)
+    assert summary.fill.rate == 618 / 900
+    assert summary.tokens_per_second == 618 / summary.seconds
+    for reader, output in zip(readers, summary.outputs, strict=True):
+        want = [PAGES(raw, location) for location, raw in reader.records() if isinstance(raw, dict)]
+        got = list(SequenceShard(output.path).examples())
+        assert [each.key for each in got] == [each.key for each in want]
+        for ours, theirs in zip(got, want, strict=True):
+            assert (ours.labels == theirs.labels).all()
+            assert (ours.sequence.positions.dense() == theirs.sequence.positions.dense()).all()
+            assert ours.sequence.patches is not None
+            assert (ours.sequence.patches == theirs.sequence.patches).all()
+
+
+def test_documents_longer_than_a_pack_are_counted_apart(tmp_path: Path) -> None:
+    summary = write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, max_tokens=100)
+    assert summary.fill == Fill(max_tokens=100, packs=0, tokens=0, longer=3)
+    assert summary.fill.rate == 0.0
+
+
+def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 1))
+    (path,) = (each.path for each in write_sequences(readers, tmp_path / "out", PAGES, patches=False).outputs)
+    (got,) = SequenceShard(path).examples()
+    ((location, raw),) = readers[0].records()
+    assert isinstance(raw, dict)
+    want = PAGES(raw, location)
+    assert got.sequence.patches is None
+    assert got.sequence.image_hashes == want.sequence.image_hashes
+    assert (got.sequence.input_ids == want.sequence.input_ids).all()
+    assert path.stat().st_size < 20_000
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 3, 2))
+    first = write_sequences(readers, tmp_path / "out", PAGES)
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "s1.parquet").unlink()
+    (tmp_path / "out" / f".s1.parquet.{'0' * 32}.tmp").write_bytes(b"left by a killed run")
+    told: list[Progress] = []
+    again = write_sequences(readers, tmp_path / "out", PAGES, report=told.append)
+    assert [each.reused for each in again.outputs] == [True, False, True]
+    assert again.counts == first.counts
+    assert contents(tmp_path / "out") == whole
+    assert told[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
+    assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+, or overwrite"),
+        ("settings", r"s0\.parquet: got the output of settings [0-9a-f]{16}, want [0-9a-f]{16}, or overwrite"),
+        ("file", r"s0\.parquet: got no Parquet file"),
+    ],
+)
+def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    preprocess = PAGES
+    if change == "input":
+        corpus(tmp_path, 1, 2)
+    elif change == "settings":
+        preprocess = replace(PAGES, train_markers=True)
+    else:
+        (tmp_path / "out" / "s0.parquet").write_bytes(b"something else")
+    before = contents(tmp_path / "out")
+    with pytest.raises(InvalidInputError, match=message):
+        write_sequences(shards(paths), tmp_path / "out", preprocess)
+    assert contents(tmp_path / "out") == before
+    written = write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)
+    assert [each.reused for each in written.outputs] == [False, False]
+    assert [each.reused for each in write_sequences(shards(paths), tmp_path / "out", preprocess).outputs] == [True] * 2
+
+
+def test_a_broken_record_stops_the_job_and_keeps_what_is_finished(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    with pytest.raises(RecordError, match=rf"1-1 \({re.escape(paths[1])}\[1\]\): images\[1\]: got the path 'none.jpg'"):
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+def test_broken_records_may_be_skipped_counted_and_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    with Path(paths[1]).open("a") as file:
+        file.write("{broken\n")
+    with caplog.at_level(logging.WARNING, "mmpos"):
+        summary = write_sequences(shards(paths), tmp_path / "out", PAGES, on_error="skip")
+    assert [each.counts for each in summary.outputs] == [COUNTS, Counts(2, 206, 2, 2)]
+    assert [each.key for each in SequenceShard(summary.outputs[1].path).examples()] == ["1-0", "1-2"]
+    lines = [json.loads(line) for line in summary.outputs[1].quarantine.read_text().splitlines()]
+    assert [(line["source"], line["index"], line["key"]) for line in lines] == [
+        (paths[1], 1, "1-1"),
+        (paths[1], 3, None),
+    ]
+    assert not summary.outputs[0].quarantine.exists()
+    assert len(caplog.records) == 2
+    with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or overwrite"):
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    corpus(tmp_path, 2, 3)
+    write_sequences(shards(paths), tmp_path / "out", PAGES, overwrite=True)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+
+
+def test_interruptions_leave_nothing_half_done(tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.counts.documents == 4:
+            raise KeyboardInterrupt
+
+    readers = shards(corpus(tmp_path, 2, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmpos.data.preprocess._PAUSE", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            write_sequences(readers, tmp_path / "out", PAGES, report=stop)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+def test_several_processes_make_the_same_files(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 3, 4, frozenset({(1, 1)})))
+    told: list[Progress] = []
+    alone = write_sequences(readers, tmp_path / "alone", PAGES, on_error="skip")
+    both = write_sequences(readers, tmp_path / "both", PAGES, on_error="skip", workers=2, report=told.append)
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
+    assert both.counts == alone.counts == told[-1].counts
+
+
+@pytest.mark.slow
+def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 200, frozenset({(1, 1)})))
+    with pytest.raises(RecordError, match=r"1-1 \(.+s1\.jsonl\[1\]\): images\[1\]: got the path 'none.jpg'"):
+        write_sequences(readers, tmp_path / "out", PAGES, workers=2)
+    assert contents(tmp_path / "out") == {}
+
+
+def end_process(record: Mapping[str, Any], location: Location) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match="a worker process was killed"):
+        write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "spark"}, "engine: got 'spark', want one of 'local', 'ray'"),
+        ({"workers": 0}, "workers: got 0, want >= 1"),
+        ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
+        ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
+        ({"preprocess": 3}, "preprocess: got int, want a callable of record and location"),
+        ({"patches": 1}, "patches: got 1, want True or False"),
+        ({"overwrite": 1}, "overwrite: got 1, want True or False"),
+        ({"readers": []}, "readers: got none, want at least one shard"),
+        ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    readers = shards(corpus(tmp_path, 1, 1))
+    given: dict[str, Any] = {"readers": readers, "folder": Path("out"), "preprocess": PAGES} | change
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(**given)
+    assert str(refused.value) == message
+    assert not Path("out").exists()
+
+
+def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        corpus(tmp_path / folder, 1, 1)
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(shards(["a/s0.jsonl", "b/s0.jsonl"]), Path("out"), PAGES)
+    want = "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', which would both become 'out/s0.parquet', want different names"
+    assert str(refused.value) == want
+    write_sequences(shards(["a/s0.jsonl"]), Path("out"), PAGES)
+    with pytest.raises(InvalidInputError, match=r"folder: got 'out', where 'out/s0\.parquet' would overwrite an input"):
+        write_sequences(shards(["out/s0.parquet"]), Path("out"), PAGES, overwrite=True)
+
+
+def test_settings_have_one_name_in_every_process() -> None:
+    settings = [
+        PAGES,
+        replace(PAGES, train_markers=True),
+        replace(PAGES, builder=replace(BUILDER, scheme="flatten")),
+        replace(PAGES, builder=replace(BUILDER, images=ImageProcessor("pillow", patch_size=16))),
+        partial(end_process, location=Location("a", 0)),
+        end_process,
+        {"a": Fraction(1, 2), "b": b"bytes", "c": [Path("x"), None, 1.5, len]},
+        np.dtype(np.int64),
+    ]
+    names = [fingerprint(each) for each in settings]
+    assert len(set(names)) == len(settings)
+    imports = "from test_data_preprocess import PAGES; from mmpos.data.fingerprint import fingerprint"
+    code = f"{imports}; print(fingerprint(PAGES))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == names[0]
+
+
+def test_tokenizers_are_named_by_what_they_hold() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabularies = ({"a": 0, "b": 1}, {"a": 0, "b": 1}, {"b": 0, "a": 1})
+    names = [fingerprint(tokenizers.Tokenizer(tokenizers.models.WordLevel(each))) for each in vocabularies]
+    assert names[0] == names[1] != names[2]
+
+
+def command(*arguments: str, out: str = "out") -> list[str]:
+    """A command line for the corpus of these tests."""
+    own = ["-o", out, "-f", "obelics", "--images-from", str(PHOTOS), "--image-option", "backend=pillow"]
+    return ["preprocess", *own, *arguments]
+
+
+def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "300")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "2/2 shards  5 documents, 515 tokens, 5 images, 1 skipped\n"
+    lines = captured.out.splitlines()
+    assert lines[:-1] == [
+        "shards      2 in out",
+        "documents   5",
+        "tokens      515",
+        "images      5",
+        "skipped     1, see out/s1.quarantine.jsonl",
+        "fill rate   57.2% of 3 packs of 300 tokens",
+    ]
+    assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[-1])
+    whole = contents(tmp_path / "out")
+    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "100")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "2/2 shards  0 documents, 0 tokens, 0 images\n"
+    assert captured.out.splitlines()[0] == "shards      2 in out, 2 of them from an earlier run"
+    assert captured.out.splitlines()[-2:] == [
+        "fill rate   0.0% of 0 packs of 100 tokens; 5 longer documents left out",
+        "speed       nothing was left to do",
+    ]
+    assert contents(tmp_path / "out") == whole
+
+
+def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
+    arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
+    options = [
+        "template.user.before=<u>",
+        'template.user.after="\\n"',
+        "template.tool=null",
+        "template.assistant.before=",
+    ]
+    for option in options:
+        arguments += ["--format-option", option]
+    assert main(arguments) == 0
+    (got,) = SequenceShard("out/chat.parquet").examples()
+    assert bytes(got.sequence.input_ids.tolist()).decode() == "<u>hi\nho\n\n"
+    assert got.sequence.positions.scheme == "flatten"
+
+
+def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "ab": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    tokenizer.add_special_tokens(["[IMG]", "[/IMG]", "[PATCH]"])
+    tokenizer.save("t.json")
+    corpus(tmp_path, 1, 1)
+    assert main(command("s0.jsonl", "--tokenizer", "t.json")) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, 0, *[2] * 99, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that finds files"),
+        (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
+        (["s0.jsonl", "--format-option", "x=1"], "--format-option x=1: got 'x', want one of separator"),
+        (["s0.jsonl", "--format-option", "images=1"], "--format-option images=1: got 'images', want one of separator"),
+        (["s0.jsonl", "--format-option", "separator"], "--format-option: got 'separator', want NAME=VALUE"),
+        (
+            ["s0.jsonl", "--format-option", "separator.x=1"],
+            "--format-option separator.x=1: got 'x' of 'separator', want a name without it",
+        ),
+        (
+            ["s0.jsonl", "--image-option", "patch_size=big"],
+            "--image-option patch_size=big: got 'big', want JSON",
+        ),
+        (["s0.jsonl", "--image-option", "patch_size=0"], "patch_size: got 0, want >= 1"),
+        (["s0.jsonl", "--scheme", "tie"], None),
+        (["s0.jsonl", "--images-from", "none"], "--images-from: got 'none', want a folder"),
+        (
+            ["s0.jsonl", "--tokenizer", "none"],
+            "--tokenizer: got 'none', want bytes or the path of a tokenizer.json",
+        ),
+        (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
+        (["s0.jsonl", "--engine", "spark"], None),
+        (["s0.jsonl", "--workers", "0"], None),
+        ([], "Missing argument 'INPUT...'; mmpos --help tells more"),
+        (["broken.jsonl"], None),
+        (["s0.jsonl", "-o", "s0.jsonl"], "folder: got 's0.jsonl', which is a file, want a folder"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
+) -> None:
+    corpus(tmp_path, 1, 1)
+    Path("broken.jsonl").write_text("{broken\n")
+    assert main(command(*arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
+    assert line is None or captured.err == f"mmpos: error: {line}\n"
+    assert not list(Path().glob("out/*"))
+
+
+def test_the_command_names_every_format() -> None:
+    assert tuple(FORMATS) == NAMED
+
+
+@pytest.mark.parametrize(("engine", "missing", "extra"), [("local", "pyarrow", "data"), ("ray", "ray", "ray")])
+def test_a_missing_extra_is_one_line_that_names_it(tmp_path: Path, engine: str, missing: str, extra: str) -> None:
+    corpus(tmp_path, 1, 1)
+    hidden = (
+        f"import sys; sys.modules[{missing!r}] = None; from mmpos.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", hidden, *command("s0.jsonl", "--engine", engine)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert re.fullmatch(rf'mmpos: error: [^\n]+ needs? {missing}: pip install "mmpos\[{extra}\]"\n', ended.stderr)
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    corpus(tmp_path, 1, 1)
+    monkeypatch.setattr("mmpos.data.preprocess.write_sequences", interrupt)
+    assert main(command("s0.jsonl")) == 130
+    assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
+    corpus(tmp_path, 2, 1)
+    terminal, side = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    arguments = [sys.executable, "-m", "mmpos", *command("s0.jsonl", "s1.jsonl")]
+    with subprocess.Popen(arguments, stderr=side, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        os.close(side)
+        said = "".join(everything(terminal))
+        assert process.stdout is not None
+        assert process.stdout.read().startswith("shards      2 in out\n")
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "2/2" in said
+    assert "2 documents, 206 tokens, 2 images" in said
+
+
+def everything(terminal: int) -> Iterator[str]:
+    """What is written to a terminal until its last writer ends, which Linux tells by an error."""
+    with suppress(OSError):
+        while data := os.read(terminal, 2**16):
+            yield data.decode(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path: Path, workers: int) -> None:
+    corpus(tmp_path, 8, 40)
+    assert main(command("s*.jsonl", out="whole")) == 0
+    whole = contents(tmp_path / "whole")
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", str(workers))]
+    out = tmp_path / "out"
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
+            assert process.poll() is None
+            time.sleep(0.005)
+        children = descendants(process.pid)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+    assert len(children) >= (workers if workers > 1 else 0)
+    finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert 0 < len(finished) < 8
+    for name in finished:
+        assert (out / name).read_bytes() == whole[name]
+    assert main(command("s*.jsonl", "--workers", str(workers))) == 0
+    assert contents(out) == whole
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()]
+    return found + [each for child in found for each in descendants(child)]

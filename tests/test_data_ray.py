@@ -1,0 +1,96 @@
+"""The engine of Ray, on a real local Ray: the same files as the local engine, the same errors, a job that continues."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_preprocess import PAGES, command, contents, corpus
+
+from mmpos.__main__ import main
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.preprocess import write_sequences
+from mmpos.data.readers import shards
+from mmpos.data.storage import SequenceShard
+from mmpos.data.summary import Progress
+
+ray = pytest.importorskip("ray")
+
+# Ray warns of its own defaults.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of two processors, as a user would be connected to one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_files_are_those_of_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path, 3, 4, frozenset({(1, 1)}))
+    readers, told = shards("s*.jsonl"), list[Progress]()
+    here = write_sequences(readers, Path("here"), PAGES, on_error="skip")
+    there = write_sequences(readers, Path("there"), PAGES, on_error="skip", engine="ray", workers=2, report=told.append)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    assert [each.counts for each in there.outputs] == [each.counts for each in here.outputs]
+    assert told[-1] == Progress(shards=3, done=3, reused=0, counts=here.counts)
+    assert ray.is_initialized()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_later_run_completes_an_earlier_one(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 2))
+    write_sequences(readers, tmp_path / "out", PAGES)
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "s1.parquet").unlink()
+    # More workers than there are processors, or shards: those work that there is room for.
+    again = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=9)
+    assert [each.reused for each in again.outputs] == [True, False]
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("cluster")
+def test_errors_are_those_of_the_local_engine(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
+    with pytest.raises(RecordError) as here:
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    with pytest.raises(RecordError) as there:
+        write_sequences(shards(paths), tmp_path / "out", PAGES, engine="ray")
+    assert str(there.value) == str(here.value)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_callable_of_ones_own_travels(tmp_path: Path) -> None:
+    def without_title(record: Mapping[str, Any], location: Location) -> Any:
+        return PAGES({**record, "texts": ["", *record["texts"][1:]], "images": [None, *record["images"][1:]]}, location)
+
+    (output,) = write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", without_title, engine="ray").outputs
+    (got,) = SequenceShard(output.path).examples()
+    assert got.num_tokens == 101
+
+
+def test_the_command_starts_a_ray_of_its_own_and_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path, 2, 2)
+    assert main(command("s*.jsonl", "--engine", "ray", "--workers", "2")) == 0
+    assert re.match(r"shards      2 in out\ndocuments   4\n", capsys.readouterr().out)
+    assert not ray.is_initialized()
+    assert main(command("s*.jsonl", out="here")) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "here")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_collate import labelled, mix, packed_counts
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError
@@ -64,6 +64,7 @@ def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
 def test_first_fit_decreasing_is_what_plain_loops_find(lengths: list[int], max_tokens: int) -> None:
     assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
@@ -195,6 +196,7 @@ packers = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(documents, packers)
 def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], options: dict[str, Any]) -> None:
     examples, packer = examples_of(documents), Packer(**options)
@@ -223,6 +225,7 @@ def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], opt
     assert packer.pending == ()
 
 
+@settings(deadline=None)
 @given(documents, packers, st.integers(0, 12))
 def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], options: dict[str, Any], stop: int) -> None:
     examples, packer = examples_of(documents), Packer(**options)

@@ -35,7 +35,7 @@ def mask_mod(
     """The mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
 
     Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
-    flex_attention gives zeros for it and no gradient, where a plain softmax would give NaN.
+    flex_attention gives zeros for it, where a plain softmax would give NaN.
 
     Args:
         positions: the table of the whole batch, no context-parallel shard of it.

@@ -1,0 +1,419 @@
+"""Batches: equal to plain loops, the same after shards are put together, after workers, pinning and casts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from bench_collate import labelled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_packing import documents as document_lists
+from test_data_packing import example, examples_of
+from torch.utils.data import DataLoader
+
+from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
+from mmpos.data.batch import Batch
+from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
+from mmpos.data.examples import IGNORE_INDEX, Example
+from mmpos.data.packing import Pack
+from mmpos.rotary.device import DevicePositions
+
+FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
+SECOND = labelled("b", [[7, 8, 9]])
+UP: Any = "up"
+PHOTO = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+
+
+def tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """Every tensor of a batch by name."""
+    found = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    found["device_positions"] = batch.device_positions.table
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def same(got: Batch, want: Batch) -> bool:
+    """Whether all that two batches hold is equal, dtypes included."""
+    ours, theirs = tensors(got), tensors(want)
+    return (
+        got.keys == want.keys
+        and (got.shifted, got.world_size) == (want.shifted, want.world_size)
+        and (got.positions.table == want.positions.table).all()
+        and (got.positions.documents == want.positions.documents).all()
+        and ours.keys() == theirs.keys()
+        and all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
+    )
+
+
+def test_a_packed_batch_in_full() -> None:
+    batch = PackedCollator(multiple_of=4, pad_token_id=5)([FIRST, SECOND])
+    assert batch.keys == ("a", "b")
+    assert batch.input_ids.tolist() == [97, 98, 256, 258, 258, 257, 99, 5, 7, 8, 9, 5]
+    assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, 99, -100, -100, 8, 9, -100]
+    assert batch.position_ids().tolist() == [
+        [0, 1, 2, 5, 5, 8, 9, 0, 0, 1, 2, 0],
+        [0, 1, 2, 4, 6, 8, 9, 0, 0, 1, 2, 0],
+    ]
+    assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert (batch.cu_seqlens.tolist(), batch.cu_seqlens.dtype, batch.max_seqlen) == ([0, 8, 12], torch.int32, 8)
+    assert (batch.attention_mask, batch.patches) == (None, None)
+    assert batch.grid_thw.tolist() == [[1, 1, 2]]
+    assert (batch.image_spans.tolist(), batch.feature_spans.tolist()) == ([[3, 5]], [[0, 2]])
+    assert (batch.packed, batch.fill, batch.shifted, batch.world_size) == (True, 10 / 12, False, 1)
+    assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 images, fill=0.833, device=cpu)"
+
+
+def test_a_left_padded_batch_in_full() -> None:
+    batch = PaddedCollator("left", multiple_of=4, pad_token_id=5)([SECOND, FIRST])
+    assert batch.input_ids.tolist() == [[5, 5, 5, 5, 5, 7, 8, 9], [5, 97, 98, 256, 258, 258, 257, 99]]
+    assert batch.labels.tolist() == [[-100] * 6 + [8, 9], [-100, -100, 98, 256, -100, -100, 257, 99]]
+    assert batch.attention_mask is not None
+    assert batch.attention_mask.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]]
+    assert batch.position_ids()[0].tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 5, 5, 8, 9]]
+    assert batch.text_positions.tolist() == [[0, 0, 0, 0, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([0, 8, 16], 8)
+    assert batch.image_spans.tolist() == [[12, 14]]
+    assert (batch.packed, batch.fill) == (False, 10 / 16)
+
+
+def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None:
+    batch = collate_packed([FIRST, SECOND], multiple_of=4, length=20)
+    assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
+    assert batch.input_ids[12:].tolist() == [0] * 8
+    assert batch.labels[12:].tolist() == [-100] * 8
+    assert batch.text_positions[12:].tolist() == list(range(8))
+    assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
+    assert batch.fill == 0.5
+    assert same(collate_packed([FIRST], length=7), collate_packed([FIRST]))
+    assert collate_padded([FIRST], length=9).input_ids.shape == (1, 9)
+
+
+def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
+    """A batch whose documents are padded to these sizes, token by token."""
+    found: dict[str, Any] = {
+        name: [] for name in ("input_ids", "labels", "mask", "text", "positions", "spans", "features")
+    }
+    for one, size in zip(examples, sizes, strict=True):
+        tokens, dense = one.num_tokens, one.sequence.positions.dense().T.tolist()
+        before = size - tokens if side == "left" else 0
+        first = len(found["input_ids"])
+        for start, stop in one.sequence.image_spans.tolist():
+            found["spans"].append([first + before + start, first + before + stop])
+            seen = found["features"][-1][1] if found["features"] else 0
+            found["features"].append([seen, seen + stop - start])
+        for i in range(size):
+            real = 0 <= i - before < tokens
+            found["input_ids"].append(int(one.sequence.input_ids[i - before]) if real else 3)
+            found["labels"].append(int(one.labels[i - before]) if real and i > before else IGNORE_INDEX)
+            found["mask"].append(int(real))
+            found["text"].append(max(i - before, 0))
+            found["positions"].append(dense[i - before] if real else [0, 0])
+    return found
+
+
+def flat(batch: Batch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids.flatten().tolist(),
+        "labels": batch.labels.flatten().tolist(),
+        "text": batch.text_positions.flatten().tolist(),
+        "positions": batch.position_ids().flatten(1).T.tolist(),
+        "spans": batch.image_spans.tolist(),
+        "features": batch.feature_spans.tolist(),
+    }
+
+
+some_documents = document_lists.filter(bool)
+collators = st.sampled_from([1, 3, 8])
+
+
+@settings(deadline=None)
+@given(some_documents, collators)
+def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> None:
+    examples = examples_of(documents)
+    sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
+    batch = collate_packed(examples, multiple_of=multiple_of, pad_token_id=3)
+    want = loops(examples, sizes, "right")
+    mask = want.pop("mask")
+    assert flat(batch) == want
+    assert batch.cu_seqlens.tolist() == [0, *np.cumsum(sizes).tolist()]
+    assert batch.fill == pytest.approx(sum(mask) / len(mask))
+    assert batch.grid_thw.tolist() == [grid for one in examples for grid in one.sequence.grid_thw.tolist()]
+
+
+@settings(deadline=None)
+@given(some_documents, collators, st.sampled_from(["left", "right"]))
+def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
+    examples = examples_of(documents)
+    seq = -(-max(one.num_tokens for one in examples) // multiple_of) * multiple_of
+    batch = collate_padded(examples, side=side, multiple_of=multiple_of, pad_token_id=3)
+    want = loops(examples, [seq] * len(examples), side)
+    assert batch.attention_mask is not None
+    assert batch.attention_mask.flatten().tolist() == want.pop("mask")
+    assert flat(batch) == want
+    assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), seq)
+
+
+@settings(deadline=None)
+@given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(["zigzag", "contiguous"]), st.booleans())
+def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Any, packed: bool) -> None:
+    examples = examples_of(documents)
+    collate = collate_packed if packed else collate_padded
+    whole = collate(examples, multiple_of=2 * world_size)
+    shifted = [IGNORE_INDEX] * whole.labels.numel()
+    for start, stop in zip(whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist(), strict=True):
+        shifted[start : stop - 1] = whole.labels.flatten()[start + 1 : stop].tolist()
+    want = {**flat(whole), "labels": shifted}
+    spans, features = want.pop("spans"), want.pop("features")
+    found: dict[str, Any] = {name: [None] * len(shifted) for name in want}
+    rows: dict[int, int] = {}
+    for rank in range(world_size):
+        shard = whole.shard(rank, world_size, layout)
+        index = whole.positions.shard_indices(rank, world_size, layout).tolist()
+        for name in want:
+            for i, value in zip(index, flat(shard)[name], strict=True):
+                found[name][i] = value
+        tokens, features_here = (tensor.tolist() for tensor in shard.image_tokens())
+        rows |= {index[token]: row for token, row in zip(tokens, features_here, strict=True)}
+        assert shard.input_ids.shape[:-1] == whole.input_ids.shape[:-1]
+        assert shard.cu_seqlens.tolist() == [n // world_size for n in whole.cu_seqlens.tolist()]
+        assert (shard.shifted, shard.world_size) == (True, world_size)
+    assert found == want
+    pairs = zip(spans, features, strict=True)
+    assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
+
+
+def test_a_shard_of_a_shard_still_knows_its_features() -> None:
+    whole = collate_packed([example("a", 3, (4, 5), 8), example("b", (3, 3), 4)], multiple_of=8)
+    once = whole.shard(0, 2, "contiguous")
+    twice = once.shard(1, 2, "contiguous")
+    index = whole.positions.shard_indices(0, 2, "contiguous")[once.positions.shard_indices(1, 2, "contiguous")]
+    tokens, rows = twice.image_tokens()
+    want = dict(zip(*(tensor.tolist() for tensor in whole.image_tokens()), strict=True))
+    assert {int(index[t]): r for t, r in zip(tokens.tolist(), rows.tolist(), strict=True)}.items() <= want.items()
+    assert twice.input_ids.tolist() == whole.input_ids[index].tolist()
+    assert twice.labels.tolist() == whole.shift_labels().labels[index].tolist()
+    assert twice.world_size == 4
+
+
+def test_labels_are_shifted_once() -> None:
+    batch = collate_packed([FIRST, SECOND]).shift_labels()
+    assert batch.labels.tolist() == [98, 256, -100, -100, 257, 99, -100, 8, 9, -100]
+    assert batch.shift_labels() is batch
+
+
+def few_classes(batch: Batch) -> tuple[Batch, torch.Tensor]:
+    """The batch with labels below 11, and logits for it."""
+    labels = torch.where(batch.labels >= 0, batch.labels % 11, batch.labels)
+    logits = torch.randn(*batch.labels.shape, 11, generator=torch.Generator().manual_seed(0))
+    return dataclasses.replace(batch, labels=labels), logits
+
+
+def test_the_losses_of_shards_add_up_to_that_of_the_whole() -> None:
+    whole, logits = few_classes(collate_packed([FIRST, SECOND, example("c", 20)], multiple_of=4))
+    want = torch.nn.functional.cross_entropy(logits[:-1], whole.labels[1:], reduction="sum")
+    got = torch.tensor(0.0)
+    for rank in range(2):
+        here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
+        got += torch.nn.functional.cross_entropy(here, whole.shard(rank, 2).labels, reduction="sum")
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.slow
+def test_the_loss_of_transformers_takes_labels_of_shards_as_they_are() -> None:
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    whole, logits = few_classes(collate_packed([FIRST, SECOND, example("c", 20)], multiple_of=4))
+    count = torch.tensor(int((whole.labels >= 0).sum()))
+    loss = functools.partial(loss_utils.ForCausalLMLoss, vocab_size=11, num_items_in_batch=count)
+    want = loss(logits[None], **labels_of(whole))
+    got = torch.tensor(0.0)
+    for rank in range(2):
+        here = logits[torch.from_numpy(whole.positions.shard_indices(rank, 2))]
+        got += loss(here[None], **labels_of(whole.shard(rank, 2)))
+    torch.testing.assert_close(got, want)
+
+
+def labels_of(batch: Batch) -> dict[str, Any]:
+    return {name: value for name, value in batch.as_dict(batched=True).items() if name.endswith("labels")}
+
+
+def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> None:
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    batch = collate_packed([FIRST, SECOND, FIRST.slice(6, 7)], multiple_of=4, length=24)
+    position_ids = batch.as_dict(text_row=True, batched=True)["position_ids"]
+    assert position_ids.shape == (3, 1, 24)
+    (cu_seqlens, _), (max_seqlen, _) = utils.prepare_fa_kwargs_from_position_ids(position_ids[0])
+    assert cu_seqlens.tolist() == batch.cu_seqlens.tolist() == [0, 8, 12, 16, 24]
+    assert int(max_seqlen) == batch.max_seqlen
+
+
+def test_the_parts_of_a_split_document_go_on_counting_and_begin_without_a_label() -> None:
+    batch = collate_packed([FIRST.slice(0, 6), FIRST.slice(6, 7), SECOND])
+    assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
+    assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
+    assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, -100, -100, 8, 9]
+
+
+def with_photos(scheme: str = "rope-tie", start: int = 0) -> list[Example]:
+    processor = ImageProcessor("pillow", patch_size=4, min_pixels=64)
+    builder = SequenceBuilder(images=processor, scheme=scheme, start=start)
+    sequences = [builder.build(["ab", PHOTO, "c"]), builder.build(["x"]), builder.build([PHOTO[:, ::-1].copy(), "y"])]
+    return [Example(f"p{i}", sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
+
+
+def test_patches_follow_each_other_as_they_are() -> None:
+    examples = with_photos()
+    batch = collate_packed(examples)
+    assert batch.patches is not None
+    assert (batch.patches.dtype, batch.patches.shape) == (torch.uint8, (16, 4, 4, 3))
+    want = np.concatenate(
+        [one.sequence.patches for one in (examples[0], examples[2]) if one.sequence.patches is not None]
+    )
+    assert (batch.patches.numpy() == want).all()
+    tokens, rows = batch.image_tokens()
+    assert (batch.input_ids[tokens] == 258).all()
+    assert rows.tolist() == list(range(4))  # four patches are merged into one token
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "mrope"])
+def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    utils = pytest.importorskip("torch.distributed.utils")
+    cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
+    batch = collate_packed(with_photos(scheme, start=100_001), multiple_of=8)
+    assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
+    assert same(utils._apply_to_tensors(cast, batch), batch)
+    arguments = batch.as_dict("table")
+    passed = torch.utils._pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, arguments)
+    assert torch.equal(passed.pop("positions").dense(), batch.position_ids())
+    assert all(type(value) is int or value.dtype == arguments[name].dtype for name, value in passed.items())
+    if scheme != "rope-tie-fractional":
+        assert torch.equal(cast(batch.as_dict()["position_ids"]), batch.position_ids(torch.int64))
+
+
+def test_arguments_by_name() -> None:
+    batch = collate_packed([FIRST, SECOND])
+    names = {"input_ids", "labels", "cu_seqlens", "max_seqlen", "grid_thw", "image_spans", "feature_spans"}
+    found = batch.as_dict(batched=True)
+    assert found.keys() == names | {"position_ids"}
+    assert found["input_ids"].shape == found["labels"].shape == (1, 10)
+    assert (found["position_ids"].shape, found["position_ids"].dtype) == ((2, 1, 10), torch.int64)
+    assert found["max_seqlen"] == 7
+    sharded = collate_padded([SECOND, SECOND], multiple_of=4).shard(1, 2)
+    found = sharded.as_dict("table", batched=True)
+    assert found.keys() == names | {"positions", "shift_labels", "attention_mask"}
+    assert isinstance(found["positions"], DevicePositions)
+    assert found["shift_labels"].tolist() == found["labels"].tolist() == [[9, -100], [9, -100]]
+    assert "patches" in collate_packed(with_photos()).as_dict()
+
+
+def test_ids_come_in_the_dtypes_that_hold_them() -> None:
+    batch = collate_packed([FIRST, SECOND])
+    assert batch.position_ids().dtype == torch.int32
+    for dtype in (torch.int64, torch.float64):
+        ids = batch.position_ids(dtype, text_row=True)
+        assert ids.dtype == dtype
+        assert ids.tolist() == [batch.text_positions.tolist(), *batch.position_ids().tolist()]
+    assert torch.equal(batch.position_ids(), torch.from_numpy(batch.positions.dense()))
+    fractional = collate_packed(with_photos("rope-tie-fractional"))
+    assert fractional.position_ids().dtype == torch.float64
+    with pytest.raises(InvalidInputError, match=r"^dtype: got torch.int64, want one of torch.float64$"):
+        fractional.position_ids(torch.int64)
+    with pytest.raises(UnsupportedError, match="positions: got 'ids' of a fractional scheme, want 'table'"):
+        fractional.as_dict()
+
+
+def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = collate_padded(with_photos())
+    moved = batch.to("meta", non_blocking=True)
+    assert {tensor.device.type for tensor in tensors(moved).values()} == {"meta"}
+    assert moved.device == torch.device("meta")
+    assert moved.positions is batch.positions
+    pinned: list[int] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    assert same(batch.pin_memory(), batch)
+    assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_collate_as_the_main_process_does(method: str) -> None:
+    examples = [*with_photos(), SECOND, SECOND]
+    packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
+    packed = PackedCollator(multiple_of=4, length=64)
+    loader: Any = DataLoader(packs, batch_size=None, collate_fn=packed, num_workers=1, multiprocessing_context=method)  # type: ignore[arg-type]
+    for got, pack in zip(loader, packs, strict=True):
+        assert same(got, packed(pack))
+    padded = PaddedCollator("left")
+    assert same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
+    assert same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
+
+
+def test_padded_collators_work_in_workers_too() -> None:
+    examples = with_photos()
+    padded = PaddedCollator("left", multiple_of=8)
+    loader: Any = DataLoader(examples, batch_size=2, collate_fn=padded, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
+    first, second = loader
+    assert same(first, padded(examples[:2]))
+    assert same(second, padded(examples[2:]))
+
+
+@pytest.mark.parametrize(
+    ("collate", "examples", "message"),
+    [
+        (collate_packed, [], "examples: got none, want at least one"),
+        (collate_packed, "ab", "examples: got str, want a list of Examples or a Pack"),
+        (collate_padded, [FIRST, 3], "examples[1]: got int, want an Example or a Pack"),
+        (
+            functools.partial(collate_packed, length=9),
+            [FIRST, SECOND],
+            "examples: got 10 tokens in 2 documents, want at most 9",
+        ),
+        (functools.partial(collate_padded, length=6), [SECOND, FIRST], "examples[1] (a): got 7 tokens, want at most 6"),
+        (
+            collate_packed,
+            [*with_photos(), FIRST],
+            "examples[3] (a): patches: got no pixels, want uint8 4 4 3 as in examples[0]",
+        ),
+        (
+            collate_packed,
+            [FIRST, *with_photos("mrope")],
+            "examples[1] (p0): positions: got 3 axes, want 2 as in the first",
+        ),
+        (functools.partial(collate_packed, multiple_of=0), [FIRST], "multiple_of: got 0, want >= 1"),
+        (functools.partial(collate_packed, pad_token_id=-1), [FIRST], "pad_token_id: got -1, want >= 0"),
+        (
+            functools.partial(collate_packed, multiple_of=4, length=9),
+            [FIRST],
+            "length: got 9, want a multiple of multiple_of=4",
+        ),
+        (functools.partial(collate_padded, side=UP), [FIRST], "side: got 'up', want one of 'right', 'left'"),
+    ],
+)
+def test_what_does_not_fit_is_named(collate: Any, examples: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        collate(examples)
+    assert str(refused.value) == message
+
+
+def test_a_batch_checks_its_shapes() -> None:
+    batch = collate_packed([FIRST, SECOND])
+    changed: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),
+        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), that of input_ids$"),
+        ({"feature_spans": batch.feature_spans[1:]}, r"^feature_spans: got 0 spans, want 1 as in image_spans$"),
+    )
+    for changes, message in changed:
+        with pytest.raises(InvalidInputError, match=message):
+            dataclasses.replace(batch, **changes)
+    with pytest.raises(InvalidInputError, match=r"documents\[0\]: got 7 tokens, want a multiple of 4"):
+        batch.shard(0, 2)

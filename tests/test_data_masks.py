@@ -1,0 +1,136 @@
+"""Masks: equal to a dense mask made by loops, and FlexAttention with them equals dense attention."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_packing import documents, example, examples_of
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+from mmpos import InvalidInputError, UnsupportedError
+from mmpos.data.batch import Batch
+from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.masks import MaskMod, mask_mod
+
+
+def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
+    """(batch, seq, seq) what the mask says of every pair."""
+    rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
+    return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
+
+
+def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
+    """(tokens, tokens) whether the one token sees the other, both counted over the batch."""
+    document: list[int | None] = []
+    for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        padding: list[int | None] = [None] * (size - length)
+        document += padding + [d] * length if side == "left" else [d] * length + padding
+    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
+    for q, mine in enumerate(document):
+        for kv, its in enumerate(document):
+            together = any(start <= q < stop and start <= kv < stop for start, stop in spans)
+            mask[q, kv] = mine is not None and mine == its and (q >= kv or together)
+    return mask
+
+
+uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+some = documents.filter(lambda given: 0 < len(given) <= 4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(some, st.booleans(), st.sampled_from([1, 8]))
+def test_packed_masks_equal_loops(documents: Any, bidirectional: bool, multiple_of: int) -> None:
+    examples = examples_of(documents)
+    batch = collate_packed(examples, multiple_of=multiple_of)
+    lengths = [one.num_tokens for one in examples]
+    sizes = batch.cu_seqlens.diff().tolist()
+    want = by_loops(lengths, sizes, "right", batch.image_spans.tolist() if bidirectional else [])
+    assert torch.equal(dense(batch.mask_mod(bidirectional_images=bidirectional), batch)[0], want)
+
+
+@settings(max_examples=25, deadline=None)
+@given(some, st.booleans(), st.sampled_from(["left", "right"]))
+def test_padded_masks_equal_loops(documents: Any, bidirectional: bool, side: Literal["left", "right"]) -> None:
+    examples = examples_of(documents)
+    batch = collate_padded(examples, side=side, multiple_of=4)
+    rows, seq = batch.input_ids.shape
+    lengths = [one.num_tokens for one in examples]
+    spans = batch.image_spans.tolist() if bidirectional else []
+    want = by_loops(lengths, [seq] * rows, side, spans).reshape(rows, seq, rows, seq)
+    found = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
+    for row in range(rows):
+        assert torch.equal(found[row], want[row, :, row])
+
+
+def test_documents_of_one_length_are_rows_only_when_told_so() -> None:
+    batch = collate_packed([example("a", 3), example("b", 3)])
+    assert dense(mask_mod(batch.positions), batch).int().tolist() == [
+        [
+            [1, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0],
+            [0, 0, 0, 1, 0, 0],
+            [0, 0, 0, 1, 1, 0],
+            [0, 0, 0, 1, 1, 1],
+        ]
+    ]
+    rows = create_mask(mask_mod(batch.positions, padded=True), 2, 1, 3, 3, device="cpu")
+    assert rows[:, 0].int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]] * 2
+
+
+@uncompiled
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidirectional: bool) -> None:
+    examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
+    batch = (collate_packed if packed else collate_padded)(examples, multiple_of=8)
+    mod = batch.mask_mod(bidirectional_images=bidirectional)
+    rows, seq = (1, batch.input_ids.numel()) if packed else tuple(batch.input_ids.shape)
+    block_mask = create_block_mask(mod, rows, None, seq, seq, device="cpu", BLOCK_SIZE=16)
+    assert block_mask.sparsity() > 0
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(rows, 2, seq, 16, generator=generator) for _ in range(3))
+    mask = dense(mod, batch)[:, None]
+    scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~mask, -torch.inf)
+    want = torch.where(mask.any(-1, keepdim=True), torch.softmax(scores, -1), 0) @ v
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask), want)
+
+
+@uncompiled
+def test_padding_gets_zeros() -> None:
+    batch = collate_padded([example("a", 3), example("b", 5)])
+    block_mask = create_block_mask(batch.mask_mod(), 2, None, 5, 5, device="cpu", BLOCK_SIZE=16)
+    q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
+    out = flex_attention(q, k, v, block_mask=block_mask)
+    assert isinstance(out, torch.Tensor)
+    assert (out[0, :, :3] == 1).all()
+    assert (out[0, :, 3:] == 0).all()
+
+
+def test_a_shard_reads_the_mask_of_the_whole_through_its_indices() -> None:
+    whole = collate_packed([example("a", 9, (2, 3), 3), example("b", 6)], multiple_of=4)
+    mod = whole.mask_mod(bidirectional_images=True)
+    every = dense(mod, whole)[0]
+    index = torch.from_numpy(whole.positions.shard_indices(1, 2))
+
+    def of_rank(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return mod(b, h, index[q_idx], kv_idx)
+
+    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(every), device="cpu")[0, 0], every[index])
+    with pytest.raises(UnsupportedError, match=r"^mask_mod: got a context-parallel shard, want the mask of the whole"):
+        whole.shard(1, 2).mask_mod()
+
+
+def test_what_makes_no_mask_is_refused() -> None:
+    batch = collate_packed([example("a", 3), example("b", 2)])
+    with pytest.raises(InvalidInputError, match=r"^positions: got documents of 2 to 3 tokens, want one length for pad"):
+        mask_mod(batch.positions, padded=True)
+    for spans, got in (([1, 2], r"torch.int64 \(2,\)"), ([[0.0, 1.0]], r"torch.float32 \(1, 2\)")):
+        with pytest.raises(InvalidInputError, match=rf"^image_spans: got {got}, want integers \(images, 2\)$"):
+            mask_mod(batch.positions, image_spans=spans)
+    with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
+        batch.mask_mod(bidirectional_images=1)  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ import json
 import logging
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -79,9 +81,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
 def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> BatchDataset:
     """Packs of few tokens with a buffer that always holds some, splitting text."""
     batching = batching or Packer(200, buffer=5, split_text=True, min_piece=8)
-    options = {"collate": PackedCollator(), "seed": 7, "shuffle": 6} | options
-    preprocess = options.pop("preprocess", PREPROCESS)
-    return BatchDataset(shards, preprocess, batching, **options)
+    given: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
+    return BatchDataset(shards, batching=batching, **given | options)
 
 
 def plain(value: Any) -> Any:
@@ -233,16 +234,14 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
         {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
     )
     whole = datasets.Dataset.from_list(rows, features=features)
-    found = [
-        plain(list(data(readers, preprocess=Preprocess(format_, BUILDER))))
-        for readers, format_ in [
-            (shards(write_parquet(tmp_path / "a.parquet", rows)), HFImages()),
-            (shards(write_jsonl(tmp_path / "a.jsonl", rows)), HFImages()),
-            (shards(write_tar(tmp_path / "a.tar", rows)), Pairs()),
-            (dataset_shards(whole), HFImages()),
-            (dataset_shards(whole.to_iterable_dataset()), HFImages()),
-        ]
+    corpora: list[tuple[Any, Any]] = [
+        (shards(write_parquet(tmp_path / "a.parquet", rows)), HFImages()),
+        (shards(write_jsonl(tmp_path / "a.jsonl", rows)), HFImages()),
+        (shards(write_tar(tmp_path / "a.tar", rows)), Pairs()),
+        (dataset_shards(whole), HFImages()),
+        (dataset_shards(whole.to_iterable_dataset()), HFImages()),
     ]
+    found = [plain(list(data(readers, preprocess=Preprocess(format_, BUILDER)))) for readers, format_ in corpora]
     assert found == found[:1] * 5
 
 
@@ -534,16 +533,19 @@ print(seen, peaks[0], peaks[4])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "tar"])
 def test_memory_of_ten_thousand_records_is_flat(kind: str, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    write = write_parquet if kind == "parquet" else write_jsonl
     rows = records(0, 10_000)
-    write(tmp_path / f"a.{kind}", rows[:7000], **({"group": 3500} if kind == "parquet" else {}))
-    write(tmp_path / f"b.{kind}", rows[7000:], **({"group": 3000} if kind == "parquet" else {}))
-    arguments = [sys.executable, "-c", _MEMORY, str(tmp_path / f"a.{kind}"), str(tmp_path / f"b.{kind}")]
+    paths = []
+    for name, part in (("a", rows[:7000]), ("b", rows[7000:])):
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "parquet":
+            write_parquet(path, part, group=3500)
+        else:
+            (write_jsonl if kind == "jsonl" else write_tar)(path, part)
+        paths.append(str(path))
+    format_ = "Pairs" if kind == "tar" else "HFImages"
+    arguments = [sys.executable, "-c", _MEMORY.replace("HFImages", format_), *paths]
     seen, early, late = map(int, subprocess.check_output(arguments, timeout=300).split())
     assert seen == 10_000
     assert late - early < 16 * 1024, "KiB"

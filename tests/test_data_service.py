@@ -1,0 +1,96 @@
+"""A loader whose sequences come from a server gives what one that builds by itself gives, errors included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from data_corpus import records, write_parquet
+
+from mmpos_server.config import load
+from mmpos_server.testing import running
+
+LOADER = """
+import dataclasses, hashlib, json, sys
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.client import Client
+from mmpos.data.collate import PackedCollator
+from mmpos.data.examples import Preprocess
+from mmpos.data.formats import HFImages
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.quarantine import read_quarantine
+from mmpos.data.readers import shards
+
+def update(digest, value):
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            digest.update(field.name.encode())
+            update(digest, getattr(value, field.name))
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode() + np.asarray(value).tobytes())
+    else:
+        digest.update(repr(value).encode())
+    return digest
+
+def run(builder, folder, workers, threads):
+    dataset = BatchDataset(
+        shards(path), Preprocess(HFImages(), builder), Packer(300, buffer=4, split_text=True), PackedCollator(),
+        seed=1, shuffle=5, on_error="skip", quarantine=f"{path}.{folder}", threads=threads,
+    )
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+    digests = [update(hashlib.sha256(), batch).hexdigest() for batch in loader]
+    lines = read_quarantine(f"{path}.{folder}")
+    return digests, sorted((line["index"], line["key"], line["error"]) for line in lines)
+
+if __name__ == "__main__":
+    path, address = sys.argv[1:]
+    client = Client(address, timeout=30)
+    builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
+    # Forked workers first: a client that has called cannot be forked without more ado.
+    for workers, threads in ((2, 0), (2, 4), (0, 0)):
+        folder = f"{workers}-{threads}"
+        print(json.dumps([run(client, f"served-{folder}", workers, threads), run(builder, folder, workers, 0)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    settings = tmp_path_factory.mktemp("server") / "server.toml"
+    settings.write_text('[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n')
+    with running(load(settings)) as address:
+        yield address
+
+
+def test_batches_of_a_client_are_those_of_the_builder(server: str, tmp_path: Path) -> None:
+    rows = records(0, 20)
+    rows[5]["image"]["bytes"] = b"no image at all"
+    rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    (tmp_path / "loader.py").write_text(LOADER)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "loader.py"), str(path), server],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(runs) == 3
+    for served, alone in runs:
+        assert served == alone
+        digests, skipped = served
+        assert len(set(digests)) == len(digests) > 3
+        assert [(index, key) for index, key, _ in skipped] == [(5, "5"), (11, "11")]

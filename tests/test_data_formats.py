@@ -220,21 +220,23 @@ def test_wrong_options_are_refused() -> None:
         option: dict[str, Any] = {name: value}
         with pytest.raises(InvalidInputError, match=f"^{name}: got "):
             Images(**option)
-    wrong: list[Callable[[], Any]] = [
-        lambda: Obelics(images="folder"),  # type: ignore[arg-type]
-        lambda: Obelics(separator=None),  # type: ignore[arg-type]
-        lambda: MMC4(reference="url"),
-        lambda: MMC4(min_similarity=float("nan")),
-        lambda: MMC4(min_similarity="0.3"),  # type: ignore[arg-type]
-        lambda: Chat(template="plain"),  # type: ignore[arg-type]
-        lambda: ChatTemplate(user=("a", "b")),  # type: ignore[arg-type]
-        lambda: Turn("a", None),  # type: ignore[arg-type]
-        lambda: HFImages(text=5),  # type: ignore[arg-type]
-        lambda: Pairs(caption=5),  # type: ignore[arg-type]
+    wrong: list[tuple[type, dict[str, Any]]] = [
+        *((FORMATS[name], {"images": "folder"}) for name in FORMATS),
+        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "energon", "hf")),
+        *((FORMATS[name], {"template": "plain"}) for name in ("chat", "llava")),
+        (MMC4, {"reference": "url"}),
+        (MMC4, {"min_similarity": float("nan")}),
+        (MMC4, {"min_similarity": "0.3"}),
+        (MMC4, {"min_similarity": True}),
+        (ChatTemplate, {"user": ("a", "b")}),
+        (Turn, {"before": 5, "after": ""}),
+        (Turn, {"after": None, "before": ""}),
+        (HFImages, {"text": 5}),
+        (Pairs, {"caption": 5}),
     ]
-    for build in wrong:
-        with pytest.raises(InvalidInputError, match=r": got .*, want "):
-            build()
+    for kind, options in wrong:
+        with pytest.raises(InvalidInputError, match=rf"{next(iter(options))}: got .*, want "):
+            kind(**options)
 
 
 # Keys

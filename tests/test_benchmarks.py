@@ -60,3 +60,33 @@ def test_the_service_benchmark_takes_every_path_on_toy_sizes() -> None:
     assert rows[-3:] == ["echo, plain stub", "Place, plain stub", "Place, mmpos.client"]
     assert said.count("target at most 2×: ") == said.count("target at most 1.3×: ") == 2
     assert said.count("target at least 20×: ") == 2
+
+
+@pytest.mark.slow
+def test_the_data_benchmark_takes_every_path_on_toy_sizes() -> None:
+    said = bench("bench_data", "--quick").splitlines()
+    rows = [re.split(r"  +", line.strip())[0] for line in said]
+    once = [
+        "collate, µs per batch",
+        "4 × 64 tokens, packed",
+        "4 × 64 tokens, padded",
+        "one core, µs per image",
+        "Transformers, decoded by Pillow",
+        "Transformers, decoded by torchvision",
+        "mmpos, patches of uint8",
+        "mmpos, patches of float32",
+        "mmpos, Transformers' float32 layout",
+        "tar to packed batches, µs per image",
+        "no worker",
+        "1 worker",
+        "2 workers",
+    ]
+    assert [row for row in rows if row in once] == once * 2
+    assert [line for line in said if line.startswith("malloc")] == [
+        "malloc default, for all contestants",
+        "malloc tuned, for all contestants",
+    ]
+    assert sum("patches equal before timing" in line for line in said) == 2
+    assert sum(line.count("target at least 3×: ") for line in said) == 4
+    assert sum(line.count("target at least 1.8×: ") for line in said) == 4
+    assert sum(line.count("target below 5,000: ") for line in said) == 4

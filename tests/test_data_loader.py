@@ -293,8 +293,9 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
 ) -> None:
     batching, collate = BATCHINGS[kind]
 
-    def new() -> BatchDataset:
-        return data(corpus, batching, collate=collate, shuffle=shuffle, on_error="skip", quarantine=tmp_path, epoch=3)
+    def new(threads: int = 0) -> BatchDataset:
+        options: dict[str, Any] = {"shuffle": shuffle, "on_error": "skip", "quarantine": tmp_path, "epoch": 3}
+        return data(corpus, batching, collate=collate, threads=threads, **options)
 
     whole, states = [], []
     dataset = new()
@@ -313,10 +314,11 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
     for i, state in enumerate(states):
-        again = new()
+        again = new(threads=2 * (i % 2))
         again.set_epoch(5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
+        again.set_epoch(4)  # of the iteration after this one
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
         assert [plain(batch) for batch in again] == whole[i:]
         assert again.state_dict() == json.loads(states[-1])

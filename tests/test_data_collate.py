@@ -205,6 +205,8 @@ def test_labels_are_shifted_once() -> None:
     batch = collate_packed([FIRST, SECOND]).shift_labels()
     assert batch.labels.tolist() == [98, 256, -100, -100, 257, 99, -100, 8, 9, -100]
     assert batch.shift_labels() is batch
+    own = dataclasses.replace(collate_packed([FIRST, SECOND]), labels=torch.arange(10))
+    assert own.shift_labels().labels.tolist() == [1, 2, 3, 4, 5, 6, -100, 8, 9, -100]
 
 
 def few_classes(batch: Batch) -> tuple[Batch, torch.Tensor]:

@@ -101,6 +101,9 @@ def test_no_cut_leaves_less_than_the_least_piece() -> None:
         assert shown(packs_of(packer, [example("x", 7), example("a", 8)])) == want
     packer = Packer(10, split_text=True, min_piece=3)
     assert shown(packs_of(packer, [example("x", 5), example("a", 6)])) == [[("x", 5), ("a", 3)], [("a", 3)]]
+    before_an_image = [example("x", 5), example("a", 2, (2, 2), 1)]
+    assert shown(packs_of(Packer(10, split_text=True, min_piece=3), before_an_image)) == [[("x", 5)], [("a", 9)]]
+    assert shown(packs_of(Packer(10, split_text=True, min_piece=2), before_an_image))[0] == [("x", 5), ("a", 2)]
 
 
 def test_documents_count_as_padded_to_the_multiple() -> None:

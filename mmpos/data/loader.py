@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
-
 from mmpos.checks import integer
 from mmpos.data.batching import Batching, settings
 from mmpos.data.documents import Location
@@ -22,6 +19,12 @@ from mmpos.data.shuffle import shard_order
 from mmpos.data.split import Portion, Split, SplitBy
 from mmpos.data.stream import BatchStream, Stages
 from mmpos.errors import InvalidInputError
+
+try:
+    import torch
+    from torch.utils.data import IterableDataset, get_worker_info
+except ModuleNotFoundError as error:
+    raise ImportError('loaders need torch: pip install "mmpos[data]"', name=error.name) from error
 
 __all__ = ["BatchDataset"]
 

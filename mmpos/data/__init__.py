@@ -1,1 +1,107 @@
-"""From image-text corpora to packed batches: records, examples, packs, batches, loaders."""
+"""From image-text corpora to packed batches: records become documents, examples, packs and batches.
+
+shards ──readers──▶ records ──formats──▶ Document ──Preprocess──▶ Example ──Packer──▶ Pack ──collate──▶ Batch
+"""
+
+from typing import TYPE_CHECKING
+
+from mmpos.data.documents import Document, Location, Piece, RecordError
+from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
+
+if TYPE_CHECKING:
+    from mmpos.data.batch import Batch
+    from mmpos.data.batching import Batcher
+    from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
+    from mmpos.data.formats import (
+        FORMATS,
+        MMC4,
+        Chat,
+        ChatTemplate,
+        Energon,
+        HFImages,
+        LLaVA,
+        Obelics,
+        Pairs,
+        Turn,
+    )
+    from mmpos.data.loader import BatchDataset
+    from mmpos.data.masks import mask_mod
+    from mmpos.data.packing import Pack, Packer, first_fit_decreasing
+    from mmpos.data.preprocess import write_sequences
+    from mmpos.data.readers import Reader, dataset_shards, shards
+    from mmpos.data.resolve import Images
+    from mmpos.data.storage import SequenceShard, SequenceWriter
+
+__all__ = [
+    "FORMATS",
+    "IGNORE_INDEX",
+    "MMC4",
+    "Batch",
+    "BatchDataset",
+    "Batcher",
+    "Chat",
+    "ChatTemplate",
+    "Document",
+    "Energon",
+    "Example",
+    "HFImages",
+    "Images",
+    "LLaVA",
+    "Location",
+    "Obelics",
+    "Pack",
+    "PackedCollator",
+    "Packer",
+    "PaddedCollator",
+    "Pairs",
+    "Piece",
+    "Preprocess",
+    "Reader",
+    "RecordError",
+    "SequenceShard",
+    "SequenceWriter",
+    "Turn",
+    "collate_packed",
+    "collate_padded",
+    "dataset_shards",
+    "first_fit_decreasing",
+    "mask_mod",
+    "shards",
+    "write_sequences",
+]
+
+# Imported when they are first named: batches need torch, readers and storage what they read with.
+_ROOMS = {
+    "batch": ("Batch",),
+    "batching": ("Batcher",),
+    "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
+    "formats": (
+        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
+    ),
+    "loader": ("BatchDataset",),
+    "masks": ("mask_mod",),
+    "packing": ("Pack", "Packer", "first_fit_decreasing"),
+    "preprocess": ("write_sequences",),
+    "readers": ("Reader", "dataset_shards", "shards"),
+    "resolve": ("Images",),
+    "storage": ("SequenceShard", "SequenceWriter"),
+}
+_LAZY = {name: room for room, names in _ROOMS.items() for name in names}
+_NEEDS = ("torch", "pyarrow", "webdataset", "datasets", "torchdata")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'mmpos.data' has no attribute {name!r}")
+        from importlib import import_module
+
+        try:
+            return getattr(import_module(f"mmpos.data.{_LAZY[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in _NEEDS:
+                raise
+            raise ImportError(f'mmpos.data.{name} needs {error.name}: pip install "mmpos[data]"') from error
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *_LAZY])

@@ -29,11 +29,13 @@ from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Preprocess
 from mmpos.data.fingerprint import fingerprint
 from mmpos.data.formats import FORMATS, Obelics
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
 from mmpos.data.preprocess import write_sequences
 from mmpos.data.readers import shards
 from mmpos.data.resolve import Images
 from mmpos.data.shard_job import Counts
-from mmpos.data.storage import SequenceShard
+from mmpos.data.storage import SequenceShard, ready
 from mmpos.data.summary import Fill, Progress
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -124,6 +126,20 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == whole
     assert told[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
     assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
+
+
+def test_packs_of_ready_sequences_are_those_of_the_corpus(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 6))
+    outputs = write_sequences(readers, tmp_path / "out", PAGES).outputs
+    stored = [SequenceShard(output.path) for output in outputs]
+    want, got = (
+        list(BatchDataset(given, make, Packer(400), seed=3, shuffle=4))
+        for given, make in ((readers, PAGES), (stored, ready))
+    )
+    assert [[each.key for each in pack.examples] for pack in got] == [
+        [each.key for each in pack.examples] for pack in want
+    ]
+    assert len(got) == 4
 
 
 @pytest.mark.parametrize(
@@ -461,7 +477,7 @@ def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path: Path, worker
         children = descendants(process.pid)
         process.kill()
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{child}").exists() for child in children):
+    while any(alive(child) for child in children):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
     assert len(children) >= (workers if workers > 1 else 0)
@@ -478,3 +494,11 @@ def descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(child) for child in children.read_text().split()]
     return found + [each for child in found for each in descendants(child)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that nobody buries does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

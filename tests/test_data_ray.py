@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_preprocess import PAGES, command, contents, corpus
+from test_data_preprocess import PAGES, alive, command, contents, corpus, descendants
 
 from mmpos.__main__ import main
 from mmpos.data.documents import Location, RecordError
@@ -94,3 +98,29 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
+
+
+def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path, 8, 40)
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
+    out = tmp_path / "out"
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+        while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
+            assert process.poll() is None
+            time.sleep(0.005)
+        # The agents of a cluster linger for a minute; its actors, which write, must not.
+        actors = [
+            child for child in descendants(process.pid) if b"MapWorker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        process.kill()
+    assert actors
+    deadline = time.monotonic() + 60
+    while any(alive(actor) for actor in actors):
+        assert time.monotonic() < deadline, "actors outlive their driver"
+        time.sleep(0.1)
+    assert 0 < len(list(out.glob("*.parquet"))) < 8
+    assert main(command("s*.jsonl")) == 0
+    assert main(command("s*.jsonl", out="whole")) == 0
+    assert contents(out) == contents(tmp_path / "whole")

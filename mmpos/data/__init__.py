@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from mmpos.data.masks import mask_mod
     from mmpos.data.packing import Pack, Packer, first_fit_decreasing
     from mmpos.data.preprocess import write_sequences
+    from mmpos.data.quarantine import read_quarantine
     from mmpos.data.readers import Reader, dataset_shards, shards
     from mmpos.data.resolve import Images
-    from mmpos.data.storage import SequenceShard, SequenceWriter
+    from mmpos.data.storage import SequenceShard, SequenceWriter, ready
+    from mmpos.data.summary import Progress, Summary
 
 __all__ = [
     "FORMATS",
@@ -56,16 +58,20 @@ __all__ = [
     "Pairs",
     "Piece",
     "Preprocess",
+    "Progress",
     "Reader",
     "RecordError",
     "SequenceShard",
     "SequenceWriter",
+    "Summary",
     "Turn",
     "collate_packed",
     "collate_padded",
     "dataset_shards",
     "first_fit_decreasing",
     "mask_mod",
+    "read_quarantine",
+    "ready",
     "shards",
     "write_sequences",
 ]
@@ -82,9 +88,11 @@ _ROOMS = {
     "masks": ("mask_mod",),
     "packing": ("Pack", "Packer", "first_fit_decreasing"),
     "preprocess": ("write_sequences",),
+    "quarantine": ("read_quarantine",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "resolve": ("Images",),
-    "storage": ("SequenceShard", "SequenceWriter"),
+    "storage": ("SequenceShard", "SequenceWriter", "ready"),
+    "summary": ("Progress", "Summary"),
 }
 _LAZY = {name: room for room, names in _ROOMS.items() for name in names}
 _NEEDS = ("torch", "pyarrow", "webdataset", "datasets", "torchdata")

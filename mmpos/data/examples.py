@@ -123,7 +123,8 @@ class Preprocess:
         except ServiceError:
             raise
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            raise RecordError(f"{document.key} ({location}): {error}") from error
+            where = str(location) if document.key == str(location) else f"{document.key} ({location})"
+            raise RecordError(f"{where}: {error}") from error
         return Example(document.key, sequence, self._labels(document, sequence))
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:

@@ -19,10 +19,10 @@ import torch
 from timing import Call, compare, machine
 
 from mmpos import Grid, PositionTable, SequenceBuilder
-from mmpos.data.batch import Batch
-from mmpos.data.collate import PackedCollator, PaddedCollator
+from mmpos.data.batches.batch import Batch
+from mmpos.data.batches.collate import PackedCollator, PaddedCollator
+from mmpos.data.batches.packing import PackCounts, Packer, first_fit_decreasing
 from mmpos.data.examples import IGNORE_INDEX, Example
-from mmpos.data.packing import PackCounts, Packer, first_fit_decreasing
 
 ROW = "{:<44} {:>26} {:>8}"
 COUNTS = "{:<20} {:>8} {:>7} {:>7} {:>10} {:>5} {:>12}"

@@ -35,7 +35,7 @@ from mmpos.data.formats import (
     Pairs,
     Turn,
 )
-from mmpos.data.resolve import Images
+from mmpos.data.formats.resolve import Images
 from mmpos.errors import ServiceUnavailableError
 
 HERE = Location("shard-3.jsonl", 17)

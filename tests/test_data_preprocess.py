@@ -25,18 +25,18 @@ import pytest
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
+from mmpos.data.batches.packing import Packer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Preprocess
-from mmpos.data.fingerprint import fingerprint
 from mmpos.data.formats import FORMATS, Obelics
-from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
-from mmpos.data.preprocess import write_sequences
+from mmpos.data.formats.resolve import Images
+from mmpos.data.loading.loader import BatchDataset
 from mmpos.data.readers import shards
-from mmpos.data.resolve import Images
-from mmpos.data.shard_job import Counts
-from mmpos.data.storage import SequenceShard, ready
-from mmpos.data.summary import Fill, Progress
+from mmpos.data.storing.fingerprint import fingerprint
+from mmpos.data.storing.job import write_sequences
+from mmpos.data.storing.shard_job import Counts
+from mmpos.data.storing.storage import SequenceShard, ready
+from mmpos.data.storing.summary import Fill, Progress
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -209,7 +209,7 @@ def test_interruptions_leave_nothing_half_done(tmp_path: Path) -> None:
 
     readers = shards(corpus(tmp_path, 2, 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmpos.data.preprocess._PAUSE", 0.0)
+        patch.setattr("mmpos.data.storing.job._PAUSE", 0.0)
         with pytest.raises(KeyboardInterrupt):
             write_sequences(readers, tmp_path / "out", PAGES, report=stop)
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
@@ -290,7 +290,7 @@ def test_settings_have_one_name_in_every_process() -> None:
     ]
     names = [fingerprint(each) for each in settings]
     assert len(set(names)) == len(settings)
-    imports = "from test_data_preprocess import PAGES; from mmpos.data.fingerprint import fingerprint"
+    imports = "from test_data_preprocess import PAGES; from mmpos.data.storing.fingerprint import fingerprint"
     code = f"{imports}; print(fingerprint(PAGES))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -434,7 +434,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         raise KeyboardInterrupt
 
     corpus(tmp_path, 1, 1)
-    monkeypatch.setattr("mmpos.data.preprocess.write_sequences", interrupt)
+    monkeypatch.setattr("mmpos.data.storing.job.write_sequences", interrupt)
     assert main(command("s0.jsonl")) == 130
     assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
 

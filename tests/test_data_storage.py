@@ -18,7 +18,7 @@ from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, Sequenc
 from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers import Reader
-from mmpos.data.storage import SequenceShard, SequenceWriter, leftovers, ready, whole_file
+from mmpos.data.storing.storage import SequenceShard, SequenceWriter, leftovers, ready, whole_file
 from mmpos.schemes import SCHEMES, RopeTie
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)

@@ -21,7 +21,7 @@ from mmpos.cli.commands import SchemeName, app
 from mmpos.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from mmpos.data.summary import Progress, Summary
+    from mmpos.data.storing.summary import Progress, Summary
     from mmpos.sequence import SequenceBuilder
 
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
@@ -91,8 +91,8 @@ def preprocess(
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
     """
-    from mmpos.data.preprocess import write_sequences
     from mmpos.data.readers import shards
+    from mmpos.data.storing.job import write_sequences
 
     builder = _builder(tokenizer, image_options or (), scheme)
     callable_ = _callable(format_name, format_options or (), images_from, builder)
@@ -120,7 +120,7 @@ def preprocess(
 def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Any:
     from mmpos.data.examples import Preprocess
     from mmpos.data.formats import FORMATS
-    from mmpos.data.resolve import Images
+    from mmpos.data.formats.resolve import Images
 
     if name not in FORMATS:
         raise InvalidInputError(f"--format: got {name!r}, want one of {', '.join(FORMATS)}")

@@ -8,8 +8,8 @@ from typing import Any
 
 from mmpos.data.documents import Document, Location
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
+from mmpos.data.formats.resolve import Images
 from mmpos.data.formats.template import ChatTemplate
-from mmpos.data.resolve import Images
 
 __all__ = ["Chat"]
 

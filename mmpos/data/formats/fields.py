@@ -12,7 +12,7 @@ import numpy as np
 
 from mmpos import checks
 from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.resolve import REFERENCE, Images, describe
+from mmpos.data.formats.resolve import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
 
 __all__ = ["Field", "assemble", "check_option", "open_record"]

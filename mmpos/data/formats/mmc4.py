@@ -10,7 +10,7 @@ from typing import Any
 from mmpos.checks import one_of
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
-from mmpos.data.resolve import Images
+from mmpos.data.formats.resolve import Images
 from mmpos.errors import InvalidInputError
 
 __all__ = ["MMC4"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
-from mmpos.data.resolve import Images
+from mmpos.data.formats.resolve import Images
 
 __all__ = ["Obelics"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray, boolean, one_of
-from mmpos.data.masks import MaskMod, mask_mod
-from mmpos.data.ranks import PER_TOKEN, shard, shift_labels
+from mmpos.data.batches.masks import MaskMod, mask_mod
+from mmpos.data.batches.ranks import PER_TOKEN, shard, shift_labels
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.rotary.device import DevicePositions
@@ -154,7 +154,7 @@ class Batch:
         return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.masks.mask_mod``.
+        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.batches.masks.mask_mod``.
 
         Raises:
             UnsupportedError: a shard, whose tokens see those of other ranks too.

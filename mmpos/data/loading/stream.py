@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from mmpos.data.batching import Batching, members, regroup
+from mmpos.data.batches.batching import Batching, members, regroup
+from mmpos.data.batches.packing import Packer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
-from mmpos.data.feed import START, Entry, Feed, Origin, Place
-from mmpos.data.packing import Packer
+from mmpos.data.loading.feed import START, Entry, Feed, Origin, Place
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers.base import Raw
 from mmpos.errors import InvalidInputError

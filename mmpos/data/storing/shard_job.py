@@ -10,10 +10,10 @@ from typing import Any
 from mmpos.checks import boolean, one_of
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
-from mmpos.data.fingerprint import fingerprint
 from mmpos.data.quarantine import OnError, Quarantine
 from mmpos.data.readers.base import Reader
-from mmpos.data.storage import SequenceShard, SequenceWriter, whole_file
+from mmpos.data.storing.fingerprint import fingerprint
+from mmpos.data.storing.storage import SequenceShard, SequenceWriter, whole_file
 from mmpos.errors import InvalidInputError, LimitExceededError
 
 __all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]

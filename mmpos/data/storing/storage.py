@@ -18,7 +18,7 @@ from mmpos.checks import IntArray, integer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.data.storage_rows import SCHEMA, from_row, to_row
+from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
 from mmpos.errors import InvalidInputError, LimitExceededError
 
 try:

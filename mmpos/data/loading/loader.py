@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mmpos.checks import integer
-from mmpos.data.batching import Batching, settings
+from mmpos.data.batches.batching import Batching, settings
 from mmpos.data.documents import Location
 from mmpos.data.examples import Example
-from mmpos.data.feed import Feed
+from mmpos.data.loading.feed import Feed
+from mmpos.data.loading.shuffle import shard_order
+from mmpos.data.loading.split import Portion, Split, SplitBy
+from mmpos.data.loading.stream import BatchStream, Stages
 from mmpos.data.quarantine import OnError, Quarantine
 from mmpos.data.readers.base import Reader
-from mmpos.data.shuffle import shard_order
-from mmpos.data.split import Portion, Split, SplitBy
-from mmpos.data.stream import BatchStream, Stages
 from mmpos.errors import InvalidInputError
 
 try:

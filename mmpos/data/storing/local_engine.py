@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.data.shard_job import Counts, ShardJob, Task
+from mmpos.data.storing.shard_job import Counts, ShardJob, Task
 
 __all__ = ["Step", "run_local"]
 

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from mmpos.data.shard_job import Counts, ShardJob, Task
+from mmpos.data.storing.shard_job import Counts, ShardJob, Task
 
 try:
     import ray

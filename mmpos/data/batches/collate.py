@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import INT32_MAX, IntArray, integer, one_of
-from mmpos.data.batch import Batch
+from mmpos.data.batches.batch import Batch
+from mmpos.data.batches.packing import Pack
 from mmpos.data.examples import IGNORE_INDEX, Example
-from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable, Side
 

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 
-from mmpos.data.shard_job import Counts, quarantine_of
+from mmpos.data.storing.shard_job import Counts, quarantine_of
 
 __all__ = ["Fill", "Output", "Progress", "Summary"]
 

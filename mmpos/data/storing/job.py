@@ -13,15 +13,15 @@ from typing import Any, Literal
 import numpy as np
 
 from mmpos.checks import IntArray, boolean, integer, one_of
+from mmpos.data.batches.fitting import first_fit_decreasing
 from mmpos.data.documents import Location
 from mmpos.data.examples import Example
-from mmpos.data.fitting import first_fit_decreasing
-from mmpos.data.local_engine import Step, run_local
 from mmpos.data.quarantine import OnError
 from mmpos.data.readers import SUFFIXES, Reader
-from mmpos.data.shard_job import Counts, ShardJob, Task, quarantine_of
-from mmpos.data.storage import SequenceShard, leftovers
-from mmpos.data.summary import Fill, Output, Progress, Summary
+from mmpos.data.storing.local_engine import Step, run_local
+from mmpos.data.storing.shard_job import Counts, ShardJob, Task, quarantine_of
+from mmpos.data.storing.storage import SequenceShard, leftovers
+from mmpos.data.storing.summary import Fill, Output, Progress, Summary
 from mmpos.errors import InvalidInputError
 
 __all__ = ["Engine", "write_sequences"]
@@ -126,7 +126,7 @@ class _Teller:
 def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator[Step, None, None]]:
     if name == "local":
         return run_local
-    from mmpos.data.ray_engine import run_ray
+    from mmpos.data.storing.ray_engine import run_ray
 
     return run_ray
 

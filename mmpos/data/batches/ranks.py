@@ -14,7 +14,7 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.sharding import Layout, shard_ranges
 
 if TYPE_CHECKING:
-    from mmpos.data.batch import Batch
+    from mmpos.data.batches.batch import Batch
 
 PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
 """The tensors of a batch that have one value per token."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mmpos.checks import boolean, integer
+from mmpos.data.batches.packing import Pack, Packer
 from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
-from mmpos.data.packing import Pack, Packer
 
 __all__ = ["Batcher", "Batching", "members", "regroup", "settings"]
 

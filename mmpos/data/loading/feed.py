@@ -8,9 +8,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from mmpos.data.documents import Location
+from mmpos.data.loading.shuffle import record_order
+from mmpos.data.loading.split import Portion
 from mmpos.data.readers.base import Raw, Reader
-from mmpos.data.shuffle import record_order
-from mmpos.data.split import Portion
 from mmpos.errors import InvalidInputError
 
 __all__ = ["START", "Entry", "Feed", "Origin", "Place"]

@@ -1,0 +1,1 @@
+"""What a DataLoader iterates: shards split, shuffled, read and resumed exactly."""

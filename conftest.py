@@ -8,3 +8,6 @@ if not Path("/dev/nvidiactl").exists():
 
 # Imported once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401
+
+# A plugin for runs of its own; see tests/test_congruence.py.
+collect_ignore = ["tests/through_service.py"]

@@ -784,7 +784,9 @@ def test_what_a_broken_stream_left_unanswered_is_asked_again(kind: str) -> None:
     stream, asked = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
     with serving(Fake(stream=stream)) as address:
         same(Calls(kind, address, attempts=2).stream(numbered(30)), [query.run() for query in numbered(30)])
-    assert asked == [4] * 6 + [6]
+    # An answer that was on its way as the stream broke may have to be given again.
+    assert asked[:6] == [4] * 6
+    assert asked[6] >= 6
     stream, asked = breaking(after=0, times=9)
     with serving(Fake(stream=stream)) as address:
         got = failure(lambda: Calls(kind, address, attempts=2).stream(numbered(3)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,6 +49,9 @@ class Rotations:
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
+        if find_spec("torch") is not None:
+            # It takes seconds to import: now, and not while the first client waits.
+            import_module("mmpos.rotary.apply")
 
     async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         """cos and sin of every token."""

@@ -43,6 +43,8 @@ bench: $(VENV)/dev  ## the benchmarks, as tables
 	$(BIN)/python benchmarks/bench_positions.py
 	$(BIN)/python benchmarks/bench_rotary.py
 	$(BIN)/python benchmarks/bench_service.py
+	$(BIN)/python benchmarks/bench_collate.py
+	$(BIN)/python benchmarks/bench_data.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info

@@ -90,3 +90,12 @@ def test_the_data_benchmark_takes_every_path_on_toy_sizes() -> None:
     assert sum(line.count("target at least 3×: ") for line in said) == 4
     assert sum(line.count("target at least 1.8×: ") for line in said) == 4
     assert sum(line.count("target below 5,000: ") for line in said) == 4
+
+
+@pytest.mark.slow
+def test_the_collate_benchmark_takes_every_path_on_toy_sizes() -> None:
+    said = bench("bench_collate", "--quick")
+    rows = [re.split(r"  +", line.strip())[0] for line in said.splitlines()]
+    want = ["packed", "packed, and ids", "padded", "plain loop, and ids", "8,192, whole", "8,192, text split"]
+    assert [row for row in rows if row in want] == want
+    assert "first-fit decreasing" in said

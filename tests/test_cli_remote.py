@@ -55,7 +55,7 @@ def test_info_and_health_say_what_the_server_is(server: str, capsys: pytest.Capt
     assert run(capsys, "remote", "health", "--server", server) == (0, f"{server} is serving\n", "")
     code, out, _ = run(capsys, "remote", "info", "--server", server)
     assert code == 0
-    assert "default   rope-tie   256" in out
+    assert "default   rope-tie   256 " in out
     assert "documents" in out
 
 

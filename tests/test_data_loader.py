@@ -35,7 +35,7 @@ from mmpos.data.loading.loader import BatchDataset
 from mmpos.data.loading.split import Split
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PREPROCESS = Preprocess(HFImages(), BUILDER)
@@ -147,7 +147,7 @@ def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
         ({"rank": 2, "world_size": 2}, "rank: got 2, want <= 1"),
         ({"worker": -1}, "worker: got -1, want >= 0"),
         ({"num_workers": 0}, "num_workers: got 0, want >= 1"),
-        ({"by": "rows"}, "by: got 'rows', want one of 'auto', 'shards', 'records'"),
+        ({"by": "rows"}, "split: got 'rows', want one of 'auto', 'shards', 'records'"),
     ],
 )
 def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> None:
@@ -365,8 +365,51 @@ def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Pa
     ]:
         with pytest.raises(InvalidInputError, match=message):
             other.load_state_dict(state)
-    with pytest.raises(InvalidInputError, match="state: got version None, want 1"):
-        data(corpus).load_state_dict({})
+    for none, got in (({}, "version None"), (None, "NoneType")):
+        with pytest.raises(InvalidInputError, match=f"state: got {got}, want one of version 1 from state_dict"):
+            data(corpus).load_state_dict(none)  # type: ignore[arg-type]
+
+
+def test_a_state_is_not_given_to_other_workers(corpus: list[Reader]) -> None:
+    begun = data(corpus)
+    next(iter(begun))
+    resumed = data(corpus)
+    resumed.load_state_dict(begun.state_dict())
+    with pytest.raises(InvalidInputError, match="state: got consumer 0 of 1 by auto, want 0 of 2 by auto"):
+        next(iter(DataLoader(resumed, batch_size=None, num_workers=2)))
+
+
+def test_what_workers_read_has_its_state_with_the_loader(corpus: list[Reader]) -> None:
+    dataset = data(corpus)
+    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1))
+    next(batches)
+    with pytest.raises(UnsupportedError, match="state_dict: got a dataset that workers read, want the state_dict of"):
+        dataset.state_dict()
+    del batches
+    next(iter(dataset))
+    assert dataset.state_dict()["counts"]["batches"] == 1
+
+
+def test_what_is_too_long_is_counted_and_logged(
+    corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = data(corpus, Packer(60, overlong="drop"), on_error="skip", quarantine=tmp_path)
+    assert dataset.counts == {}
+    kept, counts = keys(dataset), dataset.counts
+    assert counts["dropped"] == counts["records"] - counts["skipped"] - len(kept) > 0
+    assert f"examples too long for a pack: {dataset.counts['dropped']} dropped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], None, Packer(8)), "preprocess: got NoneType, want a Preprocess, or ready"),
+        (([], len, None), "batching: got NoneType, want a Packer or a Batcher"),
+    ],
+)
+def test_a_dataset_of_other_things_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        BatchDataset(*arguments)
 
 
 def test_a_state_of_records_that_are_gone_is_refused() -> None:
@@ -471,7 +514,7 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
         ({"epoch": -1}, "epoch: got -1, want >= 0"),
         ({"shuffle": 2.5}, "shuffle: got 2.5, want an integer"),
         ({"threads": -1}, "threads: got -1, want >= 0"),
-        ({"split": "rows"}, "by: got 'rows', want one of"),
+        ({"split": "rows"}, "split: got 'rows', want one of"),
         ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
     ],
 )

@@ -365,6 +365,10 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     assert main(command("s0.jsonl", "--tokenizer", "t.json")) == 0
     (got,) = SequenceShard("out/s0.parquet").examples()
     assert got.sequence.input_ids.tolist() == [3, 0, *[2] * 99, 1]
+    others = ["--marker", "begin=[/IMG]", "--marker", "end=[IMG]", "--marker", "patch=7"]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", *others)) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, 1, *[7] * 99, 0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
-from mmpos.data.documents import RecordError
+from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers import Reader
 from mmpos.data.storing.storage import SequenceShard, SequenceWriter, leftovers, ready, whole_file
@@ -229,3 +229,8 @@ def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> N
     left = tmp_path / f".{name}.{'0f' * 16}.tmp"
     left.touch()
     assert leftovers(tmp_path / name) == [left]
+
+
+def test_a_raw_record_is_not_ready() -> None:
+    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one of a SequenceShard"):
+        ready({"text": "a"}, Location("a.parquet", 3))

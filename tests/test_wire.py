@@ -293,6 +293,7 @@ def test_sizes_and_grids_travel() -> None:
         ["a", [1.5]],
         ["a", Path("nowhere.png")],
         ["a", np.zeros((2, 2, 5), np.uint8)],
+        ["a", np.zeros((0, 40, 3), np.uint8)],
         ["a", np.zeros((4, 4), np.float32)],
         [Grid(1, 2, row_separator=True)],
     ],

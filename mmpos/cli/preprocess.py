@@ -76,6 +76,15 @@ def preprocess(
         typer.Option(metavar="FOLDER", help="Where paths of images begin.", show_default="no paths are read"),
     ] = None,
     tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.")] = "bytes",
+    markers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--marker",
+            metavar=_OPTION,
+            help="Of images, such as begin=<|vision_start|>; begin, end and patch.",
+            show_default="[IMG], [/IMG] and [PATCH]",
+        ),
+    ] = None,
     scheme: SchemeName = "rope-tie",
     no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
     on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
@@ -94,7 +103,7 @@ def preprocess(
     from mmpos.data.readers import shards
     from mmpos.data.storing.job import write_sequences
 
-    builder = _builder(tokenizer, image_options or (), scheme)
+    builder = _builder(tokenizer, image_options or (), markers or (), scheme)
     callable_ = _callable(format_name, format_options or (), images_from, builder)
     logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
     try:
@@ -130,13 +139,14 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
     return Preprocess(found, builder)
 
 
-def _builder(tokenizer: str, image_options: Sequence[str], scheme: str) -> SequenceBuilder:
+def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:
     from mmpos.images import ImageProcessor
-    from mmpos.sequence import SequenceBuilder
+    from mmpos.sequence import Markers, SequenceBuilder
 
     processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
     images = _assigned("--image-option", processor, image_options)
-    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=scheme)
+    special = _assigned("--marker", Markers(), markers)
+    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=scheme, markers=special)
 
 
 def _tokenizer(name: str) -> Any:
@@ -183,6 +193,8 @@ def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
 def _value(name: str, kind: Any, value: str) -> Any:
     """The value in JSON; text needs no quotes, but may have them for line breaks and the like."""
     if kind == "str" and not value.startswith('"'):
+        return value
+    if kind == "str | int" and not value.isdigit():
         return value
     try:
         return json.loads(value)

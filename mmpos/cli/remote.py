@@ -57,7 +57,7 @@ def health(server: Server = _HERE, timeout: Timeout = 5.0) -> None:
     """Say whether the server takes calls."""
     with _client(server, None, timeout) as client:
         if not client.healthy():
-            raise ServiceUnavailableError(f"{server}: got NOT_SERVING, want a server that takes calls")
+            raise ServiceUnavailableError(f"{server}: got no answer or NOT_SERVING, want a server that takes calls")
         typer.echo(f"{server} is serving")
 
 
@@ -68,7 +68,7 @@ def info(server: Server = _HERE, timeout: Timeout = 5.0) -> None:
         found = client.info()
     out = report.console()
     out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
-    profiles = report.new_table("profile", "scheme", "[IMG]", "[/IMG]", "patch id", "patch size", "merge")
+    profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "patch size", "merge")
     for profile in found.profiles:
         ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id)
         sizes = (profile.patch_size, profile.spatial_merge_size)

@@ -66,6 +66,7 @@ def _put_image(entry: pb.Part, image: Any) -> str | None:
         entry.image = _file(image)
     else:
         with open_source(image) as source:
+            _ = source.size  # refuses an image without pixels
             samples, content_hash = source.read("pillow")
         put_tensor(entry.pixels, np.asarray(samples))
         return content_hash

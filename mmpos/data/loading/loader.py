@@ -6,9 +6,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from mmpos.checks import integer
+from mmpos.checks import integer, one_of
 from mmpos.data.batches.batching import Batching, settings
 from mmpos.data.documents import Location
 from mmpos.data.examples import Example
@@ -18,7 +18,7 @@ from mmpos.data.loading.split import Portion, Split, SplitBy
 from mmpos.data.loading.stream import BatchStream, Stages
 from mmpos.data.quarantine import OnError, Quarantine
 from mmpos.data.readers.base import Reader
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 
 try:
     import torch
@@ -82,6 +82,11 @@ class BatchDataset(IterableDataset[Any]):
                 raise InvalidInputError(
                     f"shards[{i}]: got {type(shard).__name__}, want a reader; readers.shards opens files"
                 )
+        if not callable(preprocess):
+            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or ready")
+        if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
+            raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
+        one_of("split", split, get_args(SplitBy))
         if batching.pending:
             raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
         self._stages = Stages(preprocess, batching, collate, integer("threads", threads, minimum=0))
@@ -92,8 +97,9 @@ class BatchDataset(IterableDataset[Any]):
         # The guess that there is one rank is checked again when reading begins.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
-        # Shared, so that workers that outlive an epoch see the next one.
+        # Shared, so that workers that outlive an epoch see the next one, and this process sees that there are workers.
         self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
+        self._in_workers = torch.tensor(False).share_memory_()
         self._stream: BatchStream | None = None
         self._streamed = self.epoch
         self._state: Mapping[str, Any] | None = None
@@ -110,13 +116,24 @@ class BatchDataset(IterableDataset[Any]):
     def __iter__(self) -> BatchStream:
         """The batches of an epoch, from the begin or from the state that was loaded."""
         # The epoch of a state is its own, whatever was set since.
+        self._in_workers.fill_(get_worker_info() is not None)
+        if self._state is not None:
+            self._check(self._state)  # again: a worker is not who the state was loaded for
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         self._stream = self._begin(self._state)
         self._state = None
         return self._stream
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iterator is: a few numbers per pending example, no pixels; JSON will carry it."""
+        """Where the latest iterator is: a few numbers per pending example, no pixels; JSON will carry it.
+
+        Raises:
+            UnsupportedError: workers read the dataset, and only the DataLoader can ask them.
+        """
+        if self._in_workers and get_worker_info() is None:
+            raise UnsupportedError(
+                "state_dict: got a dataset that workers read, want the state_dict of torchdata's StatefulDataLoader"
+            )
         if self._state is not None:
             return dict(self._state)
         if self._stream is None:
@@ -131,13 +148,22 @@ class BatchDataset(IterableDataset[Any]):
         Raises:
             InvalidInputError: the state is of a dataset with other arguments, or of another worker.
         """
-        if state.get("version") != _VERSION:
-            raise InvalidInputError(f"state: got version {state.get('version')}, want {_VERSION}")
+        self._check(state)
+        self.set_epoch(state["epoch"])
+        self._state = dict(state)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What the latest iterator of this process read, skipped, dropped and gave; workers log theirs."""
+        return {} if self._stream is None else self._stream.counts
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
+            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from state_dict")
         for name, want in self._identity().items():
             if state["of"][name] != want:
                 raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
-        self.set_epoch(state["epoch"])
-        self._state = dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stream": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,9 @@ class Stages:
     threads: int = 0
 
 
+_LOG = logging.getLogger(__name__)
+
+
 class BatchStream(Iterator[Any]):
     """The batches of one consumer in one epoch.
 
@@ -123,6 +127,9 @@ class BatchStream(Iterator[Any]):
             yield from self._collated()
         self._ready.extend(self._batching.flush())
         yield from self._collated()
+        lost = {name: self.counts[name] for name in ("dropped", "truncated", "tokens_lost") if self.counts.get(name)}
+        if lost:
+            _LOG.warning("examples too long for a pack: %s", ", ".join(f"{n} {name}" for name, n in lost.items()))
 
     def _collated(self) -> Iterator[Any]:
         while self._ready:

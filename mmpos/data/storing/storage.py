@@ -248,5 +248,7 @@ class SequenceShard:
 
 def ready(record: Mapping[str, Any], location: Location) -> Example:
     """The example of a record of a SequenceShard: what a Preprocess is for other shards."""
-    example: Example = record["example"]
+    example = record.get("example")
+    if not isinstance(example, Example):
+        raise RecordError(f"{location}: got a raw record, want one of a SequenceShard, which opens ready sequences")
     return example

@@ -147,7 +147,7 @@ def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
         ({"rank": 2, "world_size": 2}, "rank: got 2, want <= 1"),
         ({"worker": -1}, "worker: got -1, want >= 0"),
         ({"num_workers": 0}, "num_workers: got 0, want >= 1"),
-        ({"by": "rows"}, "split: got 'rows', want one of 'auto', 'shards', 'records'"),
+        ({"by": "rows"}, "by: got 'rows', want one of 'auto', 'shards', 'records'"),
     ],
 )
 def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> None:

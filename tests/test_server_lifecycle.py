@@ -98,7 +98,7 @@ def stream(channel: Any) -> Any:
     )
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
     last = time.monotonic() + seconds
     while not condition() and time.monotonic() < last:
         time.sleep(0.05)

@@ -116,7 +116,8 @@ class Building:
     def _write(self, documents: list[_Document], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
         with call.stage("write"):
             built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
-            check("tokens", sum(sequence.input_ids.size for sequence in built), self._limits)
+            tokens = sum(sequence.input_ids.size for sequence in built)
+            check("tokens", tokens, self._limits)
             for document in documents:
                 call.checkpoint()
                 result = answer.results.add()
@@ -125,8 +126,7 @@ class Building:
                 elif document.outcome is not None:
                     put_sequence(result.sequence, document.outcome)
                 document.outcome = None if document.decodes else document.outcome  # patches are held once
-        tokens, images = (sum(sequence.input_ids.size for sequence in built), sum(len(s.grid_thw) for s in built))
-        return len(documents), tokens, images
+        return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
 
 
 class _Watched(list[Any]):

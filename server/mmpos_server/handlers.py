@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mmpos.errors import InvalidInputError, LimitExceededError, ServiceOverloadedError
+from mmpos.errors import LimitExceededError, ServiceOverloadedError
+from mmpos.wire.fields import required
 from mmpos_server.call import Call
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
@@ -114,7 +115,7 @@ class Endpoint:
         request: Any = decode(method.request, raw, call)
         response = method.response()
         await method.run(
-            request if method.query is None else query(request, method.query),
+            request if method.query is None else required("", request, method.query),
             response if method.answer is None else answer(response, method.answer),
             call,
         )
@@ -156,18 +157,6 @@ def decode(kind: type[Message], raw: bytes, call: Call) -> Message:
     message = kind.FromString(raw)
     call.stages.append(("decode", perf_counter() - began))
     return message
-
-
-def query(request: Any, name: str) -> Any:
-    """The field of a request that holds the query.
-
-    Raises:
-        InvalidInputError: it is not there.
-    """
-    if not request.HasField(name):
-        kind = request.DESCRIPTOR.fields_by_name[name].message_type.name
-        raise InvalidInputError(f"{name}: got none, want a {kind}")
-    return getattr(request, name)
 
 
 def answer(response: Any, name: str) -> Any:

@@ -10,10 +10,11 @@ from google.protobuf.message import DecodeError
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.wire.errors import put_error
+from mmpos.wire.fields import required
 from mmpos_server.admission import Window
 from mmpos_server.call import Call
 from mmpos_server.failures import failure, public
-from mmpos_server.handlers import REQUEST_ID, Surroundings, answer, decode, encode, query
+from mmpos_server.handlers import REQUEST_ID, Surroundings, answer, decode, encode
 from mmpos_server.metrics import MethodMetrics
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class StreamEndpoint:
         try:
             assert method.query is not None
             assert method.answer is not None
-            await method.run(query(request, method.query), answer(response, method.answer), call)
+            await method.run(required("", request, method.query), answer(response, method.answer), call)
             return encode(response, call, limit), "OK"
         except ServiceTimeoutError:
             raise

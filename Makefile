@@ -54,10 +54,10 @@ $(VENV)/uv: constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@touch $@
 
-$(VENV)/demo: $(VENV)/uv pyproject.toml
+$(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --editable '.[cli]'
 	@touch $@
 
-$(VENV)/dev: $(VENV)/uv pyproject.toml
+$(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --editable '.[dev]'
 	@touch $@ $(VENV)/demo

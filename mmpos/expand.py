@@ -1,14 +1,18 @@
-"""Expansion of a placed table into one id per token: rows of patches become runs, and runs become tokens."""
+"""Expansion of a placed table into one id per token: in C where it was built, and the same in numpy.
+
+In numpy rows of patches become runs, and runs become tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from mmpos import native
 from mmpos.checks import INT32_MAX, IntArray
 from mmpos.columns import AXES, HEIGHT, OFFSET, SKIP, WIDTH, Columns
 from mmpos.errors import InvalidInputError
@@ -38,8 +42,28 @@ class Runs(NamedTuple):
 
 def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: tuple[int, ...] | None) -> Array:
     """Ids of all tokens; see PositionTable.dense."""
+    core = native.core
+    # What fits as it is needs no word of ours: checking it costs more than writing thousands of ids.
+    plain = axes is None and dtype is None and isinstance(out, np.ndarray)
+    if plain and core is not None and core.expand(table.table, table.num_tokens, table.fractional, out, None):
+        return cast(Array, out)
     rows = _axes(table, axes)
     ids = _target(table, out, dtype, len(rows))
+    if core is None or not core.expand(table.table, table.num_tokens, table.fractional, ids, bytes(rows)):
+        _dense(table, rows, ids)
+    return ids
+
+
+def rationals(table: Columns) -> tuple[IntArray, IntArray]:
+    """Numerators and denominators of all tokens; see PositionTable.rationals."""
+    numerators = np.empty((table.axes, table.num_tokens), np.int64)
+    if native.core is None or not native.core.expand(table.table, table.num_tokens, False, numerators, None):
+        _fill(runs(table), range(table.axes), list(numerators))
+    return numerators, _denominators(table)
+
+
+def _dense(table: Columns, rows: tuple[int, ...], ids: Array) -> None:
+    """Write the ids of these axes into the rows of an array with any strides."""
     cut = runs(table)
     wanted = sorted(set(rows))
     firsts = [rows.index(axis) for axis in wanted]
@@ -54,14 +78,6 @@ def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: 
     for i, axis in enumerate(rows):
         if rows.index(axis) != i:
             ids[i] = ids[rows.index(axis)]
-    return ids
-
-
-def rationals(table: Columns) -> tuple[IntArray, IntArray]:
-    """Numerators and denominators of all tokens; see PositionTable.rationals."""
-    numerators = np.empty((table.axes, table.num_tokens), np.int64)
-    _fill(runs(table), range(table.axes), list(numerators))
-    return numerators, _denominators(table)
 
 
 def runs(table: Columns) -> Runs:

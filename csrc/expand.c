@@ -44,12 +44,6 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
 
 enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES }; /* rows of the table */
 
-static inline int64_t at(const Matrix *table, int64_t row, int64_t column) {
-    int64_t value;
-    memcpy(&value, table->data + row * table->row_stride + column * 8, 8);
-    return value;
-}
-
 /* Whether all numerators of a segment on an axis are doubles, every sum on the way to them included. */
 static int exact(const Segment *s, const int64_t *steps) {
     double height = (double)s->height, width = (double)s->width;
@@ -77,12 +71,12 @@ static Segment stretched(Segment s, int64_t *steps) {
 static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes) {
     int64_t begin = 0;
     for (int64_t column = 0; column < table->columns; column++) {
-        int64_t stop = column + 1 < table->columns ? at(table, OFFSET, column + 1) : num_tokens;
-        int64_t denominator = at(table, DENOMINATOR, column);
+        int64_t stop = column + 1 < table->columns ? entry(table, OFFSET, column + 1) : num_tokens;
+        int64_t denominator = entry(table, DENOMINATOR, column);
         if (stop < begin || stop > num_tokens) {
             return 0;
         }
-        Segment found = {stop - begin, at(table, SKIP, column), at(table, HEIGHT, column), at(table, WIDTH, column)};
+        Segment found = {stop - begin, entry(table, SKIP, column), entry(table, HEIGHT, column), entry(table, WIDTH, column)};
         if (found.skip < 0 || found.skip > INT64_MAX - found.tokens || found.height < 1 || found.width < 1 ||
             denominator < 1) {
             return 0;
@@ -90,7 +84,7 @@ static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, co
         for (int64_t row = 0; row < out->rows; row++) {
             int64_t steps[4];
             for (int64_t i = 0; i < 4; i++) {
-                steps[i] = at(table, AXES + 4 * axes[row] + i, column);
+                steps[i] = entry(table, AXES + 4 * axes[row] + i, column);
             }
             if (out->format == 'd' && !exact(&found, steps)) {
                 return 0;
@@ -115,46 +109,39 @@ static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, co
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t all[] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8_t *axes = all;
-    Py_buffer table_buffer, out_buffer;
+    Buffers buffers;
     Matrix table, out;
     int done = 0;
+    buffers.count = 0;
     (void)self;
-    if (count != 5 || !PyLong_Check(args[1])) {
-        return PyErr_Format(PyExc_TypeError, "expand takes a table, tokens, whether fractional, out and axes");
+    if (count != 5) {
+        return PyErr_Format(PyExc_TypeError, "expand takes 5 arguments, got %zd", count);
     }
     int64_t num_tokens = PyLong_AsLongLong(args[1]);
-    int fractional = args[2] == Py_True;
-    if (!get_matrix(args[0], &table_buffer, &table, 0)) {
-        Py_RETURN_FALSE;
+    if (num_tokens == -1 && PyErr_Occurred()) {
+        return NULL;
     }
-    if (!get_matrix(args[3], &out_buffer, &out, PyBUF_WRITABLE)) {
-        PyBuffer_Release(&table_buffer);
-        Py_RETURN_FALSE;
-    }
-    int64_t known = (table.rows - AXES) / 4;
-    int fits = table.format == 'q' && known >= 1 && known <= (int64_t)sizeof all && out.columns == num_tokens &&
-               (out.format == 'd' || ((out.format == 'i' || out.format == 'q') && !fractional));
-    if (args[4] == Py_None) {
-        fits = fits && out.rows == known;
-    } else {
-        char *given;
-        Py_ssize_t rows;
-        fits = PyBytes_AsStringAndSize(args[4], &given, &rows) == 0 && fits && rows == out.rows;
-        axes = (const uint8_t *)given;
-        for (int64_t row = 0; fits && row < out.rows; row++) {
-            fits = axes[row] < known;
-        }
-    }
-    if (fits && !PyErr_Occurred()) {
-        if (out.rows * out.columns * out.itemsize < RELEASE_GIL_BYTES) {
-            done = expand(&table, num_tokens, &out, axes);
+    if (take_matrix(&buffers, args[0], 0, &table) && take_matrix(&buffers, args[3], PyBUF_WRITABLE, &out)) {
+        int64_t known = (table.rows - AXES) / 4;
+        int fits = table.format == 'q' && known >= 1 && known <= (int64_t)sizeof all && out.columns == num_tokens &&
+                   (out.format == 'd' || ((out.format == 'i' || out.format == 'q') && args[2] == Py_False));
+        if (args[4] == Py_None) {
+            fits = fits && out.rows == known;
         } else {
+            axes = (const uint8_t *)PyBytes_AsString(args[4]);
+            fits = fits && axes != NULL && PyBytes_Size(args[4]) == out.rows;
+            for (int64_t row = 0; fits && row < out.rows; row++) {
+                fits = axes[row] < known;
+            }
+        }
+        if (fits && out.rows * out.columns * out.itemsize < RELEASE_GIL_BYTES) {
+            done = expand(&table, num_tokens, &out, axes);
+        } else if (fits) {
             Py_BEGIN_ALLOW_THREADS
             done = expand(&table, num_tokens, &out, axes);
             Py_END_ALLOW_THREADS
         }
     }
-    PyBuffer_Release(&out_buffer);
-    PyBuffer_Release(&table_buffer);
+    release(&buffers);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(done);
 }

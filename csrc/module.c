@@ -1,4 +1,4 @@
-/* The extension module: names, and how arrays come in. */
+/* The extension module: its names, and how arrays come in. */
 
 #include "native.h"
 
@@ -9,24 +9,45 @@ static char format_of(const Py_buffer *buffer) {
     }
     switch (format[0]) {
         case 'i':
-            return buffer->itemsize == 4 ? 'i' : 0;
-        case 'l': /* four bytes on some platforms */
+        case 'l': /* four bytes on some platforms, eight on others */
         case 'q':
             return buffer->itemsize == 8 ? 'q' : buffer->itemsize == 4 ? 'i' : 0;
+        case 'B':
+        case '?':
         case 'd':
-            return 'd';
+            return format[0];
         default:
             return 0;
     }
 }
 
-int get_matrix(PyObject *object, Py_buffer *buffer, Matrix *matrix, int flags) {
+static Py_buffer *take(Buffers *buffers, PyObject *object, int dimensions, int flags) {
+    if (buffers->count == (int)(sizeof buffers->taken / sizeof buffers->taken[0])) {
+        return NULL;
+    }
+    Py_buffer *buffer = &buffers->taken[buffers->count];
     if (PyObject_GetBuffer(object, buffer, PyBUF_STRIDES | PyBUF_FORMAT | flags) != 0) {
         PyErr_Clear();
+        return NULL;
+    }
+    buffers->count++; /* what does not fit is released with the others */
+    return buffer->ndim == dimensions ? buffer : NULL;
+}
+
+int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector) {
+    Py_buffer *buffer = take(buffers, object, 1, flags);
+    if (buffer == NULL || format_of(buffer) != format) {
         return 0;
     }
-    if (buffer->ndim != 2 || (buffer->shape[1] > 1 && buffer->strides[1] != buffer->itemsize)) {
-        PyBuffer_Release(buffer);
+    vector->data = buffer->buf;
+    vector->size = buffer->shape[0];
+    vector->stride = buffer->strides[0];
+    return 1;
+}
+
+int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix) {
+    Py_buffer *buffer = take(buffers, object, 2, flags);
+    if (buffer == NULL || (buffer->shape[1] > 1 && buffer->strides[1] != buffer->itemsize)) {
         return 0;
     }
     matrix->data = buffer->buf;
@@ -38,9 +59,17 @@ int get_matrix(PyObject *object, Py_buffer *buffer, Matrix *matrix, int flags) {
     return 1;
 }
 
+void release(Buffers *buffers) {
+    while (buffers->count > 0) {
+        PyBuffer_Release(&buffers->taken[--buffers->count]);
+    }
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL}
+
 static PyMethodDef methods[] = {
-    {"expand", (PyCFunction)(void (*)(void))native_expand, METH_FASTCALL, NULL},
-    {NULL, NULL, 0, NULL},
+    METHOD(columns), METHOD(cursors), METHOD(cut),   METHOD(documents), METHOD(expand),
+    METHOD(runs),    METHOD(sound),   METHOD(spans), METHOD(split),     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
@@ -49,6 +78,4 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "mmpos._native", "Fast ways of what mmpos says in Python.", 0, methods, slots, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__native(void) {
-    return PyModuleDef_Init(&module);
-}
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,7 +1,8 @@
 /* What the files of the extension share. Limited API of CPython 3.11; no numpy headers: arrays come as buffers.
  *
- * Every function answers or declines. It returns None, or a falsy value that its comment names, for arguments that
- * are not exactly what the fast way takes; the caller then takes the numpy way, whose words name the mistake. */
+ * Every function answers or declines: it returns False or None for arguments that are not exactly what the fast way
+ * takes, mistakes included; the caller then takes the way in Python, whose words name the mistake. Numbers in arrays
+ * may be anything: whatever they are, nothing outside of the arrays is read or written. */
 
 #ifndef MMPOS_NATIVE_H
 #define MMPOS_NATIVE_H
@@ -16,16 +17,66 @@
 /* Work below this many bytes is done before another thread could make use of the interpreter. */
 #define RELEASE_GIL_BYTES (1 << 16)
 
+/* Buffers that a function has taken; at most as many as fit, released together. */
+typedef struct {
+    int count;
+    Py_buffer taken[20];
+} Buffers;
+
+/* A one-dimensional buffer with any stride. */
+typedef struct {
+    char *data;
+    int64_t size, stride;
+} Vector;
+
 /* A two-dimensional buffer whose rows are contiguous, at any distance from each other. */
 typedef struct {
     char *data;
     int64_t rows, columns, row_stride, itemsize;
-    char format; /* 'i' int32, 'q' int64, 'd' float64, or 0 for anything else */
+    char format; /* 'B' uint8, '?' bool, 'i' int32, 'q' int64, 'd' float64, or 0 for anything else */
 } Matrix;
 
-/* Take a buffer, which the caller releases; 0, with nothing to release and no exception set, if it is no Matrix. */
-int get_matrix(PyObject *object, Py_buffer *buffer, Matrix *matrix, int flags);
+/* Take a buffer of one or two dimensions; 0, with no exception set, if it is none. A vector has this format. */
+int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector);
+int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix);
+void release(Buffers *buffers);
 
+static inline int64_t int64_at(const char *place) {
+    int64_t value;
+    memcpy(&value, place, 8);
+    return value;
+}
+
+static inline void put_int64(char *place, int64_t value) { memcpy(place, &value, 8); }
+
+/* Elements of int64 vectors, and of int64 matrices. */
+static inline int64_t item(const Vector *vector, int64_t i) { return int64_at(vector->data + i * vector->stride); }
+
+static inline void put(const Vector *vector, int64_t i, int64_t value) {
+    put_int64(vector->data + i * vector->stride, value);
+}
+
+static inline int64_t entry(const Matrix *matrix, int64_t row, int64_t column) {
+    return int64_at(matrix->data + row * matrix->row_stride + column * 8);
+}
+
+static inline void put_entry(const Matrix *matrix, int64_t row, int64_t column, int64_t value) {
+    put_int64(matrix->data + row * matrix->row_stride + column * 8, value);
+}
+
+/* Sums as numpy makes them: they wrap around. */
+static inline int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
+
+static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
+
+PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_split(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -8,14 +8,53 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-__all__ = ["core"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["core", "int64"]
 
 
 class Core(Protocol):
-    """The functions of csrc/; arrays are anything with a buffer."""
+    """The functions of csrc/, each described there; arrays are anything with a buffer."""
+
+    def columns(
+        self, kind: Any, segment_offsets: Any, start: Any, end: Any, block: Any, texts: int, grids: int,
+        of_text: Any, of_grids: Any, table: Any, documents: Any, /,
+    ) -> int | None:  # fmt: skip
+        """Fill the columns of a placed table from what schemes said of texts and grids; its tokens."""
+
+    def cursors(
+        self, kind: Any, segment_offsets: Any, start: Any, of_text: Any, of_grids: Any, cursors: Any, end: Any, /
+    ) -> bool | None:
+        """Fill in the cursor before every segment, text and grid, and after every document."""
+
+    def cut(self, table: Any, tokens: int, starts: Any, stops: Any, /) -> tuple[int, bytes, bytes, bytes] | None:
+        """How many pieces of segments token ranges have, then their columns, segments and ranges."""
+
+    def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
+        """Kind, extents and segment offsets, as bytes, of lists of parts."""
 
     def expand(self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, /) -> bool:
-        """Write the ids of these axes into the rows of out; False for anything but a table and rows that fit it."""
+        """Write the ids of these axes into the rows of out."""
+
+    def runs(self, input_ids: Any, starts: Any, stops: Any, token: int, other: int, /) -> bytes | None:
+        """Document, first token, tokens, and whether of the other token, of every run of either."""
+
+    def sound(self, kind: Any, extents: Any, segment_offsets: Any, row_separator: Any, /) -> bool:
+        """Whether these are the arrays of a segment table."""
+
+    def spans(self, lengths: Any, offsets: Any, grid_thw: Any, documents: Any, separators: bool, /) -> Any:
+        """Kind, extents, segment offsets and the segment of each span, as bytes."""
+
+    def split(
+        self, kind: Any, extents: Any, segment_offsets: Any, row_separator: Any, start: Any, block: Any, /
+    ) -> tuple[int, int, bool, bool] | None:
+        """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
+
+
+def int64(data: bytes) -> npt.NDArray[np.int64]:
+    """The numbers that came as bytes; read-only, not copied."""
+    return np.frombuffer(data, np.int64)
 
 
 core: Core | None

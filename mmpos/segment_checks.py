@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from mmpos import native
 from mmpos.checks import INT32_MAX, IntArray, first_bad, shown
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.parts import GRID, PAD, TEXT, Grid, Text
@@ -29,6 +30,8 @@ def check_segments(
     kind: npt.NDArray[np.uint8], extents: IntArray, offsets: IntArray, seconds: IntArray | None, separator: Flags | None
 ) -> None:
     """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
+    if seconds is None and native.core is not None and native.core.sound(kind, extents, offsets, separator):
+        return
     if kind.ndim != 1 or extents.shape != (3, kind.size):
         raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
     if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != kind.size:

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import placeholders, spans
+from mmpos import native, placeholders, spans
 from mmpos.checks import IntArray, boolean, first_bad, host_array, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.padding import insert_padding
@@ -27,6 +27,8 @@ _DTYPES = {
     "seconds_per_frame": np.dtype(np.int64),
     "row_separator": np.dtype(np.bool_),
 }
+
+_FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +56,10 @@ class SegmentTable:
                 if not isinstance(array, np.ndarray) or array.dtype != dtype:
                     got = getattr(array, "dtype", type(array).__name__)
                     raise InvalidInputError(f"{name}: got {got}, want an array of {dtype}; from_arrays converts")
-                view = array.view()
-                view.flags.writeable = False
-                object.__setattr__(self, name, view)
+                if array.flags.writeable:
+                    array = array.view()
+                    array.flags.writeable = False
+                    object.__setattr__(self, name, array)
         check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
 
     @classmethod
@@ -66,6 +69,10 @@ class SegmentTable:
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
         """
+        found = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
+        if found is not None:
+            kind, extents, offsets = found
+            return cls(np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets))
         try:
             parts = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)

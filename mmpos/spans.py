@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mmpos import native
 from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array
 from mmpos.errors import InvalidInputError, LimitExceededError
 
@@ -25,10 +26,18 @@ class Layout(NamedTuple):
 def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separators: int) -> Layout:
     """Segments of documents that hold the given spans; see SegmentTable.from_spans."""
     lengths = int_array("lengths", lengths, (None,))
-    first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
     offsets = int_array("offsets", offsets, (None,))
-    first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
     grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
+    documents = None if documents is None else int_array("documents", documents, (offsets.size,))
+    found = None
+    if native.core is not None:
+        found = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
+    if found is not None:
+        kind, extents, segment_offsets, at = found
+        extents = native.int64(extents).reshape(3, -1)
+        return Layout(np.frombuffer(kind, np.uint8), extents, native.int64(segment_offsets), native.int64(at))
+    first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
+    first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
     documents = _documents(documents, offsets.size, lengths.size)
     tokens = span_tokens("grid_thw", grid_thw, separators)
@@ -70,17 +79,16 @@ def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]])
     return columns
 
 
-def _documents(documents: Any, num_spans: int, num_documents: int) -> IntArray:
+def _documents(documents: IntArray | None, num_spans: int, num_documents: int) -> IntArray:
     if documents is None:
         if num_documents != 1 and num_spans:
             raise InvalidInputError(f"documents: got None, want the document of each span for {num_documents} lengths")
         return np.zeros(num_spans, np.int64)
-    array = int_array("documents", documents, (num_spans,))
-    first_bad("documents", array, minimum=0, maximum=num_documents - 1)
-    if (np.diff(array) < 0).any():
-        i = int((np.diff(array) < 0).argmax()) + 1
-        raise InvalidInputError(f"documents[{i}]: got {array[i]} after {array[i - 1]}, want ascending")
-    return array
+    first_bad("documents", documents, minimum=0, maximum=num_documents - 1)
+    if (np.diff(documents) < 0).any():
+        i = int((np.diff(documents) < 0).argmax()) + 1
+        raise InvalidInputError(f"documents[{i}]: got {documents[i]} after {documents[i - 1]}, want ascending")
+    return documents
 
 
 def _gaps_before(lengths: IntArray, offsets: IntArray, tokens: IntArray, documents: IntArray) -> IntArray:

@@ -45,9 +45,11 @@ class Columns:
 
     def __post_init__(self) -> None:
         for name in ("table", "documents"):
-            view = getattr(self, name).view()
-            view.flags.writeable = False
-            object.__setattr__(self, name, view)
+            array = getattr(self, name)
+            if array.flags.writeable:
+                array = array.view()
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
 
     @property
     def axes(self) -> int:

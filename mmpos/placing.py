@@ -53,7 +53,7 @@ def place(
 
 def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray:
     array = per_document("start", start, num_documents, minimum=INT32_MIN)
-    if np.ndim(start) and not scheme.resumable:
+    if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
     return array
 

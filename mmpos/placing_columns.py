@@ -54,7 +54,10 @@ def _in_c(
         kind, offsets, parts.start, end if scheme.resumable else None, parts.block, parts.text.size, parts.grid.size,
         _numbers(of_text, scheme.fractional), _numbers(of_grids, scheme.fractional), table, documents,
     )  # fmt: skip
-    return None if tokens is None else PositionTable(table, documents, tokens, scheme.fractional, scheme.name)
+    if tokens is None:
+        return None
+    table.flags.writeable = documents.flags.writeable = False
+    return PositionTable(table, documents, tokens, scheme.fractional, scheme.name)
 
 
 def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:

@@ -46,10 +46,12 @@ class _Tie(Scheme):
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         sides = self._sides(grids)
         stride, denominator = self.strides(sides)
-        # The centre (L + K)/2 less γ(n + 1)/2; the difference is even for every member.
-        slack = denominator * (self.consumed(sides) + 1) - stride * (sides + 1) if self.centred else 0
-        origin = (cursor - 1) * denominator + stride + slack // 2
-        step = [[stride[a] if a == axis else 0 for a in range(self.axes)] for axis in range(self.axes)]
+        origin = (cursor - 1) * denominator + stride
+        if self.centred:
+            # The centre (L + K)/2 less γ(n + 1)/2; the difference is even for every member.
+            origin += (denominator * (self.consumed(sides) + 1) - stride * (sides + 1)) // 2
+        rows = list(stride)
+        step = [[0] * axis + [rows[axis]] + [0] * (self.axes - 1 - axis) for axis in range(self.axes)]
         return Placement(list(origin), step[0] if self.axes == 3 else None, step[-2], step[-1], denominator)
 
     def _sides(self, grids: Grids) -> IntArray:

@@ -71,7 +71,6 @@ static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a
 
 PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);

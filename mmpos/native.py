@@ -28,9 +28,6 @@ class Core(Protocol):
     ) -> bool | None:
         """Fill in the cursor before every segment, text and grid, and after every document."""
 
-    def cut(self, table: Any, tokens: int, starts: Any, stops: Any, /) -> tuple[int, bytes, bytes, bytes] | None:
-        """How many pieces of segments token ranges have, then their columns, segments and ranges."""
-
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
         """Kind, extents and segment offsets, as bytes, of lists of parts."""
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmpos import native
 from mmpos.checks import INT32_MAX, IntArray
-from mmpos.columns import AXES, HEIGHT, OFFSET, SKIP, WIDTH, Columns
+from mmpos.columns import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH, Columns
 from mmpos.errors import InvalidInputError
 
 Array = npt.NDArray[Any]
@@ -60,6 +60,18 @@ def rationals(table: Columns) -> tuple[IntArray, IntArray]:
     if native.core is None or not native.core.expand(table.table, table.num_tokens, False, numerators, None):
         _fill(runs(table), range(table.axes), list(numerators))
     return numerators, _denominators(table)
+
+
+def per_token(table: Columns, values: npt.NDArray[Any]) -> IntArray:
+    """(tokens,) int64, new: the number or flag of every token's segment."""
+    if native.core is not None:
+        constant = np.zeros((AXES + 4, table.num_segments), np.int64)
+        constant[OFFSET], constant[WIDTH], constant[AXES] = table.offset, table.segment_lengths, values
+        constant[HEIGHT] = constant[DENOMINATOR] = 1
+        out = np.empty((1, table.num_tokens), np.int64)
+        if native.core.expand(constant, table.num_tokens, False, out, None):
+            return out[0]
+    return values.astype(np.int64).repeat(table.segment_lengths)
 
 
 def _dense(table: Columns, rows: tuple[int, ...], ids: Array) -> None:

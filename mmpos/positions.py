@@ -165,7 +165,13 @@ class PositionTable(Columns):
             steps: tokens per document, one integer for all or (documents,).
         """
         steps = per_document("steps", steps, self.num_documents, minimum=0)
-        return self.window(np.arange(self.num_documents), self.lengths, steps)
+        grows = np.flatnonzero(steps)
+        header = self.documents[NEXT_POSITION:].copy()
+        if grows.size:
+            header[0] = self.next_positions + steps
+            _check_ids(header[0, grows] - 1, grows)
+        count = steps[grows]
+        return self._view(ranges.text(self.axes, header[0, grows] - count, count), grows, header)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
         """The tokens of one context-parallel rank, taken from every document.
@@ -230,8 +236,8 @@ class PositionTable(Columns):
         """
         length = self.max_seqlen if length is None else integer("length", length, minimum=0)
         table, shape = self.pad(length, side), (self.num_documents, length)
-        mask = np.repeat(~table.is_padding, table.segment_lengths).astype(np.int64)
-        return table.dense(dtype=dtype).reshape(self.axes, *shape), mask.reshape(shape)
+        ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
+        return ids, expand.per_token(table, ~table.is_padding).reshape(shape)
 
     def explain(self, token: int) -> str:
         """One sentence on where a token lies and why its position is what it is."""

@@ -10,4 +10,4 @@ if not Path("/dev/nvidiactl").exists():
 import mmpos  # noqa: F401
 
 # A plugin for runs of its own; see tests/test_congruence.py.
-collect_ignore = ["tests/through_service.py"]
+collect_ignore = ["tests/through_service.py", "tests/native_choice.py"]

@@ -124,6 +124,7 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (take_matrix(&buffers, args[0], 0, &table) && take_matrix(&buffers, args[3], PyBUF_WRITABLE, &out)) {
         int64_t known = (table.rows - AXES) / 4;
         int fits = table.format == 'q' && known >= 1 && known <= (int64_t)sizeof all && out.columns == num_tokens &&
+                   (num_tokens < 2 || out.column_stride == out.itemsize) &&
                    (out.format == 'd' || ((out.format == 'i' || out.format == 'q') && args[2] == Py_False));
         if (args[4] == Py_None) {
             fits = fits && out.rows == known;

@@ -47,13 +47,14 @@ int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vect
 
 int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix) {
     Py_buffer *buffer = take(buffers, object, 2, flags);
-    if (buffer == NULL || (buffer->shape[1] > 1 && buffer->strides[1] != buffer->itemsize)) {
+    if (buffer == NULL) {
         return 0;
     }
     matrix->data = buffer->buf;
     matrix->rows = buffer->shape[0];
     matrix->columns = buffer->shape[1];
     matrix->row_stride = buffer->strides[0];
+    matrix->column_stride = buffer->strides[1];
     matrix->itemsize = buffer->itemsize;
     matrix->format = format_of(buffer);
     return 1;

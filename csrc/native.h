@@ -29,10 +29,10 @@ typedef struct {
     int64_t size, stride;
 } Vector;
 
-/* A two-dimensional buffer whose rows are contiguous, at any distance from each other. */
+/* A two-dimensional buffer with any strides. */
 typedef struct {
     char *data;
-    int64_t rows, columns, row_stride, itemsize;
+    int64_t rows, columns, row_stride, column_stride, itemsize;
     char format; /* 'B' uint8, '?' bool, 'i' int32, 'q' int64, 'd' float64, or 0 for anything else */
 } Matrix;
 
@@ -57,11 +57,11 @@ static inline void put(const Vector *vector, int64_t i, int64_t value) {
 }
 
 static inline int64_t entry(const Matrix *matrix, int64_t row, int64_t column) {
-    return int64_at(matrix->data + row * matrix->row_stride + column * 8);
+    return int64_at(matrix->data + row * matrix->row_stride + column * matrix->column_stride);
 }
 
 static inline void put_entry(const Matrix *matrix, int64_t row, int64_t column, int64_t value) {
-    put_int64(matrix->data + row * matrix->row_stride + column * 8, value);
+    put_int64(matrix->data + row * matrix->row_stride + column * matrix->column_stride, value);
 }
 
 /* Sums as numpy makes them: they wrap around. */

@@ -10,6 +10,7 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
+from mmpos.about import info
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.placing import place
 from mmpos.positions import PositionTable
@@ -43,6 +44,7 @@ __all__ = [
     "UnsupportedError",
     "client",
     "data",
+    "info",
     "place",
     "rotary",
 ]

@@ -85,7 +85,7 @@ def _columns(
         count = np.ones(document.size, np.int64)
         count[grid] = np.bincount(pieces.owner, minlength=grid.size)
         owner = np.repeat(np.arange(document.size), count)
-        columns, document = columns[:, owner], document[owner]
+        columns, document = columns.take(owner, axis=1), document[owner]
         grid, height, width = np.flatnonzero(segments.kind[owner] == GRID), pieces.height, pieces.width
         columns[OFFSET, grid], columns[SKIP, grid] = pieces.tokens, pieces.skip
     columns[HEIGHT, grid], columns[WIDTH, grid] = height, width

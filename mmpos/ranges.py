@@ -29,7 +29,7 @@ def cut(table: IntArray, tokens: int, starts: IntArray, stops: IntArray) -> tupl
     owner = np.repeat(np.arange(starts.size), count)
     segment = np.arange(owner.size) - (np.cumsum(count) - count - first)[owner]
     begin = np.maximum(offset[segment], starts[owner])
-    columns = table[:, segment]
+    columns = table.take(segment, axis=1)
     columns[SKIP] += begin - offset[segment]
     columns[OFFSET] = np.minimum(ends[segment], stops[owner]) - begin
     return columns, segment, owner

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from mmpos import about
 from mmpos.cli import report
 from mmpos.errors import InvalidInputError
 from mmpos.placing import place
@@ -121,6 +122,13 @@ def explain(
 def schemes() -> None:
     """List the schemes, and the ids that an image of 24×24 patches consumes in each."""
     report.show(report.console(), report.schemes_table())
+
+
+@app.command()
+def info() -> None:
+    """Print versions, and whether the extension in C was built."""
+    for name, value in about.info().items():
+        typer.echo(f"{name:12} {value}")
 
 
 def _place(

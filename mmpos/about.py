@@ -1,0 +1,40 @@
+"""What this installation consists of, as one says it in a report of a mistake or of a measurement."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from mmpos import native
+
+__all__ = ["info"]
+
+_PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
+
+
+def info() -> dict[str, str]:
+    """Versions of what mmpos stands on, and whether its extension in C was built.
+
+    Nothing is imported for it. Without the extension everything works, and gives the same numbers, through numpy.
+
+    >>> sorted(info())[:4]
+    ['extension', 'grpcio', 'machine', 'mmpos']
+
+    Returns:
+        ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with a version or
+        what is missing.
+    """
+    return {
+        "mmpos": _version("mmpos"),
+        "extension": "built" if native.core is not None else "not built, numpy is used",
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

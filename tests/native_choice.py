@@ -1,0 +1,23 @@
+"""A pytest plugin: tests run with another extension, or with none.
+
+The environment variable NATIVE is the path of an extension, or empty for none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+
+_PATH = os.environ["NATIVE"]
+
+if _PATH:
+    _loader = ExtensionFileLoader("mmpos._native", _PATH)
+    _spec = spec_from_loader("mmpos._native", _loader)
+    assert _spec is not None
+    _module = module_from_spec(_spec)
+    _loader.exec_module(_module)
+    sys.modules["mmpos._native"] = _module
+else:
+    sys.modules["mmpos._native"] = None  # type: ignore[assignment]  # importing it is an ImportError

@@ -1,4 +1,4 @@
-/* Runs of placeholder tokens in token ids, in one pass over them. */
+/* Runs of placeholder tokens in token ids, and of ones in masks, in one pass over them. */
 
 #include <stdlib.h>
 
@@ -32,6 +32,10 @@ static int add_run(Runs *runs, int64_t document, int64_t first, int64_t tokens, 
 
 #define T int64_t
 #define NAME(x) x##_wide
+#include "scan.h"
+
+#define T uint8_t
+#define NAME(x) x##_byte
 #include "scan.h"
 
 /* 1, or 0 for documents outside of the ids, or -1 for want of memory. */
@@ -91,4 +95,45 @@ PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         return PyErr_NoMemory();
     }
     return done == 1 ? result : Py_NewRef(Py_None);
+}
+
+/* Where the ones of a row begin and end; 0 if it has none, a hole, or other numbers. */
+static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
+    const char *data = mask->data + row * mask->row_stride;
+    int64_t stop = mask->columns;
+    if (mask->itemsize == 8) {
+        return one_run_wide(data, stop, begin, end);
+    }
+    return mask->itemsize == 4 ? one_run_narrow(data, stop, begin, end) : one_run_byte(data, stop, begin, end);
+}
+
+/* ones(mask, left, right) -> bool, whether every row of a mask is zeros, then at least one one, then zeros.
+ *
+ * mask: (batch, seq) bool, uint8, int32 or int64; fills left and right, (batch,) int64, with the zeros around. */
+PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Matrix mask;
+    Vector left, right;
+    int done = 0;
+    (void)self;
+    if (count != 3) {
+        return PyErr_Format(PyExc_TypeError, "ones takes 3 arguments, got %zd", count);
+    }
+    buffers.count = 0;
+    if (take_matrix(&buffers, args[0], 0, &mask) && take_vector(&buffers, args[1], 'q', PyBUF_WRITABLE, &left) &&
+        take_vector(&buffers, args[2], 'q', PyBUF_WRITABLE, &right) && mask.format != 0 && mask.format != 'd' &&
+        (mask.columns < 2 || mask.column_stride == mask.itemsize) && left.size == mask.rows &&
+        right.size == mask.rows) {
+        Py_BEGIN_ALLOW_THREADS
+        done = 1;
+        for (int64_t row = 0; done && row < mask.rows; row++) {
+            int64_t begin, end;
+            done = ones(&mask, row, &begin, &end);
+            put(&left, row, begin);
+            put(&right, row, mask.columns - end);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    release(&buffers);
+    return PyBool_FromLong(done);
 }

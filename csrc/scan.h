@@ -1,6 +1,6 @@
 /* Scans of token ids of one element type. Included once per type, with
  *
- *   T        the element, int32_t or int64_t
+ *   T        the element, an integer
  *   NAME(x)  the name x has for this type
  *
  * Ids are looked at in blocks, which vectors do, before they are one by one. */
@@ -69,6 +69,13 @@ static int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t
         i = end;
     }
     return 1;
+}
+
+/* Whether elements up to stop are zeros, then at least one one, then zeros; where the ones begin and end. */
+static int NAME(one_run)(const char *elements, int64_t stop, int64_t *begin, int64_t *end) {
+    *begin = NAME(other)(elements, 0, stop, 0);
+    *end = NAME(other)(elements, *begin, stop, 1);
+    return *begin < *end && NAME(other)(elements, *end, stop, 0) == stop;
 }
 
 #undef NAME

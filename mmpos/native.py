@@ -34,6 +34,9 @@ class Core(Protocol):
     def expand(self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, /) -> bool:
         """Write the ids of these axes into the rows of out."""
 
+    def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
+        """Fill in the zeros left and right of the ones of every row, if they are one run."""
+
     def runs(self, input_ids: Any, starts: Any, stops: Any, token: int, other: int, /) -> bytes | None:
         """Document, first token, tokens, and whether of the other token, of every run of either."""
 

@@ -21,7 +21,6 @@ class Batch:
     """All tokens in one row: which belong to documents, and where each document's own tokens lie."""
 
     ids: IntArray
-    real: BoolArray | None
     starts: IntArray
     stops: IntArray
     padding: tuple[IntArray, IntArray] | None
@@ -38,9 +37,10 @@ class Batch:
         return [self._runs(token_id) for token_id in token_ids]
 
     def _runs(self, token_id: int) -> Runs:
-        hit = self.ids == token_id
-        at = np.flatnonzero(hit if self.real is None else hit & self.real)
+        at = np.flatnonzero(self.ids == token_id)
         document = np.searchsorted(self.starts, at, side="right") - 1
+        inside = (document >= 0) & (at < self.stops[document])  # and not under padding
+        at, document = at[inside], document[inside]
         begins = np.ones(at.size, np.bool_)
         begins[1:] = (np.diff(at) > 1) | (np.diff(document) > 0)
         first = np.flatnonzero(begins)
@@ -83,18 +83,21 @@ def read_batch(input_ids: Any, cu_seqlens: Any, attention_mask: Any) -> Batch:
         raise InvalidInputError("cu_seqlens: got both cu_seqlens and attention_mask, want at most one")
     if cu_seqlens is not None:
         cu = _cu_seqlens(cu_seqlens, ids)
-        return Batch(ids.ravel(), None, cu[:-1], cu[1:], None)
+        return Batch(ids.ravel(), cu[:-1], cu[1:], None)
     rows = ids if ids.ndim == 2 else ids[None]
     starts = np.arange(len(rows)) * rows.shape[1]
     if len(rows) and rows.shape[1] == 0:
         raise InvalidInputError(f"input_ids: got shape {ids.shape}, want at least one token in each document")
     if attention_mask is None or not len(rows):
-        return Batch(ids.ravel(), None, starts, starts + rows.shape[1], None)
-    real = _mask(attention_mask, ids).reshape(rows.shape)
-    left = real.argmax(axis=1)
-    count = real.sum(axis=1)
-    right = rows.shape[1] - left - count
-    return Batch(ids.ravel(), real.ravel(), starts + left, starts + left + count, (left, right))
+        return Batch(ids.ravel(), starts, starts + rows.shape[1], None)
+    mask = host_array("attention_mask", attention_mask)
+    left, right = np.empty((2, len(rows)), np.int64)
+    core = native.core if mask.shape == ids.shape else None
+    if core is None or not core.ones(np.atleast_2d(mask), left, right):
+        real = _mask(mask, ids).reshape(rows.shape)
+        left = real.argmax(axis=1)
+        right = rows.shape[1] - left - real.sum(axis=1)
+    return Batch(ids.ravel(), starts + left, starts + rows.shape[1] - right, (left, right))
 
 
 def _cu_seqlens(cu_seqlens: Any, ids: npt.NDArray[Any]) -> IntArray:
@@ -107,8 +110,7 @@ def _cu_seqlens(cu_seqlens: Any, ids: npt.NDArray[Any]) -> IntArray:
     return cu
 
 
-def _mask(attention_mask: Any, ids: npt.NDArray[Any]) -> BoolArray:
-    mask = host_array("attention_mask", attention_mask)
+def _mask(mask: npt.NDArray[Any], ids: npt.NDArray[Any]) -> BoolArray:
     if mask.shape != ids.shape or mask.dtype.kind not in "biu":
         raise InvalidInputError(
             f"attention_mask: got {mask.dtype} of shape {mask.shape}, want 0 and 1 of shape {ids.shape}"

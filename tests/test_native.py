@@ -201,8 +201,12 @@ def test_tables_of_input_ids_are_the_same(data: st.DataObject, batch: int, lengt
     runs = [int(count) for token in (7, 8) for count in _run_lengths(ids, token)]
     images = [(1, 1, count) for count in runs[: len(_run_lengths(ids, 7))]]
     videos = [(1, count, 1) for count in runs[len(images) :]]
-    mask = np.ones(ids.shape, np.int64)
+    mask: npt.NDArray[Any] = np.ones(
+        ids.shape, data.draw(st.sampled_from([np.int64, np.int32, np.bool_, np.uint8, np.int16]))
+    )
     mask[:, : data.draw(st.integers(0, 2))] = 0
+    mask[:, length - data.draw(st.integers(0, 70)) :] = 0
+    mask[-1, data.draw(st.integers(0, max(length - 1, 0))) :][:1] = data.draw(st.integers(0, 2))
     both(lambda: SegmentTable.from_input_ids(ids, images, videos, image_token_id=7, video_token_id=8))
     both(lambda: SegmentTable.from_input_ids(ids, images, image_token_id=7))
     both(lambda: SegmentTable.from_input_ids(ids[:, ::-1], images, videos, image_token_id=7, video_token_id=8))

@@ -22,6 +22,8 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
     return tokens / width < most ? tokens / width : most;
 }
 
+#define SHORT 8 /* whole vectors in rows that are written by unrolled loops */
+
 #define T uint32_t
 #define NAME(x) x##_int32
 #define OUT(x) (x)
@@ -38,8 +40,13 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
 #include "rows.h"
 
 #define T double
-#define NAME(x) x##_fraction
-#define OUT(x) ((x) / denominator)
+#define NAME(x) x##_product
+#define OUT(x) ((x) * unit)
+#include "rows.h"
+
+#define T double
+#define NAME(x) x##_quotient
+#define OUT(x) ((x) / unit)
 #include "rows.h"
 
 enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES }; /* rows of the table */
@@ -91,10 +98,16 @@ static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, co
             }
             Segment segment = stretched(found, steps);
             char *target = out->data + row * out->row_stride + begin * out->itemsize;
-            if (out->format == 'd') {
-                (denominator == 1 ? segment_whole : segment_fraction)(target, &segment, steps, denominator);
+            if (out->format == 'i') {
+                segment_int32(target, &segment, steps, 1);
+            } else if (out->format == 'q') {
+                segment_int64(target, &segment, steps, 1);
+            } else if (denominator == 1) {
+                segment_whole(target, &segment, steps, 1);
+            } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: as exact, and faster */
+                segment_product(target, &segment, steps, 1 / (double)denominator);
             } else {
-                (out->itemsize == 4 ? segment_int32 : segment_int64)(target, &segment, steps, denominator);
+                segment_quotient(target, &segment, steps, (double)denominator);
             }
         }
         begin = stop;

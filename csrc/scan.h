@@ -57,7 +57,7 @@ static inline int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T to
     return i;
 }
 
-static int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t i, int64_t stop, T token,
+static inline int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t i, int64_t stop, T token,
                            T other, int two) {
     while ((i = two ? NAME(next)(ids, i, stop, token, other, 1)
                     : NAME(next)(ids, i, stop, token, token, 0)) < stop) {
@@ -72,7 +72,7 @@ static int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t
 }
 
 /* Whether elements up to stop are zeros, then at least one one, then zeros; where the ones begin and end. */
-static int NAME(one_run)(const char *elements, int64_t stop, int64_t *begin, int64_t *end) {
+static inline int NAME(one_run)(const char *elements, int64_t stop, int64_t *begin, int64_t *end) {
     *begin = NAME(other)(elements, 0, stop, 0);
     *end = NAME(other)(elements, *begin, stop, 1);
     return *begin < *end && NAME(other)(elements, *end, stop, 0) == stop;

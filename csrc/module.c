@@ -2,7 +2,7 @@
 
 #include "native.h"
 
-static char format_of(const Py_buffer *buffer) {
+char format_of(const Py_buffer *buffer) {
     const char *format = buffer->format;
     if (format == NULL || format[0] == '\0' || format[1] != '\0') { /* one native element, no byte order told */
         return 0;
@@ -15,13 +15,15 @@ static char format_of(const Py_buffer *buffer) {
         case 'B':
         case '?':
         case 'd':
+        case 'f':
+        case 'h':
             return format[0];
         default:
             return 0;
     }
 }
 
-static Py_buffer *take(Buffers *buffers, PyObject *object, int dimensions, int flags) {
+Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags) {
     if (buffers->count == (int)(sizeof buffers->taken / sizeof buffers->taken[0])) {
         return NULL;
     }
@@ -35,7 +37,7 @@ static Py_buffer *take(Buffers *buffers, PyObject *object, int dimensions, int f
 }
 
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector) {
-    Py_buffer *buffer = take(buffers, object, 1, flags);
+    Py_buffer *buffer = take_buffer(buffers, object, 1, flags);
     if (buffer == NULL || format_of(buffer) != format) {
         return 0;
     }
@@ -46,7 +48,7 @@ int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vect
 }
 
 int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix) {
-    Py_buffer *buffer = take(buffers, object, 2, flags);
+    Py_buffer *buffer = take_buffer(buffers, object, 2, flags);
     if (buffer == NULL) {
         return 0;
     }
@@ -70,7 +72,7 @@ void release(Buffers *buffers) {
 
 static PyMethodDef methods[] = {
     METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(expand), METHOD(ones),
-    METHOD(runs),    METHOD(sound),   METHOD(spans),     METHOD(split),  {NULL, NULL, 0, NULL},
+    METHOD(rotate),  METHOD(runs),   METHOD(sound),   METHOD(spans),     METHOD(split),  {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

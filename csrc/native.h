@@ -17,6 +17,20 @@
 /* Work below this many bytes is done before another thread could make use of the interpreter. */
 #define RELEASE_GIL_BYTES (1 << 16)
 
+/* Code for wide vectors, which a CPU is asked for before it runs; compilers make both of one source. */
+#if defined(__GNUC__) && defined(__x86_64__)
+#define WIDE __attribute__((target("avx2")))
+#define has_wide() __builtin_cpu_supports("avx2")
+#else
+#define WIDE
+#define has_wide() 0
+#endif
+#ifdef __GNUC__
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define ALWAYS_INLINE inline
+#endif
+
 /* Buffers that a function has taken; at most as many as fit, released together. */
 typedef struct {
     int count;
@@ -33,8 +47,14 @@ typedef struct {
 typedef struct {
     char *data;
     int64_t rows, columns, row_stride, column_stride, itemsize;
-    char format; /* 'B' uint8, '?' bool, 'i' int32, 'q' int64, 'd' float64, or 0 for anything else */
+    char format; /* of its elements, see format_of */
 } Matrix;
+
+/* 'B' uint8, '?' bool, 'h' int16, 'i' int32, 'q' int64, 'f' float32, 'd' float64, or 0 for anything else. */
+char format_of(const Py_buffer *buffer);
+
+/* Take a buffer of so many dimensions; NULL, with no exception set, if it is none. */
+Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags);
 
 /* Take a buffer of one or two dimensions; 0, with no exception set, if it is none. A vector has this format. */
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector);
@@ -74,6 +94,7 @@ PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -37,6 +37,30 @@ class Core(Protocol):
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""
 
+    def rotate(
+        self,
+        tensors: tuple[Any, ...],
+        source: tuple[Any, ...],
+        first: int,
+        stop: int,
+        adjacent: bool,
+        conjugate: bool,
+        wide: bool,
+        /,
+    ) -> bool:
+        """Rotate tokens first to stop of q, and of k, into their outs; False, and nothing written, for anything else.
+
+        Args:
+            tensors: (q, q_out) or (q, q_out, k, k_out), each (batch, seq, heads, head_dim) of float32, or of int16
+                that hold bfloat16; an out may be what it comes from.
+            source: (cos, sin), or positions, frequencies and coefficients, as csrc/rotate.c has them.
+            first: a token, from 0 to batch · seq.
+            stop: likewise.
+            adjacent: whether pair j is channels (2j, 2j + 1).
+            conjugate: rotate backwards.
+            wide: by the widest vectors of the CPU instead of those that all have; the bits are the same.
+        """
+
     def runs(self, input_ids: Any, starts: Any, stops: Any, token: int, other: int, /) -> bytes | None:
         """Document, first token, tokens, and whether of the other token, of every run of either."""
 

@@ -76,7 +76,7 @@ def test_no_compiler_has_anything_to_say(tmp_path: Path) -> None:
 
 def test_the_rooms_are_the_same_without_the_extension() -> None:
     rooms = ("positions", "segments", "placeholders", "golden", "tie", "schemes", "custom_schemes", "errors")
-    more = ("table_checks", "sequence", "engine_identities")
+    more = ("table_checks", "sequence", "engine_identities", "rotary_apply")
     said = run_tests("", *(f"tests/test_{name}.py" for name in (*rooms, *more)))
     assert " passed" in said
 

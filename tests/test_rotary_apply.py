@@ -577,3 +577,20 @@ def test_the_oracle_is_the_rotation_matrix() -> None:
     cos, sin = 0.8775825618903728, 0.479425538604203
     truth = rotated(np.array([[[3.0, 4.0]]]), [[Fraction(1, 2)]], Rotary(2, axes=1))
     assert truth.tolist() == [[pytest.approx([3 * cos - 4 * sin, 3 * sin + 4 * cos], abs=1e-15)]]
+
+
+def test_autograd_notices_what_was_written_in_place() -> None:
+    q = heads(32, 2, 8).requires_grad_() * 1
+    saved = q.sin()
+    with torch.no_grad():
+        apply_rotary(q, None, packed("rope-tie"), Rotary(8), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_inference_tensors_rotate_in_place_too() -> None:
+    with torch.inference_mode():
+        q = heads(32, 2, 8)
+        want = one(q, packed("rope-tie"), Rotary(8))
+        apply_rotary(q, None, packed("rope-tie"), Rotary(8), inplace=True)
+        assert bits(q) == bits(want)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
-from mmpos.rotary.operator import rotate, rotate_
+from mmpos.rotary.operator import AUTO, rotate, rotate_
 from mmpos.rotary.sources import frequencies_of, source_of
 
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
@@ -153,13 +156,43 @@ def test_inductor_agrees_with_eager() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+EAGER = """
+import os, sys
+import numpy as np
+import torch
+import mmpos.rotary.apply
+from mmpos.rotary import Rotary, apply_rotary
+
+rotary, ids = Rotary(64), torch.arange(6000).view(2, 3000)
+q = torch.randn(3000, 8, 64, requires_grad=True)
+apply_rotary(q, None, ids, rotary)[0].sin().sum().backward()
+with torch.no_grad():
+    apply_rotary(q, None, ids, rotary, inplace=True)
+assert "torch._dynamo" not in sys.modules
+torch.set_num_threads(2)
+x = q.detach()
+want = apply_rotary(x, None, ids, rotary)[0].numpy()
+child = os.fork()
+if not child:
+    again = apply_rotary(x, None, ids, rotary)[0]  # torch's own threads are lost, so numpy compares
+    os._exit(not np.array_equal(again.numpy(), want))
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # The operators.
 
 
 def arguments(q: Tensor, k: Tensor, positions: Any, rotary: Rotary = ROTARY) -> tuple[Any, ...]:
     source = source_of(positions, q.device)
     adjacent = rotary.pairing == "adjacent"
-    return q, k, source.positions, *frequencies_of(rotary), source.mode, adjacent, 1.0, True, False
+    return q, k, source.positions, *frequencies_of(rotary), source.mode, adjacent, 1.0, True, AUTO
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {

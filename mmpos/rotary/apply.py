@@ -54,7 +54,8 @@ def apply_rotary(
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
         inplace: write into q and k instead of new tensors; not while they require gradients.
         conjugate: rotate by the negative angles, which undoes a rotation.
-        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors.
+        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
+            in C on those of a CPU where it was built; all give the same bits.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
 
     Returns:
@@ -103,7 +104,7 @@ def rotate_with(
         rotary.pairing == "adjacent",
         rotary.attention_factor,
         conjugate,
-        _use_triton(implementation, q.device),
+        _number_of(implementation, q.device),
     )
     held = constants(rotary, q.device) if frequencies is None else frequencies
     if held[0].device != q.device:
@@ -221,15 +222,15 @@ def _apart(q: Tensor, k: Tensor) -> bool:
     return True
 
 
-def _use_triton(implementation: Implementation, device: torch.device) -> bool:
+def _number_of(implementation: Implementation, device: torch.device) -> int:
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":
-        return device.type == "cuda" and _has_triton()
+        return operator.TRITON if device.type == "cuda" and _has_triton() else operator.AUTO
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
     if implementation == "triton" and not _has_triton():
         raise ImportError('implementation "triton" needs triton: pip install "mmpos[all]"')
-    return implementation == "triton"
+    return operator.TRITON if implementation == "triton" else operator.REFERENCE
 
 
 @lru_cache(maxsize=1)

@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmpos.rotary import phases, reference
+from mmpos.rotary import cpu, phases, reference
 
 CPU_BLOCK = 256
 """Tokens whose cos and sin are made at a time on a CPU."""
 
+REFERENCE, TRITON, AUTO = range(3)
+"""Implementations: plain torch, the kernel, and the extension where it takes the tensors, else plain torch."""
 
-@torch.library.custom_op("mmpos::rotate", mutates_args=())
-def rotate(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    frequencies: Tensor,
-    pair_axis: Tensor,
-    kind: int,
-    adjacent: bool,
-    attention_factor: float,
-    conjugate: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor]:
-    """Rotated q and k.
+ARGUMENTS = (
+    "Tensor positions, Tensor frequencies, Tensor pair_axis, "
+    "int kind, bool adjacent, float attention_factor, bool conjugate, int implementation"
+)
+"""What follows q and k, (batch, seq, heads, head_dim) in any strides, where zero heads are no k.
 
-    Args:
-        q: (batch, seq, num_heads, head_dim), any strides.
-        k: (batch, seq, num_kv_heads, head_dim); zero heads where there is no k.
-        positions: a table or dense ids, as the mode says.
-        frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
-        pair_axis: (pairs,) int32 axis of each pair.
-        kind: what positions holds, the mode of phases; torch's modes take the name for themselves.
-        adjacent: whether pair j is channels (2j, 2j + 1).
-        attention_factor: multiplies cos and sin.
-        conjugate: rotate backwards.
-        triton: by the kernel instead of plain torch.
-    """
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _run(q, k, q_out, k_out, positions, frequencies, pair_axis, kind, adjacent, attention_factor, conjugate, triton)
-    return q_out, k_out
+    positions: a table or dense ids, as the mode says.
+    frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
+    pair_axis: (pairs,) int32 axis of each pair.
+    kind: what positions holds, the mode of phases; torch's modes take the name for themselves.
+    adjacent: whether pair j is channels (2j, 2j + 1).
+    attention_factor: multiplies cos and sin.
+    conjugate: rotate backwards.
+    implementation: REFERENCE, TRITON or AUTO.
+"""
 
-
-@torch.library.custom_op("mmpos::rotate_", mutates_args=("q", "k"))
-def rotate_(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    frequencies: Tensor,
-    pair_axis: Tensor,
-    kind: int,
-    adjacent: bool,
-    attention_factor: float,
-    conjugate: bool,
-    triton: bool,
-) -> None:
-    """Rotate q and k in place; arguments as for ``rotate``."""
-    _run(q, k, q, k, positions, frequencies, pair_axis, kind, adjacent, attention_factor, conjugate, triton)
+# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
+LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
+LIBRARY.define(f"rotate(Tensor q, Tensor k, {ARGUMENTS}) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
+LIBRARY.define(f"rotate_(Tensor(a!) q, Tensor(b!) k, {ARGUMENTS}) -> ()", tags=torch.Tag.pt2_compliant_tag)
+rotate = torch.ops.mmpos.rotate.default
+"""Rotated q and k."""
+rotate_ = torch.ops.mmpos.rotate_.default
+"""Rotate q and k in place."""
 
 
 def cos_sin(
@@ -82,31 +64,50 @@ def cos_sin(
     return (cos, sin) if attention_factor == 1.0 else (cos.mul_(attention_factor), sin.mul_(attention_factor))
 
 
+def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    _run(q, k, q_out, k_out, *arguments)
+    return q_out, k_out
+
+
+def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
+    _run(q, k, q, k, *arguments)
+    # Autograd refuses to go back through what was saved before.
+    torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
+
+
 def _run(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, positions: Tensor, frequencies: Tensor, pair_axis: Tensor,
-    mode: int, adjacent: bool, attention_factor: float, conjugate: bool, triton: bool,
+    mode: int, adjacent: bool, attention_factor: float, conjugate: bool, implementation: int,
 ) -> None:  # fmt: skip
-    if triton:
+    tensors = (q, k, q_out, k_out)
+    if implementation == TRITON:
         from mmpos.rotary import kernel
 
         kernel.launch(
-            q, k, q_out, k_out, positions, frequencies, pair_axis, mode=mode, adjacent=adjacent,
+            *tensors, positions, frequencies, pair_axis, mode=mode, adjacent=adjacent,
             as_hf=frequencies.dtype == torch.float32, attention_factor=attention_factor, conjugate=conjugate,
         )  # fmt: skip
         return
     batch, seq = q.shape[:2]
     if batch * seq == 0:
         return
-    cos, sin = cos_sin(positions, frequencies, pair_axis, mode, batch * seq, attention_factor)
-    cos, sin = cos.view(batch, seq, -1), sin.view(batch, seq, -1)
-    if conjugate:
-        sin = -sin
-    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=adjacent)
+    given = positions, frequencies, pair_axis, mode, batch * seq, attention_factor
+    if implementation == AUTO and cpu.takes(*tensors):
+        as_hf = frequencies.dtype == torch.float32
+        source = cpu.tables(*cos_sin(*given)) if as_hf else cpu.exact(*given)
+        if source is not None and cpu.rotate(*tensors, source, adjacent=adjacent, conjugate=conjugate):
+            return
+    cos, sin = (x.view(batch, seq, -1) for x in cos_sin(*given))
+    reference.rotate([(q, q_out), (k, k_out)], cos, -sin if conjugate else sin, adjacent=adjacent)
 
 
-@rotate.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -115,15 +116,31 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
-    mode, adjacent, attention_factor, conjugate, triton = ctx.numbers
+    mode, adjacent, attention_factor, conjugate, implementation = ctx.numbers
     # What needs no gradient is left out, as a tensor without heads.
     wanted = [
         grad if needed else grad.new_empty((*grad.shape[:2], 0, grad.shape[3]))
         for grad, needed in zip((q_grad, k_grad), ctx.needs_input_grad[:2], strict=True)
     ]
-    q_back, k_back = rotate(*wanted, *ctx.saved_tensors, mode, adjacent, attention_factor, not conjugate, triton)
+    q_back, k_back = rotate(
+        *wanted, *ctx.saved_tensors, mode, adjacent, attention_factor, not conjugate, implementation
+    )
     needs_q, needs_k = ctx.needs_input_grad[:2]
     return q_back if needs_q else None, k_back if needs_k else None, *(None,) * 8
 
 
-rotate.register_autograd(_backward, setup_context=_remember)
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function out of sight of what compiles graphs, once that is there."""
+    hidden = cache(lambda: torch.compiler.disable(function))
+
+    def call(*arguments: Any) -> Any:
+        return (hidden() if "torch._dynamo" in sys.modules else function)(*arguments)
+
+    return call
+
+
+LIBRARY.impl("rotate", _outside_of_graphs(_rotate), "CompositeExplicitAutograd")
+LIBRARY.impl("rotate_", _outside_of_graphs(_rotate_in_place), "CompositeExplicitAutograd")
+torch.library.register_fake("mmpos::rotate", _shapes, lib=LIBRARY)
+torch.library.register_fake("mmpos::rotate_", _nothing, lib=LIBRARY)
+torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_remember, lib=LIBRARY)

@@ -43,6 +43,11 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
     numerator = origin + (rows // height) * step_frame + (rows % height) * step_row + (index % width) * step_col
     if mode == TABLE_INTEGER:
         return numerator << 32
+    return fixed_from_fractions(numerator, denominator)
+
+
+def fixed_from_fractions(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """int64 positions in units of 2⁻³² from int64 fractions, rounded down."""
     whole = torch.div(numerator, denominator, rounding_mode="floor")
     return (whole << 32) + ((numerator - whole * denominator) << 32) // denominator
 

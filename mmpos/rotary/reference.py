@@ -1,4 +1,4 @@
-"""The rotation in plain torch: the judge of the kernel, and the implementation on CPUs."""
+"""The rotation in plain torch: the judge of the kernel and of the extension, and what does all that they do not."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def _made_once(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
     return _constants(rotary, device)
 
 
-constants: Any = torch.compiler.assume_constant_result(_made_once)
+constants: Any = _made_once
+# The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
+constants._dynamo_marked_constant = True
 
 
 def _torch_power(base: float, exponents: Any) -> Any:

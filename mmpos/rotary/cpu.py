@@ -1,0 +1,114 @@
+"""The rotation on a CPU by the extension: cos and sin in C, block by block, and as many threads as torch has."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mmpos import native
+from mmpos.columns import AXES, DENOMINATOR, OFFSET
+from mmpos.rotary import phases
+
+Array = npt.NDArray[Any]
+
+Source: TypeAlias = tuple[Any, ...]
+"""What the extension makes cos and sin of, or has them in; see csrc/rotate.c."""
+
+COEFFICIENTS = struct.pack("=8f", *phases.SIN, *phases.COS)
+
+THREAD_BYTES = 1 << 19
+"""Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
+
+BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
+"""As what numpy, which has no bfloat16, shows a tensor to the extension."""
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the extension is there and rotates such tensors, whose channels must lie side by side."""
+    return native.core is not None and all(
+        x.device.type == "cpu" and x.dtype in BITS and (x.stride(3) == 1 or x.shape[3] == 1) for x in tensors
+    )
+
+
+def tables(cos: Tensor, sin: Tensor) -> Source:
+    """(tokens, pairs) float32 cos and sin as what the extension rotates by."""
+    return cos.numpy(), sin.numpy()
+
+
+def exact(
+    positions: Tensor, frequencies: Tensor, pair_axis: Tensor, mode: int, tokens: int, attention_factor: float
+) -> Source | None:
+    """Positions and exact turns as what the extension makes cos and sin of; None for a table it does not take."""
+    if mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL):
+        ids = _ids_of(positions.numpy(), tokens, mode == phases.TABLE_FRACTIONAL)
+    else:
+        ids = positions.numpy()
+    fixed = mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
+    words = frequencies.numpy(), pair_axis.numpy()[None]
+    return None if ids is None else (ids, fixed, *words, COEFFICIENTS, attention_factor)
+
+
+def _ids_of(table: Array, tokens: int, fractional: bool) -> Array | None:
+    """(axes, tokens) ids of a table: int32, or int64 in units of 2⁻³²."""
+    assert native.core is not None
+    ids = np.empty(((len(table) - AXES) // 4, tokens), np.int64 if fractional else np.int32)
+    if not native.core.expand(table, tokens, False, ids, None):
+        return None
+    if not fractional:
+        return ids
+    denominator = table[DENOMINATOR].repeat(np.diff(table[OFFSET], append=tokens))
+    return phases.fixed_from_fractions(torch.from_numpy(ids), torch.from_numpy(denominator)).numpy()
+
+
+def rotate(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, source: Source, *, adjacent: bool, conjugate: bool
+) -> bool:
+    """Rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
+
+    Returns:
+        Whether it was done; if not, nothing was written.
+    """
+    assert native.core is not None
+    turn, tokens = native.core.rotate, q.shape[0] * q.shape[1]
+    # Buffers of numpy know their bounds, so that nothing the extension does can pass them.
+    tensors = tuple(_bits(x) for pair in ((q, q_out), (k, k_out)) if pair[0].shape[2] for x in pair)
+    if not tensors:
+        return True
+    workers = min(torch.get_num_threads(), (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
+    if workers <= 1:
+        return turn(tensors, source, 0, tokens, adjacent, conjugate, True)
+    # More parts than threads, since a thread may come late; what one takes, no other does.
+    count = min(4 * workers, tokens)
+    parts = deque(pairwise(tokens * i // count for i in range(count + 1)))
+
+    def work() -> bool:
+        done = True
+        with suppress(IndexError):
+            while True:
+                done = turn(tensors, source, *parts.popleft(), adjacent, conjugate, True) and done
+        return done
+
+    pool = _pool(os.getpid(), workers - 1)
+    others = [pool.submit(work) for _ in range(workers - 1)]
+    return all([work(), *(other.result() for other in others)])
+
+
+def _bits(x: Tensor) -> Any:
+    return x.detach().view(BITS[x.dtype]).numpy()
+
+
+@cache
+def _pool(process: int, workers: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of another do not survive a fork."""
+    return ThreadPoolExecutor(workers, "mmpos-rotary")

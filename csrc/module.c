@@ -69,7 +69,7 @@ void release(Buffers *buffers) {
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(expand), METHOD(ones),
+    METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(expand), METHOD(ones),  METHOD(patches),
     METHOD(runs),    METHOD(sound),   METHOD(spans),     METHOD(split),  {NULL, NULL, 0, NULL},
 };
 

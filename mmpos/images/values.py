@@ -1,4 +1,7 @@
-"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice."""
+"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice.
+
+In C straight from the pixels; in numpy from patches, some of which stay in the cache on the way.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
+from mmpos.images.patches import Factors, cut, levels, patchify
 
-__all__ = ["pixel_values"]
+__all__ = ["pixel_values", "values_of_pixels"]
 
 _AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
 
@@ -35,12 +39,27 @@ def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any],
     return on_device(patches, frames, scale, shift)
 
 
+def values_of_pixels(
+    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
+) -> npt.NDArray[np.float32]:
+    """What pixel_values gives for the patches of these pixels (h, w, 3), with no patches in between."""
+    height, width, colours = pixels.shape
+    values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
+    if cut(pixels, patch, merge, order, levels(*normalise), frames, values):
+        return values
+    return _on_host(patchify(pixels, patch, merge, order, None), frames, *normalise)
+
+
 def _on_host(patches: Any, frames: int, scale: Any, shift: Any) -> npt.NDArray[np.float32]:
     count, side, _, colours = patches.shape
     area = side * side
+    found = np.empty((count, colours * frames * area), np.float32)
+    # Patches below one another are an image of one column.
+    if cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(scale, shift), frames, found):
+        return found
     planes = patches.reshape(count, area, colours).swapaxes(1, 2)
     scale, shift = np.repeat(scale, area), np.repeat(shift, area)
-    values = np.empty((count, colours, frames, area), np.float32)
+    values = found.reshape(count, colours, frames, area)
     scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
     for begin in range(0, count, _AT_ONCE):
         some = planes[begin : begin + _AT_ONCE]
@@ -49,7 +68,7 @@ def _on_host(patches: Any, frames: int, scale: Any, shift: Any) -> npt.NDArray[n
         floats *= scale
         floats += shift
         values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
-    return values.reshape(count, colours * frames * area)
+    return found
 
 
 def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:

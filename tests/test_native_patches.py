@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torchvision.transforms.v2.functional as vision
-from PIL import Image
 
 from mmpos import native
 from mmpos.errors import InvalidInputError
-from mmpos.images import ImageProcessor, processor
-from mmpos.images.backends import resize
+from mmpos.images import ImageProcessor
 from mmpos.images.patches import levels, patchify
 from mmpos.images.values import pixel_values, values_of_pixels
 
@@ -123,8 +119,8 @@ def test_large_outputs_have_the_same_bits(way: str, side: int) -> None:
 def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: str) -> None:
     image = random(60, 90, 3)
     for dtype in ("uint8", "float32"):
-        with_frames = ImageProcessor(order="merged", dtype=dtype)
-        as_bytes = ImageProcessor(order="merged").process(image)
+        with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
+        as_bytes = ImageProcessor("pillow", order="merged").process(image)
         for frames in (1, 2):
             got = with_frames.process(image, temporal_patch_size=frames)
             want = with_frames.pixel_values(as_bytes.patches, temporal_patch_size=frames)
@@ -132,34 +128,6 @@ def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: s
             assert (got.grid, got.content_hash) == (as_bytes.grid, as_bytes.content_hash)
     with pytest.raises(InvalidInputError, match="temporal_patch_size: got 0, want >= 1"):
         with_frames.process(image, temporal_patch_size=0)
-
-
-def test_pixels_stay_channels_last_from_the_decoder_to_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, tuple[int, ...], int]] = []
-
-    def watched(name: str, call: Callable[..., Any], strides: Callable[[Any], tuple[int, ...]]) -> Callable[..., Any]:
-        def watch(image: Any, *rest: Any, **options: Any) -> Any:
-            found = call(image, *rest, **options)
-            for stage, array in ((f"{name} takes", image), (f"{name} gives", found)):
-                address = array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
-                seen.append((stage, strides(array), address))
-            return found
-
-        return watch
-
-    torch_resize = watched("torch", vision.resize, lambda tensor: tuple(tensor.stride()))
-    monkeypatch.setattr(vision, "resize", torch_resize)
-    monkeypatch.setattr(processor, "resize", watched("resize", resize, lambda array: array.strides))
-    monkeypatch.setattr(processor, "patchify", watched("patchify", patchify, lambda array: array.strides))
-    file = io.BytesIO()
-    Image.fromarray(random(60, 90, 3)).save(file, "JPEG")
-    assert ImageProcessor("torchvision").process(file.getvalue()).size == (56, 84)
-    steps = {stage: (strides, address) for stage, strides, address in seen}
-    decoded, resized = steps["resize takes"], steps["resize gives"]
-    assert (decoded[0], resized[0]) == ((270, 3, 1), (252, 3, 1))
-    assert steps["torch takes"] == ((1, 270, 3), decoded[1]), "what was decoded was copied"
-    assert steps["torch gives"] == ((1, 252, 3), resized[1]), "what was resized was copied"
-    assert steps["patchify takes"] == resized
 
 
 def written(*shape: int) -> Any:

@@ -71,8 +71,8 @@ void release(Buffers *buffers) {
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(expand), METHOD(ones),
-    METHOD(rotate),  METHOD(runs),   METHOD(sound),   METHOD(spans),     METHOD(split),  {NULL, NULL, 0, NULL},
+    METHOD(columns), METHOD(cursors), METHOD(documents), METHOD(expand), METHOD(ones),  METHOD(patches),
+    METHOD(rotate),  METHOD(runs),    METHOD(sound),     METHOD(spans),  METHOD(split), {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

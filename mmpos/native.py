@@ -37,6 +37,12 @@ class Core(Protocol):
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""
 
+    def patches(self, pixels: Any, patch: int, block: int, levels: Any, frames: int, out: Any, /) -> bool:
+        """Write pixels (h, w, 3) as patches, their levels looked up in a (3, 256) table if there is one.
+
+        Patches of a block lie side by side. With frames they are planes of floats, each told so many times.
+        """
+
     def rotate(
         self,
         tensors: tuple[Any, ...],

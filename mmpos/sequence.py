@@ -2,95 +2,34 @@
 
 from __future__ import annotations
 
-import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos import checks
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
+from mmpos.checks import IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
-from mmpos.parts import GRID, Grid, Text
-from mmpos.placing import place
-from mmpos.positions import PositionTable
+from mmpos.interleaved import Contents, InterleavedSequence
+from mmpos.markers import Markers
+from mmpos.parts import Grid
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments import SegmentTable
-from mmpos.tokenizers import ByteTokenizer, Tokenizer, adapt
+from mmpos.tokenizers import ByteTokenizer, adapt
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
 
+_READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
+"""Images that any thread may read: files and arrays."""
+
 __all__ = ["InterleavedSequence", "Markers", "SequenceBuilder"]
-
-
-@dataclass(frozen=True)
-class Markers:
-    """The special tokens around and inside an image, by name or by id.
-
-    Args:
-        begin: stands before the patches of an image.
-        end: stands after them.
-        patch: stands for every patch in input_ids, where its embedding will go.
-    """
-
-    begin: str | int = "[IMG]"
-    end: str | int = "[/IMG]"
-    patch: str | int = "[PATCH]"
-
-    def ids(self, tokenizer: Tokenizer) -> tuple[int, int, int]:
-        """Ids of begin, end and patch.
-
-        Raises:
-            InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
-        """
-        found = []
-        for name in ("begin", "end", "patch"):
-            marker = getattr(self, name)
-            token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
-            if token_id is None:
-                raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
-            found.append(integer(f"markers.{name}", token_id, minimum=0, maximum=INT32_MAX))
-        begin, end, patch = found
-        if len({begin, end, patch}) < 3:
-            raise InvalidInputError(f"markers: got ids {begin}, {end} and {patch}, want three different ids")
-        return begin, end, patch
-
-
-@dataclass(frozen=True, eq=False)
-class InterleavedSequence:
-    """Text and images as a model reads them.
-
-    Args:
-        input_ids: (tokens,) int64; patches are the patch marker's id.
-        token_type_ids: (tokens,) uint8, 0 for text and markers, 1 for patches.
-        segments: the shape of the sequence, one document.
-        positions: its position table.
-        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
-            the images are known only by size.
-        grid_thw: (images, 3) int64 frames, height, width after merging.
-        image_spans: (images, 2) int64 first token of each image's patches and one past the last.
-        image_hashes: content hash of each image; None where only the size is known.
-        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total.
-    """
-
-    input_ids: IntArray
-    token_type_ids: npt.NDArray[np.uint8]
-    segments: SegmentTable
-    positions: PositionTable
-    patches: npt.NDArray[Any] | None
-    grid_thw: IntArray
-    image_spans: IntArray
-    image_hashes: tuple[str | None, ...]
-    part_offsets: IntArray
-
-    def __repr__(self) -> str:
-        patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
-        return f"InterleavedSequence({self.input_ids.size} tokens, {len(self.grid_thw)} images, patches={patches})"
 
 
 @dataclass(frozen=True)
@@ -138,66 +77,67 @@ class SequenceBuilder:
                 ``parts[i]``.
             LimitExceededError: an image or an id is beyond its limit.
         """
-        if not isinstance(parts, list | tuple):
-            raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        begin, end, patch = self.marker_ids
-        chunks: list[IntArray] = []
-        document: list[Text | Grid] = []
-        images: list[ProcessedImage] = []
-        sizes: list[int] = []
-        text = 0  # tokens since the last grid
-        for i, part in enumerate(parts):
-            found = self._read(f"parts[{i}]", part)
-            if isinstance(found, np.ndarray):
-                chunks.append(found)
-                sizes.append(found.size)
-                text += found.size
-                continue
-            tokens = np.full(math.prod(found.grid.extents) + 2, patch)
-            tokens[[0, -1]] = begin, end
-            chunks.append(tokens)
-            sizes.append(tokens.size)
-            document += [Text(text + 1), found.grid]
-            images.append(found)
-            text = 1
-        if text:
-            document.append(Text(text))
-        if not document:
-            raise InvalidInputError("parts: got no tokens, want at least one")
-        return self._assemble(np.concatenate(chunks), document, images, sizes)
+        return self._build(parts, {})
 
-    def build_batch(self, documents: Sequence[Sequence[Any]]) -> list[InterleavedSequence]:
-        """The sequences of several documents; errors name ``documents[d].parts[i]``."""
+    def build_batch(
+        self, documents: Sequence[Sequence[Any]], *, threads: int | None = None
+    ) -> list[InterleavedSequence]:
+        """The sequences of several documents, the same whatever the threads.
+
+        Args:
+            documents: the parts of each.
+            threads: that decode files and arrays, at most one per image; None is one per core, 1 the caller's own,
+                which encodes texts meanwhile. Pillow images, which threads must not share, are left to it, too.
+
+        Raises:
+            MmposError: as ``build``, of the first document that has a fault; the message names
+                ``documents[d].parts[i]``.
+        """
         if not isinstance(documents, list | tuple):
             raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
-        return [_naming(f"documents[{d}]", self.build, parts, joint=".") for d, parts in enumerate(documents)]
+        most = len(os.sched_getaffinity(0)) if threads is None else integer("threads", threads, minimum=1)
+        images = [
+            (d, i)
+            for d, parts in enumerate(documents)
+            if self.images is not None and isinstance(parts, list | tuple)
+            for i, part in enumerate(parts)
+            if isinstance(part, _READ_BY_ANY) and not _is_ids(part)
+        ]
+        ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
+        with ThreadPoolExecutor(most, "mmpos-images") as pool:
+            if self.images is not None and min(most, len(images)) > 1:
+                for d, i in images:
+                    ahead[d][i] = pool.submit(self.images.process, documents[d][i])
+            try:
+                return [
+                    _naming(f"documents[{d}]", partial(self._build, parts, ahead[d]), joint=".")
+                    for d, parts in enumerate(documents)
+                ]
+            finally:
+                pool.shutdown(cancel_futures=True)
 
-    def _assemble(
-        self, input_ids: IntArray, document: list[Text | Grid], images: list[ProcessedImage], sizes: list[int]
-    ) -> InterleavedSequence:
-        segments = SegmentTable.from_documents([document])
-        ends = np.cumsum(segments.lengths)
-        spans = np.stack([ends - segments.lengths, ends], axis=1)[segments.kind == GRID]
-        pixels = [image.patches for image in images if image.patches is not None]
-        if pixels and len(pixels) < len(images):
-            raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
-        return InterleavedSequence(
-            input_ids=input_ids,
-            token_type_ids=np.repeat(segments.kind, segments.lengths),
-            segments=segments,
-            positions=place(segments, self.scheme, self.start),
-            patches=np.concatenate(pixels) if pixels else None,
-            grid_thw=segments.extents[:, segments.kind == GRID].T.copy(),
-            image_spans=spans,
-            image_hashes=tuple(image.content_hash for image in images),
-            part_offsets=np.cumsum([0, *sizes]),
-        )
+    def _build(self, parts: Sequence[Any], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
+        """The sequence of these parts, of which some are decoded ahead."""
+        if not isinstance(parts, list | tuple):
+            raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
+        found = Contents()
+        for i, part in enumerate(parts):
+            name = f"parts[{i}]"
+            if i in ahead:
+                found.add_image(_naming(name, ahead.pop(i).result))  # popped, so that patches are held once
+                continue
+            content = self._read(name, part)
+            if isinstance(content, np.ndarray):
+                found.add_text(content)
+            else:
+                found.add_image(content)
+        return found.sequence(self.marker_ids, self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
         """Token ids, or an image."""
         if isinstance(part, str):
             return self._encode(name, part)
-        if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+        if _is_ids(part):
             ids = _token_ids(name, part)
             if (ids == self.marker_ids[2]).any():
                 raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
@@ -210,7 +150,7 @@ class SequenceBuilder:
             raise InvalidInputError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
-        return _naming(name, self.images.process, part)
+        return _naming(name, partial(self.images.process, part))
 
     def _encode(self, name: str, text: str) -> IntArray:
         """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
@@ -225,6 +165,8 @@ class SequenceBuilder:
         return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text) if text else [])
 
     def _marked(self, ids: IntArray) -> list[int]:
+        if not ids.size or ids.max() < min(self.marker_ids):  # as is usual: special tokens come last
+            return []
         return [marker for marker in self.marker_ids if (ids == marker).any()]
 
     def _pieces(self, name: str, text: str) -> Iterator[str]:
@@ -241,15 +183,25 @@ class SequenceBuilder:
             yield text[done:]
 
 
+def _is_ids(part: Any) -> bool:
+    """Whether a part is token ids."""
+    return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
+
+
 def _token_ids(name: str, ids: Any) -> IntArray:
-    array = int_array(name, ids, (None,))
-    first_bad(name, array, minimum=0)
-    return array
+    try:
+        # Half the time that numpy takes to find out what is in a list; a list of bools is refused below.
+        plain = type(ids) is list and ids and type(ids[0]) is int
+        found: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
+    except (TypeError, OverflowError):  # floats, strings, lists: the words for them are there
+        found = int_array(name, ids, (None,))
+    first_bad(name, found, minimum=0)
+    return found
 
 
-def _naming(name: str, call: Any, argument: Any, joint: str = ": ") -> Any:
+def _naming(name: str, call: Callable[[], Any], joint: str = ": ") -> Any:
     """Call, and put the name of the part before the message of any error of ours."""
     try:
-        return call(argument)
+        return call()
     except MmposError as error:
         raise type(error)(f"{name}{joint}{error}") from error

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
 from torchvision.transforms.v2.functional import resize
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images import ImageProcessor, ImageSize
+from mmpos.images import ImageProcessor, ImageSize, backends
+from mmpos.images import processor as room
 from mmpos.images.decode import decode
 from mmpos.images.guard import guarded
 from mmpos.images.headers import Header
+from mmpos.images.patches import patchify
 from mmpos.images.values import on_device
 from mmpos.segments import Grid
 
@@ -675,6 +679,34 @@ def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a
     apart = np.abs(one.patches.astype(int) - other.patches)
     assert (apart > 3).mean() < 1e-5
     assert apart.max() <= 5
+
+
+def test_pixels_stay_channels_last_from_the_decoder_to_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, tuple[int, ...], int]] = []
+
+    def watched(name: str, call: Callable[..., Any], strides: Callable[[Any], tuple[int, ...]]) -> Callable[..., Any]:
+        def watch(image: Any, *rest: Any, **options: Any) -> Any:
+            found = call(image, *rest, **options)
+            for stage, array in ((f"{name} takes", image), (f"{name} gives", found)):
+                address = array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
+                seen.append((stage, strides(array), address))
+            return found
+
+        return watch
+
+    torch_resize = watched("torch", functional.resize, lambda tensor: tuple(tensor.stride()))
+    monkeypatch.setattr(functional, "resize", torch_resize)
+    monkeypatch.setattr(room, "resize", watched("resize", backends.resize, lambda array: array.strides))
+    monkeypatch.setattr(room, "patchify", watched("patchify", patchify, lambda array: array.strides))
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8)).save(file, "JPEG")
+    assert ImageProcessor("torchvision").process(file.getvalue()).size == (56, 84)
+    steps = {stage: (strides, address) for stage, strides, address in seen}
+    decoded, resized = steps["resize takes"], steps["resize gives"]
+    assert (decoded[0], resized[0]) == ((270, 3, 1), (252, 3, 1))
+    assert steps["torch takes"] == ((1, 270, 3), decoded[1]), "what was decoded was copied"
+    assert steps["torch gives"] == ((1, 252, 3), resized[1]), "what was resized was copied"
+    assert steps["patchify takes"] == resized
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])

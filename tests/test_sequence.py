@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,61 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
     assert [s.input_ids.tolist() for s in batch] == [[97, 256, 258, 258, 257], [98, 99]]
 
 
+def photographs(count: int) -> list[Any]:
+    """Files, arrays and Pillow images in turn, of several sizes."""
+    images = []
+    for i in range(count):
+        image, file = Image.fromarray(pixels(16 + 8 * (i % 3), 24, seed=i)), io.BytesIO()
+        image.save(file, "PNG")
+        images.append([file.getvalue(), np.asarray(image), image][i % 3])
+    return images
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 5])
+def test_a_batch_is_the_same_with_any_number_of_threads(threads: int | None) -> None:
+    images = photographs(8)
+    documents = [["a", images[i], [5], images[-1 - i], Grid(1, 2)][: 4 - i % 2] for i in range(8)]
+    builder = SequenceBuilder(images=PROCESSOR)
+    for got, parts in zip(builder.build_batch(documents, threads=threads), documents, strict=True):
+        want = builder.build(parts)
+        for name in ("input_ids", "token_type_ids", "patches", "grid_thw", "image_spans", "part_offsets"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        assert got.image_hashes == want.image_hashes
+        np.testing.assert_array_equal(got.positions.table, want.positions.table)
+
+
+def test_files_and_arrays_are_decoded_in_threads_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[bool, int] = {True: 0, False: 0}
+    process = ImageProcessor.process
+
+    def watched(self: ImageProcessor, image: Any) -> Any:
+        seen[threading.current_thread() is threading.main_thread()] += 1
+        return process(self, image)
+
+    monkeypatch.setattr(ImageProcessor, "process", watched)
+    builder = SequenceBuilder(images=PROCESSOR)
+    builder.build_batch([photographs(6), ["a", ImageSize(16, 16)]], threads=2)
+    assert seen == {False: 4, True: 3}  # Pillow images and sizes
+    builder.build_batch([photographs(6)], threads=1)
+    assert seen == {False: 4, True: 9}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_document_with_a_fault_is_named_whatever_fails_behind_it(threads: int) -> None:
+    good = photographs(1)[0]
+    builder = SequenceBuilder(images=PROCESSOR)
+    for documents, message in (
+        ([[good, good], ["a", good, b"broken"], [b"worse"]], r"documents\[1\]\.parts\[2\]: image: got an unknown"),
+        ([[good, good, "\ud800"], [b"worse"]], r"documents\[0\]\.parts\[2\]: got text with a lone surrogate"),
+        ([[good, good], "text", [b"worse"]], r"documents\[1\]\.parts: got str, want a list"),
+        ([[good, good], [], [b"worse"]], r"documents\[1\]\.parts: got no tokens"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            builder.build_batch(documents, threads=threads)
+    with pytest.raises(InvalidInputError, match="threads: got 0, want >= 1"):
+        builder.build_batch([], threads=0)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -210,6 +266,10 @@ def test_a_batch_is_its_sequences_one_by_one() -> None:
         (["a", "\ud800"], r"parts\[1\]: got text with a lone surrogate"),
         (["a", [-1]], r"parts\[1\]\[0\]: got -1, want >= 0"),
         (["a", [1.5]], r"parts\[1\]: got dtype float64, want integers"),
+        (["a", [1, 1.5]], r"parts\[1\]: got dtype float64, want integers"),
+        (["a", [1, 2**63]], r"parts\[1\]: got dtype float64, want integers"),
+        (["a", [True, False]], r"parts\[1\]: got dtype bool, want integers"),
+        (["a", [1, [2]]], r"parts\[1\]: got "),
         (["a", [258]], r"parts\[1\]: got the patch marker's id 258, want images as parts"),
         (["a", b"not a picture"], r"parts\[1\]: image: "),
         (["a", 3], r"parts\[1\]: image: got int"),

@@ -55,8 +55,8 @@ class RemoteBuilder(SequenceBuilder):
         """The sequence of these parts."""
         return _through("build", self._profile(), parts, start=self.start)
 
-    def build_batch(self, documents: Any) -> Any:
-        """The sequences of several documents."""
+    def build_batch(self, documents: Any, *, threads: int | None = None) -> Any:
+        """The sequences of several documents; the server has threads of its own."""
         return _through("build_batch", self._profile(), documents, start=self.start)
 
     def _profile(self) -> str:

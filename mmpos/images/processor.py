@@ -15,10 +15,10 @@ from mmpos.checks import INT32_MAX, integer, one_of
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.backends import BACKENDS, resize
 from mmpos.images.decode import to_rgb
-from mmpos.images.patches import ORDERS, patchify
+from mmpos.images.patches import ORDERS, Factors, patchify
 from mmpos.images.sizes import Budget, ImageSize
 from mmpos.images.sources import open_source
-from mmpos.images.values import pixel_values
+from mmpos.images.values import pixel_values, values_of_pixels
 from mmpos.segments import Grid
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
@@ -32,7 +32,8 @@ class ProcessedImage:
     """What `ImageProcessor.process` makes of an image.
 
     Args:
-        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller; None of an ImageSize.
+        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller, or what `pixel_values`
+            gives; None of an ImageSize.
         grid: the tokens after merging; patches are spatial_merge_size**2 times as many.
         size: (height, width) in pixels after resizing; None where only the grid was given.
         source_size: the size before resizing, after orientation; None where only the grid was given.
@@ -173,11 +174,13 @@ class ImageProcessor:
         with open_source(image) as source:
             return self._admitted(source.size)
 
-    def process(self, image: Any) -> ProcessedImage:
+    def process(self, image: Any, *, temporal_patch_size: int | None = None) -> ProcessedImage:
         """The patches of an image, and the grid they fill.
 
         Args:
             image: any image, see the class; it is not changed.
+            temporal_patch_size: frames in a patch; the patches are then what `pixel_values` makes of those of uint8,
+                without these on the way. None leaves them as they are.
 
         Returns:
             New patches, and None for them of an `ImageSize`; the grid is `grid(*inspect(image))`.
@@ -187,6 +190,7 @@ class ImageProcessor:
             LimitExceededError: more than max_source_pixels.
             ImportError: the backend is not installed.
         """
+        frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
         if isinstance(image, ImageSize):
             size = self._admitted(image)
             return ProcessedImage(None, self.grid(*size), self.fit(*size), size, None)
@@ -195,7 +199,11 @@ class ImageProcessor:
             samples, content_hash = source.read(self.backend)
         fitted = self.fit(*size)
         pixels = resize(to_rgb(samples, self.background), *fitted, self.backend)
-        patches = patchify(pixels, self.patch_size, self.spatial_merge_size, self.order, self._normalisation)
+        cut = (pixels, self.patch_size, self.spatial_merge_size, self.order)
+        if frames is None:
+            patches = patchify(*cut, None if self.dtype == "uint8" else self._factors)
+        else:
+            patches = values_of_pixels(*cut, frames, self._factors)
         return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
 
     def pixel_values(self, patches: Any, *, temporal_patch_size: int = 2) -> Any:
@@ -217,11 +225,7 @@ class ImageProcessor:
         return pixel_values(patches, self.patch_size, frames, *self._factors)
 
     @property
-    def _normalisation(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
-        return None if self.dtype == "uint8" else self._factors
-
-    @property
-    def _factors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def _factors(self) -> Factors:
         """(x / 255 - mean) / std as one factor and one summand."""
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)

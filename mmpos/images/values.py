@@ -1,4 +1,7 @@
-"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice."""
+"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice.
+
+In C straight from the pixels; in numpy from patches, some of which stay in the cache on the way.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
+from mmpos.images.patches import Factors, cut, levels, patchify
 
-__all__ = ["pixel_values"]
+__all__ = ["pixel_values", "values_of_pixels"]
 
 _AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
 
@@ -29,18 +33,38 @@ def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any],
     if patches.ndim != 4 or tuple(patches.shape[1:]) != (patch, patch, 3):
         raise InvalidInputError(f"patches: got shape {tuple(patches.shape)}, want (n, {patch}, {patch}, 3)")
     if not is_tensor:
-        return _on_host(patches, frames, scale, shift)
+        return _on_host(patches, frames, (scale, shift))
     if patches.device.type == "cpu":
-        return torch.from_numpy(_on_host(patches.numpy(), frames, scale, shift))
+        return torch.from_numpy(_on_host(patches.numpy(), frames, (scale, shift)))
     return on_device(patches, frames, scale, shift)
 
 
-def _on_host(patches: Any, frames: int, scale: Any, shift: Any) -> npt.NDArray[np.float32]:
+def values_of_pixels(
+    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
+) -> npt.NDArray[np.float32]:
+    """What pixel_values gives for the patches of these pixels (h, w, 3), with no patches in between."""
+    height, width, colours = pixels.shape
+    values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
+    if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
+        _in_numpy(patchify(pixels, patch, merge, order, None), frames, normalise, values)
+    return values
+
+
+def _on_host(patches: Any, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
+    count, side, _, colours = patches.shape
+    values = np.empty((count, colours * frames * side * side), np.float32)
+    # Patches below one another are an image of one column.
+    if not cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(*normalise), frames, values):
+        _in_numpy(patches, frames, normalise, values)
+    return values
+
+
+def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
     count, side, _, colours = patches.shape
     area = side * side
     planes = patches.reshape(count, area, colours).swapaxes(1, 2)
-    scale, shift = np.repeat(scale, area), np.repeat(shift, area)
-    values = np.empty((count, colours, frames, area), np.float32)
+    scale, shift = (colour.repeat(area) for colour in normalise)
+    values = out.reshape(count, colours, frames, area)
     scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
     for begin in range(0, count, _AT_ONCE):
         some = planes[begin : begin + _AT_ONCE]
@@ -49,7 +73,6 @@ def _on_host(patches: Any, frames: int, scale: Any, shift: Any) -> npt.NDArray[n
         floats *= scale
         floats += shift
         values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
-    return values.reshape(count, colours * frames * area)
 
 
 def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +59,7 @@ class PackedCollator:
             )
         if rest:
             positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
-            padded = np.append(padded, rest)
-        starts = np.cumsum(padded) - padded
-        text_positions = np.arange(positions.num_tokens, dtype=np.int32) - starts.astype(np.int32).repeat(padded)
-        return _batch(examples, positions, starts[: len(examples)], self.pad_token_id, text_positions)
+        return _batch(examples, positions, np.cumsum(padded) - padded, self.pad_token_id, (positions.num_tokens,))
 
 
 @dataclass(frozen=True)
@@ -97,13 +94,9 @@ class PaddedCollator:
         if (lengths > seq).any():
             i = int((lengths > seq).argmax())
             raise InvalidInputError(f"{_name(examples, i)}: got {lengths[i]} tokens, want at most {seq}")
-        rows, column = np.arange(len(examples)), np.arange(seq, dtype=np.int32)
-        before = seq - lengths if self.side == "left" else np.zeros_like(lengths)
-        token = column - before[:, None].astype(np.int32)
-        attention_mask = ((token >= 0) & (token < lengths[:, None])).astype(np.int64)
-        text_positions = np.maximum(token, 0)
+        starts = np.arange(len(examples)) * seq + (seq - lengths if self.side == "left" else 0)
         positions = _join(examples).pad(seq, self.side)
-        return _batch(examples, positions, rows * seq + before, self.pad_token_id, text_positions, attention_mask)
+        return _batch(examples, positions, starts, self.pad_token_id, (len(examples), seq))
 
 
 def collate_packed(
@@ -126,35 +119,72 @@ def collate_padded(
 
 
 def _batch(
-    examples: Sequence[Example],
-    positions: PositionTable,
-    starts: IntArray,
-    pad_token_id: int,
-    text_positions: npt.NDArray[np.int32],
-    attention_mask: IntArray | None = None,
+    examples: Sequence[Example], positions: PositionTable, starts: IntArray, pad_token_id: int, shape: tuple[int, ...]
 ) -> Batch:
-    """The batch whose documents begin at these columns of dense()."""
-    input_ids = np.full(positions.num_tokens, pad_token_id)
-    labels = np.full(positions.num_tokens, IGNORE_INDEX)
-    for example, start in zip(examples, starts.tolist(), strict=True):
-        stop = start + example.num_tokens
-        input_ids[start:stop] = example.sequence.input_ids
-        labels[start:stop] = example.labels
-    labels[starts] = IGNORE_INDEX
+    """The batch whose documents begin at these columns of dense(); of two dimensions if it is padded."""
+    rows = _Rows.empty(positions.num_tokens, masked=len(shape) == 2)
+    edges = positions.cu_seqlens.astype(np.int64)
+    # A document beyond the examples is padding alone.
+    lengths, before = np.zeros((2, positions.num_documents), np.int64)
+    lengths[: len(examples)] = [example.num_tokens for example in examples]
+    before[: len(examples)] = starts - edges[: len(examples)]
+    after = np.diff(edges) - before - lengths
+    _lay(rows.input_ids, [example.sequence.input_ids for example in examples], before, after, pad_token_id)
+    _lay(rows.labels, [example.labels for example in examples], before, after, IGNORE_INDEX)
+    rows.labels[starts] = IGNORE_INDEX  # nothing predicts the first token
+    if rows.attention_mask is not None:
+        ones = np.ones(positions.max_seqlen, np.int64)
+        _lay(rows.attention_mask, [ones[:length] for length in lengths.tolist()], before, after, 0)
+    counter = np.arange(positions.max_seqlen, dtype=np.int32)
+    counted = [counter[:count] for count in (lengths + after).tolist()]
+    _lay(rows.text_positions, counted, before, np.zeros_like(after), 0)
     sequences = [example.sequence for example in examples]
     images = [len(sequence.grid_thw) for sequence in sequences]
     spans = np.concatenate([sequence.image_spans for sequence in sequences])
     return Batch.from_arrays(
         tuple(example.key for example in examples),
         positions,
-        input_ids=input_ids.reshape(text_positions.shape),
-        labels=labels.reshape(text_positions.shape),
-        text_positions=text_positions,
-        attention_mask=attention_mask,
+        input_ids=rows.input_ids.reshape(shape),
+        labels=rows.labels.reshape(shape),
+        text_positions=rows.text_positions.reshape(shape),
+        attention_mask=None if rows.attention_mask is None else rows.attention_mask.reshape(shape),
         patches=_patches(examples),
         grid_thw=np.concatenate([sequence.grid_thw for sequence in sequences]),
         image_spans=spans + starts.repeat(images)[:, None],
     )
+
+
+class _Rows(NamedTuple):
+    """What a batch has per token.
+
+    They lie in one block: the system gives a few megabytes at once in large pages, and the same in pieces in
+    hundreds of small ones, each of which costs more than what is written to it.
+    """
+
+    input_ids: IntArray
+    labels: IntArray
+    text_positions: npt.NDArray[np.int32]
+    attention_mask: IntArray | None
+
+    @classmethod
+    def empty(cls, tokens: int, *, masked: bool) -> _Rows:
+        """Rows to write to."""
+        wide = 3 if masked else 2
+        block = np.empty((8 * wide + 4) * tokens, np.uint8)
+        rows = block[: 8 * wide * tokens].view(np.int64).reshape(wide, tokens)
+        return cls(rows[0], rows[1], block[8 * wide * tokens :].view(np.int32), rows[2] if masked else None)
+
+
+def _lay(
+    row: npt.NDArray[Any], pieces: list[npt.NDArray[Any]], before: IntArray, after: IntArray, padding: int
+) -> None:
+    """Write pieces, each with so much padding before and after it; those that are missing are empty."""
+    if before.any() or after.any():
+        gap = np.full(max(before.max(), after.max()), padding, row.dtype)
+        pieces = pieces + [gap[:0]] * (before.size - len(pieces))
+        gaps = zip(before.tolist(), pieces, after.tolist(), strict=True)
+        pieces = [part for left, piece, right in gaps for part in (gap[:left], piece, gap[:right])]
+    np.concatenate(pieces, out=row)
 
 
 def _read(examples: Any) -> Sequence[Example]:

@@ -1,0 +1,218 @@
+/* Pixels cut into patches: as they are, or each level looked up in a table that Python made with its formula. */
+
+#include "native.h"
+
+#ifdef __SSE2__ /* always, on x86 of 64 bits */
+#include <emmintrin.h>
+#endif
+
+#ifdef __GNUC__
+#define INLINED static inline __attribute__((always_inline))
+#else
+#define INLINED static inline
+#endif
+
+enum { LARGEST = 32 };      /* side of a patch of floats: so many stay in the fastest cache */
+enum { STREAMED = 1 << 22 }; /* bytes from which output goes past the caches */
+enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no number of frames is beyond the last */
+
+/* Where patches come from and go to.
+ *
+ * The patches of a block lie side by side in out: block is 1 for patches row by row. */
+typedef struct {
+    const char *pixels;
+    int64_t height, width, row_stride; /* of pixels; a row is contiguous */
+    int64_t patch, block, frames;      /* frames: 0 for patches as they are, or how often each plane is told */
+    const float *levels;               /* (COLOURS, LEVELS), or NULL for bytes as they are */
+    char *out;
+    int stream;                        /* whether floats go past the caches */
+} Cut;
+
+/* How a patch at these pixels is written; returns where the next one goes. */
+typedef char *Write(const Cut *cut, const char *pixels, char *out, int64_t patch);
+
+/* Bytes as they are. Calls of memcpy for a few dozens of them cost more than they do. */
+INLINED char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+    const int64_t row = patch * COLOURS;
+    for (int64_t y = 0; y < patch; y++, pixels += cut->row_stride, out += row) {
+        int64_t i = 0;
+        for (; i + 16 <= row; i += 16) {
+            memcpy(out + i, pixels + i, 16);
+        }
+        if (row >= 16) { /* the end of the row, over what is there */
+            memcpy(out + row - 16, pixels + row - 16, 16);
+        } else {
+            memcpy(out, pixels, (size_t)row);
+        }
+    }
+    return out;
+}
+
+/* Copy what is in the cache to where it goes: past the cache, if it is more than the cache would keep. */
+INLINED char *hand_over(const Cut *cut, char *out, const float *values, int64_t size) {
+    int64_t i = 0;
+#ifdef __SSE2__
+    for (; cut->stream && i + 16 <= size; i += 16) {
+        _mm_stream_ps((float *)(void *)(out + i), _mm_loadu_ps(values + i / 4));
+    }
+#endif
+    memcpy(out + i, (const char *)values + i, (size_t)(size - i));
+    return out + size;
+}
+
+/* Floats of a patch: in the order of its pixels, or a plane per colour, each as often as there are frames. */
+INLINED char *write_floats(const Cut *cut, const char *pixels, char *out, int64_t patch, int planes) {
+    const int64_t area = patch * patch, right = planes ? 1 : COLOURS, deep = planes ? area : 1;
+    const float *red = cut->levels, *green = red + LEVELS, *blue = green + LEVELS;
+    float values[COLOURS * LARGEST * LARGEST];
+    float *value = values;
+    for (int64_t y = 0; y < patch; y++, pixels += cut->row_stride) {
+        const unsigned char *pixel = (const unsigned char *)pixels;
+        for (int64_t x = 0; x < patch; x++, pixel += COLOURS, value += right) {
+            value[0] = red[pixel[0]];
+            value[deep] = green[pixel[1]];
+            value[2 * deep] = blue[pixel[2]];
+        }
+    }
+    if (!planes) {
+        return hand_over(cut, out, values, COLOURS * area * (int64_t)sizeof(float));
+    }
+    for (int64_t colour = 0; colour < COLOURS; colour++) {
+        for (int64_t frame = 0; frame < cut->frames; frame++) {
+            out = hand_over(cut, out, values + colour * area, area * (int64_t)sizeof(float));
+        }
+    }
+    return out;
+}
+
+INLINED char *write_pixels(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+    return write_floats(cut, pixels, out, patch, 0);
+}
+
+INLINED char *write_planes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+    return write_floats(cut, pixels, out, patch, 1);
+}
+
+/* All patches in their order. Inlined once per way of writing and usual side of a patch, which is then a constant. */
+INLINED void all_patches(const Cut *cut, Write *write, int64_t patch) {
+    const int64_t side = cut->block * patch;
+    char *out = cut->out;
+    for (int64_t top = 0; top < cut->height; top += side) {
+        for (int64_t left = 0; left < cut->width; left += side) {
+            for (int64_t y = top; y < top + side; y += patch) {
+                for (int64_t x = left; x < left + side; x += patch) {
+                    out = write(cut, cut->pixels + y * cut->row_stride + x * COLOURS, out, patch);
+                }
+            }
+        }
+    }
+}
+
+static void cut_as_told(const Cut *cut) {
+#define SIDES(write)                               \
+    switch (cut->patch) {                          \
+        case 14:                                   \
+            all_patches(cut, write, 14);           \
+            return;                                \
+        case 16:                                   \
+            all_patches(cut, write, 16);           \
+            return;                                \
+        default:                                   \
+            all_patches(cut, write, cut->patch);   \
+            return;                                \
+    }
+    if (cut->levels == NULL) {
+        SIDES(write_bytes)
+    } else if (cut->frames == 0) {
+        SIDES(write_pixels)
+    } else {
+        SIDES(write_planes)
+    }
+#undef SIDES
+}
+
+static void run(const Cut *cut) {
+    cut_as_told(cut);
+#ifdef __SSE2__
+    if (cut->stream) {
+        _mm_sfence(); /* other threads see what was streamed */
+    }
+#endif
+}
+
+/* A contiguous buffer of one format, which the caller releases whatever is returned. */
+static int get_flat(PyObject *object, Py_buffer *buffer, const char *format, int flags) {
+    if (PyObject_GetBuffer(object, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) != 0) {
+        PyErr_Clear();
+        buffer->obj = NULL;
+        return 0;
+    }
+    return buffer->format != NULL && strcmp(buffer->format, format) == 0;
+}
+
+/* Pixels (h, w, 3) whose rows are contiguous, in whole blocks; a buffer that the caller releases in any case. */
+static int get_pixels(PyObject *object, Py_buffer *buffer, Cut *cut) {
+    const int64_t side = cut->patch * cut->block;
+    if (PyObject_GetBuffer(object, buffer, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+        PyErr_Clear();
+        buffer->obj = NULL;
+        return 0;
+    }
+    if (buffer->ndim != 3 || buffer->format == NULL || strcmp(buffer->format, "B") != 0 ||
+        buffer->shape[2] != COLOURS || buffer->strides[2] != 1 || buffer->strides[1] != COLOURS ||
+        buffer->shape[0] > INT32_MAX || buffer->shape[1] > INT32_MAX) {
+        return 0;
+    }
+    cut->pixels = buffer->buf;
+    cut->height = buffer->shape[0];
+    cut->width = buffer->shape[1];
+    cut->row_stride = buffer->strides[0];
+    return cut->height % side == 0 && cut->width % side == 0;
+}
+
+/* Whether the pixels fill an output of so many elements; no product here has more than 53 bits. */
+static int fills(const Cut *cut, int64_t elements) {
+    const int64_t row = cut->width * COLOURS * (cut->frames > 0 ? cut->frames : 1);
+    return row == 0 || cut->height == 0 ? elements == 0 : elements % row == 0 && elements / row == cut->height;
+}
+
+static int get_number(PyObject *object, int64_t *number, int64_t least) {
+    *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
+    PyErr_Clear();
+    return *number >= least && *number <= MOST;
+}
+
+/* patches(pixels, patch, block, levels, frames, out) -> bool, whether out was filled.
+ *
+ * pixels: (h, w, 3) uint8 with any row stride; levels: 3·256 float32, or None for patches of bytes; frames: 0 for
+ * patches (n, patch, patch, 3), else n·3·frames·patch·patch floats in planes; out: contiguous, of any shape. */
+PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Py_buffer pixels = {0}, levels = {0}, out = {0};
+    Cut cut = {0};
+    (void)self;
+    if (count != 6) {
+        return PyErr_Format(PyExc_TypeError, "patches takes pixels, patch, block, levels, frames and out");
+    }
+    int bytes = args[3] == Py_None;
+    int fits = get_number(args[1], &cut.patch, 1) && get_number(args[2], &cut.block, 1) &&
+               get_number(args[4], &cut.frames, 0) && !(bytes && cut.frames > 0) &&
+               get_pixels(args[0], &pixels, &cut) &&
+               (bytes || (cut.patch <= LARGEST && get_flat(args[3], &levels, "f", 0) && levels.len == sizeof(float) * COLOURS * LEVELS)) &&
+               get_flat(args[5], &out, bytes ? "B" : "f", PyBUF_WRITABLE) && fills(&cut, out.len / out.itemsize);
+    if (fits) {
+        cut.levels = levels.buf;
+        cut.out = out.buf;
+        cut.stream = out.len >= STREAMED && (uintptr_t)out.buf % 16 == 0 && cut.patch * cut.patch * COLOURS % 4 == 0;
+        if (out.len < RELEASE_GIL_BYTES) {
+            run(&cut);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            run(&cut);
+            Py_END_ALLOW_THREADS
+        }
+    }
+    PyBuffer_Release(&out);
+    PyBuffer_Release(&levels);
+    PyBuffer_Release(&pixels);
+    return PyBool_FromLong(fits);
+}

@@ -1,0 +1,124 @@
+"""A sequence of interleaved text and images, and how its arrays come of what is in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.checks import IntArray
+from mmpos.errors import InvalidInputError
+from mmpos.images import ProcessedImage
+from mmpos.parts import Grid, Text
+from mmpos.placing import place
+from mmpos.positions import PositionTable
+from mmpos.schemes import Scheme
+from mmpos.segments import SegmentTable
+
+__all__ = ["Contents", "InterleavedSequence"]
+
+
+@dataclass(frozen=True, eq=False)
+class InterleavedSequence:
+    """Text and images as a model reads them.
+
+    Args:
+        input_ids: (tokens,) int64; patches are the patch marker's id.
+        token_type_ids: (tokens,) uint8, 0 for text and markers, 1 for patches.
+        segments: the shape of the sequence, one document.
+        positions: its position table.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
+            the images are known only by size.
+        grid_thw: (images, 3) int64 frames, height, width after merging.
+        image_spans: (images, 2) int64 first token of each image's patches and one past the last.
+        image_hashes: content hash of each image; None where only the size is known.
+        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total.
+    """
+
+    input_ids: IntArray
+    token_type_ids: npt.NDArray[np.uint8]
+    segments: SegmentTable
+    positions: PositionTable
+    patches: npt.NDArray[Any] | None
+    grid_thw: IntArray
+    image_spans: IntArray
+    image_hashes: tuple[str | None, ...]
+    part_offsets: IntArray
+
+    def __repr__(self) -> str:
+        patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
+        return f"InterleavedSequence({self.input_ids.size} tokens, {len(self.grid_thw)} images, patches={patches})"
+
+
+@dataclass
+class Contents:
+    """A sequence on its way.
+
+    Args:
+        texts: first token and ids of every part that is text.
+        document: its text, with markers, and its grids.
+        images: in order.
+        spans: first token of each image's patches and one past the last.
+        offsets: first token of each part, then of what comes next.
+        text: tokens since the last grid.
+    """
+
+    texts: list[tuple[int, IntArray]] = field(default_factory=list)
+    document: list[Text | Grid] = field(default_factory=list)
+    images: list[ProcessedImage] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=lambda: [0])
+    text: int = 0
+
+    def add_text(self, ids: IntArray) -> None:
+        """One more part of text."""
+        self.texts.append((self.offsets[-1], ids))
+        self.offsets.append(self.offsets[-1] + ids.size)
+        self.text += ids.size
+
+    def add_image(self, image: ProcessedImage) -> None:
+        """One more image, with its markers."""
+        first = self.offsets[-1] + 1
+        stop = first + math.prod(image.grid.extents)
+        self.document += [Text(self.text + 1), image.grid]
+        self.images.append(image)
+        self.spans.append((first, stop))
+        self.offsets.append(stop + 1)
+        self.text = 1
+
+    def sequence(self, marker_ids: tuple[int, int, int], scheme: str | Scheme, start: int) -> InterleavedSequence:
+        """What has come of it."""
+        document = [*self.document, Text(self.text)] if self.text else self.document
+        if not document:
+            raise InvalidInputError("parts: got no tokens, want at least one")
+        segments = SegmentTable.from_documents([document])
+        patches = self._patches()
+        positions = place(segments, scheme, start)
+        spans = np.array(self.spans, np.int64).reshape(-1, 2)
+        begin, end, patch = marker_ids
+        input_ids = np.full(self.offsets[-1], patch, np.int64)
+        for first, ids in self.texts:
+            input_ids[first : first + ids.size] = ids
+        input_ids[spans[:, 0] - 1], input_ids[spans[:, 1]] = begin, end
+        return InterleavedSequence(
+            input_ids=input_ids,
+            token_type_ids=(input_ids == patch).view(np.uint8),  # no other token has this id
+            segments=segments,
+            positions=positions,
+            patches=patches,
+            grid_thw=np.array([image.grid.extents for image in self.images], np.int64).reshape(-1, 3),
+            image_spans=spans,
+            image_hashes=tuple(image.content_hash for image in self.images),
+            part_offsets=np.array(self.offsets, np.int64),
+        )
+
+    def _patches(self) -> npt.NDArray[Any] | None:
+        pixels = [image.patches for image in self.images if image.patches is not None]
+        if pixels and len(pixels) < len(self.images):
+            raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
+        if len(pixels) == 1:
+            return pixels[0]
+        return np.concatenate(pixels) if pixels else None

@@ -1,0 +1,106 @@
+"""What the pipeline takes at its peak, the result included: so many bytes per token, and per pixel after resizing.
+
+numpy's arrays and Python's objects are counted; what torch and the decoders take is not.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import Grid, SegmentTable, SequenceBuilder, Text, native, place
+from mmpos.data import Example, PackedCollator, PaddedCollator
+from mmpos.images import ImageProcessor
+
+TOKENS = 100_000
+PIXELS = np.zeros((448, 448, 3), np.uint8)
+FIXED = 64 * 1024  # bytes that depend on nothing
+
+
+@pytest.fixture(params=["C", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of doing the same."""
+    if request.param == "C" and native.core is None:
+        pytest.skip("the extension was not built")
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "core", None)
+    return str(request.param)
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Most bytes that were held at once, in a call that is not the first."""
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("parts", [["a" * TOKENS], [[1] * TOKENS], [np.ones(TOKENS, np.int64)]])
+def test_a_text_takes_17_bytes_per_token(way: str, parts: Any) -> None:
+    # The token ids, once as a list, or an array of those that came, and once in the sequence; and their types.
+    assert peak(lambda: SequenceBuilder().build(parts)) <= 17 * TOKENS + FIXED
+
+
+@pytest.mark.parametrize(("scheme", "per_token"), [("rope-tie", 8), ("mrope", 12), ("rope-tie-fractional", 16)])
+def test_ids_take_what_they_are(way: str, scheme: str, per_token: int) -> None:
+    segments = SegmentTable.from_documents([[Text(TOKENS // 2), Grid(TOKENS // 500, 250)]])
+    positions = place(segments, scheme)
+    # numpy expands some whole rows at a time, of which the text is one; and fractions from all numerators.
+    on_the_way = {"C": 0, "numpy": 26 if positions.fractional else 4}[way]
+    assert positions.dense().nbytes == per_token * TOKENS
+    assert peak(positions.dense) <= (per_token + on_the_way) * TOKENS + FIXED
+
+
+def test_a_table_takes_nothing_per_token(way: str) -> None:
+    documents: list[list[Text | Grid]] = [[Text(length), Grid(length, length)] for length in (1, 1000)]
+    few, many = (peak(lambda d=d: place(SegmentTable.from_documents([d]))) for d in documents)  # type: ignore[misc]
+    assert abs(many - few) < 1024
+
+
+def test_a_table_takes_so_many_bytes_per_segment(way: str) -> None:
+    documents: list[list[Text | Grid]] = [[Text(10), Grid(3, 3)]] * 1000
+    per_segment = {"C": 300, "numpy": 500}[way]
+    assert peak(lambda: place(SegmentTable.from_documents(documents))) <= per_segment * 2000 + FIXED
+
+
+@pytest.mark.parametrize(
+    ("collate", "per_token"), [(PackedCollator(), 20), (PackedCollator(multiple_of=7), 20), (PaddedCollator(), 28)]
+)
+def test_a_batch_takes_its_rows_and_those_of_one_document(collate: Any, per_token: int) -> None:
+    sequences = SequenceBuilder().build_batch([[np.arange(3000) % 200, Grid(40, 25)] for _ in range(25)])
+    examples = [Example("", sequence, sequence.input_ids) for sequence in sequences]
+    tokens = sum(example.num_tokens for example in examples)
+    assert peak(lambda: collate(examples)) <= per_token * tokens + 12 * examples[0].num_tokens + FIXED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "frames", "per_pixel"), [("uint8", None, 3), ("float32", None, 12), ("uint8", 1, 12), ("uint8", 2, 24)]
+)
+def test_patches_take_what_they_are(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
+    processor = ImageProcessor("pillow", order="merged", dtype=dtype)
+    # numpy makes planes from patches of bytes, a part of them at a time.
+    on_the_way = {"C": 0, "numpy": 3 if frames else 0}[way] * PIXELS.size // 3
+    scratch = {"C": 0, "numpy": 128 * 14 * 14 * 3 * 4 if frames else 0}[way]
+    found = processor.process(PIXELS, temporal_patch_size=frames)
+    assert found.patches is not None
+    assert found.patches.nbytes == per_pixel * PIXELS.size // 3
+    most = found.patches.nbytes + on_the_way + scratch + FIXED
+    assert peak(lambda: processor.process(PIXELS, temporal_patch_size=frames)) <= most
+
+
+def test_one_image_is_not_copied_into_its_sequence_and_several_are_once(way: str) -> None:
+    builder = SequenceBuilder(images=ImageProcessor("pillow"))
+    tokens = 2000  # bytes of all that is no pixel
+    one, two, three = (peak(lambda n=n: builder.build([PIXELS] * n)) for n in (1, 2, 3))  # type: ignore[misc]
+    assert one <= PIXELS.size + 32 * tokens + FIXED
+    assert two <= 4 * PIXELS.size + 64 * tokens + FIXED
+    for fewer, more in pairwise((two, three)):
+        assert more - fewer <= 2 * PIXELS.size + 64 * tokens

@@ -1,0 +1,183 @@
+"""Patches in C and in numpy: the bits of a plain loop, whatever the strides, and nothing written where it declines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import native
+from mmpos.errors import InvalidInputError
+from mmpos.images import ImageProcessor
+from mmpos.images.patches import levels, patchify
+from mmpos.images.values import pixel_values, values_of_pixels
+
+SCALE, SHIFT = np.array([0.01, 0.017, 0.02], np.float32), np.array([-1.5, -0.3, 2], np.float32)
+compiled = pytest.mark.skipif(native.core is None, reason="the extension was not built")
+
+
+@pytest.fixture(params=["C", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of doing the same."""
+    if request.param == "C" and native.core is None:
+        pytest.skip("the extension was not built")
+    if request.param == "numpy":
+        monkeypatch.setattr(native, "core", None)
+    return str(request.param)
+
+
+def random(*shape: int) -> Any:
+    """Levels of every sort."""
+    return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+
+
+def by_loops(pixels: Any, patch: int, merge: int, order: str) -> Any:
+    """Patches, one after the other: those of a block of merge x merge first, where they are merged."""
+    block = merge if order == "merged" else 1
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+    places = [
+        (top + y, left + x)
+        for top in range(0, rows, block)
+        for left in range(0, columns, block)
+        for y in range(block)
+        for x in range(block)
+    ]
+    return np.stack([pixels[y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y, x in places])
+
+
+def in_planes(patches: Any, frames: int) -> Any:
+    """A plane per colour, each told for every frame, and every sample by the formula."""
+    planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
+    return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
+
+
+def strided(sort: str, height: int, width: int) -> Any:
+    """Pixels whose rows or columns do not follow each other in memory."""
+    makers: dict[str, Callable[[], Any]] = {
+        "every other row": lambda: random(2 * height, width, 3)[::2],
+        "rows of a wider image": lambda: random(height, width + 5, 3)[:, 2:-3],
+        "upside down": lambda: random(height, width, 3)[::-1],
+        "one row repeated": lambda: np.broadcast_to(random(1, width, 3), (height, width, 3)),
+        "mirrored": lambda: random(height, width, 3)[:, ::-1],
+        "turned": lambda: random(width, height, 3).swapaxes(0, 1),
+        "gray": lambda: np.broadcast_to(random(height, width, 1), (height, width, 3)),
+        "planes": lambda: random(3, height, width).transpose(1, 2, 0),
+        "not aligned": lambda: random(height * width * 3 + 1)[1:].reshape(height, width, 3),
+    }
+    return makers[sort]()
+
+
+STRIDES = [
+    "every other row",
+    "rows of a wider image",
+    "upside down",
+    "one row repeated",
+    "mirrored",
+    "turned",
+    "gray",
+    "planes",
+    "not aligned",
+]
+
+
+@pytest.mark.parametrize("order", ["raster", "merged"])
+@pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (6, 1), (32, 1), (33, 1)])
+def test_patches_have_the_bits_of_a_loop(way: str, patch: int, merge: int, order: str) -> None:
+    pixels = random(2 * patch * merge, 3 * patch * merge, 3)
+    want = by_loops(pixels, patch, merge, order)
+    got = patchify(pixels, patch, merge, order, None)
+    assert got.dtype == np.uint8
+    np.testing.assert_array_equal(got, want)
+    floats = patchify(pixels, patch, merge, order, (SCALE, SHIFT))
+    np.testing.assert_array_equal(floats, want.astype(np.float32) * SCALE + SHIFT)
+    for frames in (1, 2, 3):
+        values = values_of_pixels(pixels, patch, merge, order, frames, (SCALE, SHIFT))
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, in_planes(want, frames))
+        np.testing.assert_array_equal(pixel_values(got, patch, frames, SCALE, SHIFT), values)
+
+
+@pytest.mark.parametrize("sort", STRIDES)
+def test_pixels_may_have_any_strides(way: str, sort: str) -> None:
+    pixels = strided(sort, 28, 56)
+    want = by_loops(pixels, 14, 2, "merged")
+    np.testing.assert_array_equal(patchify(pixels, 14, 2, "merged", None), want)
+    np.testing.assert_array_equal(values_of_pixels(pixels, 14, 2, "merged", 2, (SCALE, SHIFT)), in_planes(want, 2))
+
+
+@pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats do not begin where vectors may
+def test_large_outputs_have_the_same_bits(way: str, side: int) -> None:
+    pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, past the caches
+    want = by_loops(pixels, side, 1, "raster")
+    np.testing.assert_array_equal(patchify(pixels, side, 1, "raster", (SCALE, SHIFT)), want * SCALE + SHIFT)
+    values = values_of_pixels(pixels, side, 1, "raster", 2, (SCALE, SHIFT))
+    np.testing.assert_array_equal(values, in_planes(want, 2))
+
+
+def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: str) -> None:
+    image = random(60, 90, 3)
+    for dtype in ("uint8", "float32"):
+        with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
+        as_bytes = ImageProcessor("pillow", order="merged").process(image)
+        for frames in (1, 2):
+            got = with_frames.process(image, temporal_patch_size=frames)
+            want = with_frames.pixel_values(as_bytes.patches, temporal_patch_size=frames)
+            np.testing.assert_array_equal(got.patches, want)
+            assert (got.grid, got.content_hash) == (as_bytes.grid, as_bytes.content_hash)
+    with pytest.raises(InvalidInputError, match="temporal_patch_size: got 0, want >= 1"):
+        with_frames.process(image, temporal_patch_size=0)
+
+
+def written(*shape: int) -> Any:
+    return np.zeros(shape, np.uint8)
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+TABLE = levels(SCALE, SHIFT)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        ((random(4, 6), 2, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 4), 2, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3).astype(np.int8), 2, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 4, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 2, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 0, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), -2, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2**64, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2.0, 1, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 0, None, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, None, 1), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, None, 0), written(6, 2, 2, 2)),
+        ((random(4, 6, 3), 2, 1, None, 0), np.zeros((6, 2, 2, 3), np.int8)),
+        ((random(4, 6, 3), 2, 1, None, 0), read_only(written(6, 2, 2, 3))),
+        ((random(4, 6, 3), 2, 1, None, 0), written(6, 2, 2, 6)[..., ::2]),
+        ((random(4, 6, 3), 2, 1, TABLE, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, TABLE, 2), np.zeros((6, 12), np.float32)),
+        ((random(4, 6, 3), 2, 1, TABLE, -1), np.zeros((6, 12), np.float32)),
+        ((random(4, 6, 3), 2, 1, TABLE[:2], 1), np.zeros((6, 12), np.float32)),
+        ((random(4, 6, 3), 2, 1, TABLE.astype(np.float64), 1), np.zeros((6, 12), np.float32)),
+        ((random(0, 6, 3), 2, 1, TABLE, 1), np.zeros((6, 12), np.float32)),
+        ((random(33, 33, 3), 33, 1, TABLE, 1), np.zeros((1, 33 * 33 * 3), np.float32)),
+        (([1, 2], 2, 1, None, 0), written(6, 2, 2, 3)),
+    ],
+)
+def test_what_does_not_fit_is_declined_and_nothing_is_written(arguments: tuple[Any, ...], out: Any) -> None:
+    assert native.core is not None
+    pixels, patch, block, table, frames = arguments
+    assert native.core.patches(pixels, patch, block, table, frames, out) is False
+    assert not out.any()
+
+
+def test_no_pixels_are_no_patches(way: str) -> None:
+    assert patchify(random(0, 28, 3), 14, 2, "merged", None).shape == (0, 14, 14, 3)
+    assert values_of_pixels(random(28, 0, 3), 14, 2, "merged", 2, (SCALE, SHIFT)).shape == (0, 1176)

@@ -1,12 +1,13 @@
-"""What this installation consists of, as one says it in a report of a mistake or of a measurement."""
+"""What this installation and its machine are, as one says it in a report of a mistake or of a measurement."""
 
 from __future__ import annotations
 
+import os
 import platform
 
 from mmpos import native
 
-__all__ = ["info"]
+__all__ = ["cores", "info"]
 
 _PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
 
@@ -30,6 +31,14 @@ def info() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}",
         **{name: _version(name) for name in _PACKAGES},
     }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
 
 
 def _version(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mmpos import checks
+from mmpos.about import cores
 from mmpos.checks import IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
@@ -95,7 +96,7 @@ class SequenceBuilder:
         """
         if not isinstance(documents, list | tuple):
             raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
-        most = len(os.sched_getaffinity(0)) if threads is None else integer("threads", threads, minimum=1)
+        most = cores() if threads is None else integer("threads", threads, minimum=1)
         images = [
             (d, i)
             for d, parts in enumerate(documents)

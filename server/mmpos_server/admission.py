@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
+from mmpos.about import cores
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Admission:
         self.streams = Gate("max_streams", concurrency.max_streams)
         threads: dict[Pool, int] = {
             "place": pools.place,
-            "image": pools.image or len(os.sched_getaffinity(0)),
+            "image": pools.image or cores(),
             "rotary": pools.rotary,
         }
         self.executors: dict[Pool, ThreadPoolExecutor] = {

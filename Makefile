@@ -40,7 +40,7 @@ baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
 bench: $(VENV)/dev  ## the benchmarks, as tables
-	$(BIN)/python benchmarks/bench_positions.py
+	$(BIN)/mmpos bench positions --peers
 	$(BIN)/python benchmarks/bench_rotary.py
 	$(BIN)/python benchmarks/bench_service.py
 	$(BIN)/python benchmarks/bench_collate.py

@@ -16,9 +16,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from timing import Call, compare, machine
 
 from mmpos import Grid, PositionTable, SequenceBuilder
+from mmpos.bench.machine import stamp
+from mmpos.bench.timing import Budget, Call, compare
 from mmpos.data.batches.batch import Batch
 from mmpos.data.batches.collate import PackedCollator, PaddedCollator
 from mmpos.data.batches.packing import PackCounts, Packer, first_fit_decreasing
@@ -106,7 +107,7 @@ def collating(documents: int, tokens: int, images: int, side: int, seconds: floa
         f"\n{documents} documents of {tokens:,} tokens, {images} images of {side}×{side} each: milliseconds per batch"
     )
     print(ROW.format("", "median (20th–80th pct.)", "target"))
-    for name, timing in compare(calls, seconds).items():
+    for name, timing in compare(calls, Budget(seconds)).items():
         cell = f"{timing.median * 1e3:.2f} ({timing.p20 * 1e3:.2f}–{timing.p80 * 1e3:.2f})"
         target = "< 5" if name in ("packed", "padded") else ""
         print(ROW.format(name, cell, target))
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="toy sizes, every path once")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)  # as in the workers of a DataLoader
-    print(f"{machine()}, {os.cpu_count()} cores, torch {torch.__version__} on one thread")
+    print(f"{stamp('default')}, {os.cpu_count()} cores, torch {torch.__version__} on one thread")
     print(f"python {shlex.join(sys.argv)}")
     collating(*((4, 256, 2, 4, 0.02) if quick else (32, 8192, 16, 16, 2.0)))
     packing(200 if quick else 20_000, (8192, 4096, 32768))

@@ -25,12 +25,13 @@ import torchvision
 import transformers
 from bench_collate import equal, evenly, with_loops
 from PIL import Image
-from timing import Timing, compare, machine
 from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import mmpos
+from mmpos.bench.machine import stamp
+from mmpos.bench.timing import Budget, Timing, compare
 from mmpos.data import (
     Batch,
     BatchDataset,
@@ -143,10 +144,11 @@ def images(photos: list[bytes], sizes: Sizes) -> None:
             make(data)
 
     calls: Calls = {name: partial(each, make) for name, make in makers.items()}
-    times = compare(calls, sizes.seconds, sizes.rounds)
+    times = compare(calls, Budget(sizes.seconds, sizes.rounds))
     print(f"  {'one core, µs per image':<38} {'':>28} {'images/s':>9}  over Pillow's, over torchvision's")
     for name, total in times.items():
-        one = Timing(*(value / len(photos) for value in (total.median, total.p20, total.p80)))
+        count = len(photos)
+        one = Timing(total.median / count, total.p20 / count, total.p80 / count, total.turns)
         ratios = [times[base].median / total.median for base in (PIL_THEIRS, TENSOR_THEIRS)]
         target = OURS[name][1] if name in OURS else None
         cells = [judged(ratio, target) for ratio in ratios] if name in OURS else []
@@ -172,7 +174,7 @@ def stages(data: bytes, sizes: Sizes) -> None:
         "patches of uint8": partial(patchify, pixels, 14, 2, "merged", None),
         "float32 layout": partial(UINT8.pixel_values, patches),
     }
-    times = compare(calls, sizes.seconds / 5, sizes.rounds)
+    times = compare(calls, Budget(sizes.seconds / 5, sizes.rounds))
     print("  stages, µs:", ", ".join(f"{name} {t.median * 1e6:,.0f}" for name, t in times.items()))
 
 
@@ -223,7 +225,7 @@ def collate(sizes: Sizes) -> None:
         equal(collator(examples), with_loops(examples))
     calls: Calls = {name: partial(collator, examples) for name, collator in collators.items()}
     print("  collate, µs per batch")
-    for name, one in compare(calls, sizes.seconds, sizes.rounds).items():
+    for name, one in compare(calls, Budget(sizes.seconds, sizes.rounds)).items():
         met = "met" if one.median < COLLATE_SECONDS else "missed"
         told = f"{documents} × {tokens:,} tokens, {name}"
         print(f"  {told:<38} {one.micros:>28}  target below {COLLATE_SECONDS * 1e6:,.0f}: {met}")
@@ -250,7 +252,7 @@ def main() -> None:
     versions = (
         f"torch {torch.__version__}, torchvision {torchvision.__version__}, transformers {transformers.__version__}"
     )
-    print(f"{machine()}, {os.cpu_count()} cores, {versions}, one thread per process")
+    print(f"{stamp('default')}, {os.cpu_count()} cores, {versions}, one thread per process")
     print(f"python {shlex.join(sys.argv)}; medians (20th–80th percentile), all contestants in turn")
     for malloc in ("default", "tuned"):
         if malloc == "tuned" and not keep_large_blocks():

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Timing, compare, machine
 from torch import Tensor
 
 import mmpos
+from mmpos.bench.machine import stamp
+from mmpos.bench.timing import Budget, Timing, compare
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
 from mmpos.rotary.apply import Implementation
 from mmpos.rotary.sources import Positions
@@ -179,7 +180,7 @@ def measure(case: Case, backward: bool, seconds: float, rounds: int) -> dict[str
             k.copy_(case.k)
 
     calls = {"copy": copy, **calls}
-    return device_timings(calls) if case.q.is_cuda else compare(calls, seconds, rounds)
+    return device_timings(calls) if case.q.is_cuda else compare(calls, Budget(seconds, rounds))
 
 
 def _forward(case: Case, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
@@ -202,7 +203,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
     torch.set_num_threads(1)
-    print(f"{machine()}, torch {torch.__version__}, {where}")
+    print(f"{stamp('default')}, torch {torch.__version__}, {where}")
     rows = []
     for name, shape in SHAPES.items():
         lengths = (8,) if options.tiny else shape.tokens if device == "cuda" else (4096,)
@@ -218,7 +219,9 @@ def main() -> None:
                     rows.append([name, tokens, backward, who, t.median, t.p20, t.p80, moved])
     if options.json:
         columns = ["shape", "tokens", "backward", "contestant", "median_s", "p20_s", "p80_s", "bytes"]
-        options.json.write_text(json.dumps({"machine": machine(), "device": where, "columns": columns, "rows": rows}))
+        options.json.write_text(
+            json.dumps({"machine": str(stamp("default")), "device": where, "columns": columns, "rows": rows})
+        )
 
 
 if __name__ == "__main__":

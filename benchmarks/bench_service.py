@@ -19,10 +19,11 @@ from typing import Any
 import grpc
 import numpy as np
 from service_load import OPTIONS, Clients, Order, ServerProcess, measure, started
-from timing import Timing, machine
-from workloads import workload
 
 import mmpos
+from mmpos.bench.machine import stamp
+from mmpos.bench.timing import Timing
+from mmpos.bench.workloads import workload
 from mmpos.queries import Dense, PositionsQuery
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.wire.parts import put_parts
@@ -256,7 +257,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="toy sizes, every path once")
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
-    print(f"{machine()}, {os.cpu_count()} cores, grpcio {grpc.__version__}, malloc {options.malloc}")
+    print(f"{stamp('default')}, {os.cpu_count()} cores, grpcio {grpc.__version__}, malloc {options.malloc}")
     print(f"python {shlex.join(sys.argv)}; {sizes.rounds} rounds of {sizes.seconds:g} s in which all take turns")
     print(f"documents of {sizes.tokens:,} tokens, {sizes.images} images of {sizes.side}×{sizes.side}")
     run(sizes, options.malloc)

@@ -20,16 +20,6 @@ def bench(name: str, *options: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_position_benchmark_beats_the_engine_loop_on_batches() -> None:
-    rows = [line for line in bench("bench_positions").splitlines() if line[:2] in ("a:", "b:", "c:", "d:")]
-    assert [row[0] for row in rows] == ["a", "b", "c", "d"]
-    for row in rows[1:3]:
-        mrope, tie = (float(cell.removesuffix("×")) for cell in row.split() if cell.endswith("×") and "." in cell)
-        assert mrope > 2
-        assert tie > 2
-
-
-@pytest.mark.slow
 def test_the_rotary_benchmark_takes_every_path_on_toy_sizes(tmp_path: Path) -> None:
     bench("bench_rotary", "--tiny", "--json", str(tmp_path / "figures.json"), TRITON_INTERPRET="1")
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -1,8 +1,10 @@
 """The four workloads of the position benchmarks, as lists of text lengths and image grids."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
-from mmpos import Grid, Text
+from mmpos.parts import Grid, Text
 
 Document = list[Text | Grid]
 

@@ -1,4 +1,4 @@
-"""From the bytes of photographs to patches and batches, against Transformers' fast Qwen2-VL processor; in one run.
+"""From the bytes of photographs to batches, in this process and in workers, and collating alone; in one run.
 
 python benchmarks/bench_data.py            with the C library's own malloc, then with the one that the server tunes
 python benchmarks/bench_data.py --quick    every path once on toy sizes
@@ -12,25 +12,19 @@ import sys
 import tarfile
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torchvision
-import transformers
 from bench_collate import equal, evenly, with_loops
-from PIL import Image
 from torch.utils.data import DataLoader
-from torchvision.io import ImageReadMode, decode_image
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 import mmpos
 from mmpos.bench.machine import stamp
+from mmpos.bench.photographs import photographs
 from mmpos.bench.timing import Budget, Timing, compare
 from mmpos.data import (
     Batch,
@@ -44,17 +38,10 @@ from mmpos.data import (
     shards,
 )
 from mmpos.images import ImageProcessor
-from mmpos.images.backends import decode_jpeg, resize
-from mmpos.images.patches import patchify
 from mmpos_server.malloc import keep_large_blocks
 
-PHOTOS = Path(mmpos.__file__).parent / "photos"
 UINT8 = ImageProcessor(order="merged")
-FLOAT32 = ImageProcessor(order="merged", dtype="float32")
-THEIRS = Qwen2VLImageProcessor()
-PIL_THEIRS, TENSOR_THEIRS = "Transformers, decoded by Pillow", "Transformers, decoded by torchvision"
 
-Make = Callable[[bytes], Any]
 Calls = dict[str, Callable[[], object]]
 
 
@@ -74,108 +61,6 @@ class Sizes:
 
 QUICK = Sizes(128, 96, 0.0, 2, 2, 2, 2, (4, 64, 2, 4))
 COLLATE_SECONDS = 5e-3
-
-
-def photographs(sizes: Sizes) -> list[bytes]:
-    """The two photographs that come with the package, enlarged, as JPEG files."""
-    found = []
-    for name in ("chelsea", "coffee"):
-        with Image.open(PHOTOS / f"{name}.jpg") as photo:
-            large = photo.convert("RGB").resize((sizes.width, sizes.height), Image.Resampling.BICUBIC)
-        file = io.BytesIO()
-        large.save(file, "JPEG", quality=90)
-        found.append(file.getvalue())
-    return found
-
-
-def by_pillow(data: bytes) -> Any:
-    """What users of datasets.Image do: a Pillow image, then the processor."""
-    photo: Image.Image = Image.open(io.BytesIO(data))
-    return THEIRS([photo], return_tensors="pt")["pixel_values"]
-
-
-def by_torchvision(data: bytes) -> Any:
-    """What the processor's own loading of files does: a tensor, then the processor."""
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchvision would rather have torchcodec decode
-        tensor = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    return THEIRS([tensor], return_tensors="pt")["pixel_values"]
-
-
-def same_layout(data: bytes) -> Any:
-    """Ours, laid out as theirs."""
-    return UINT8.pixel_values(UINT8.process(data).patches)
-
-
-OURS: dict[str, tuple[Make, float | None]] = {
-    "mmpos, patches of uint8": (UINT8.process, 3.0),
-    "mmpos, patches of float32": (FLOAT32.process, None),
-    "mmpos, Transformers' float32 layout": (same_layout, 1.8),
-}
-"""How ours is called, and what is to be reached."""
-
-
-def prove(photos: list[bytes]) -> str:
-    """Equality before timing: every sample of theirs against ours, in each form."""
-    mean, std = np.array(UINT8.mean), np.array(UINT8.std)
-    level, furthest = float((1 / (255 * std)).max()), 0.0
-    for data in photos:
-        ours = UINT8.process(data).patches
-        assert ours is not None
-        for make in (by_pillow, by_torchvision):
-            theirs = make(data).numpy()
-            values = same_layout(data)
-            assert (values.shape, values.dtype) == (theirs.shape, theirs.dtype)
-            furthest = max(furthest, float(np.abs(values - theirs).max()))
-            frames = theirs.reshape(len(ours), 3, 2, 14, 14).transpose(2, 0, 3, 4, 1)
-            assert (np.rint((frames * std + mean) * 255) == ours).all(), "uint8: got other pixels"
-            assert np.abs(frames - FLOAT32.process(data).patches).max() <= 1e-5, "float32: got other pixels"
-    assert furthest <= level, f"float32 layout: got values {furthest:.1e} apart, want at most {level:.1e}"
-    return f"patches equal before timing, float32 within {furthest:.1e} (one level of uint8 is {level:.1e})"
-
-
-def images(photos: list[bytes], sizes: Sizes) -> None:
-    """Images per second and core of all contestants."""
-    makers = {PIL_THEIRS: by_pillow, TENSOR_THEIRS: by_torchvision, **{name: make for name, (make, _) in OURS.items()}}
-
-    def each(make: Make) -> None:
-        for data in photos:
-            make(data)
-
-    calls: Calls = {name: partial(each, make) for name, make in makers.items()}
-    times = compare(calls, Budget(sizes.seconds, sizes.rounds))
-    print(f"  {'one core, µs per image':<38} {'':>28} {'images/s':>9}  over Pillow's, over torchvision's")
-    for name, total in times.items():
-        count = len(photos)
-        one = Timing(total.median / count, total.p20 / count, total.p80 / count, total.turns)
-        ratios = [times[base].median / total.median for base in (PIL_THEIRS, TENSOR_THEIRS)]
-        target = OURS[name][1] if name in OURS else None
-        cells = [judged(ratio, target) for ratio in ratios] if name in OURS else []
-        print(f"  {name:<38} {one.micros:>28} {1 / one.median:>9.0f}  {'; '.join(cells)}".rstrip())
-
-
-def judged(ratio: float, target: float | None) -> str:
-    """A ratio of medians beside its target."""
-    met = "" if target is None else f", target at least {target:g}×: {'met' if ratio >= target else 'missed'}"
-    return f"{ratio:.2f}×{met}"
-
-
-def stages(data: bytes, sizes: Sizes) -> None:
-    """Where our time goes."""
-    size = UINT8.fit(sizes.height, sizes.width)
-    decoded = decode_jpeg(data)
-    pixels = resize(decoded, *size, "torchvision")
-    patches = patchify(pixels, 14, 2, "merged", None)
-    calls: Calls = {
-        "header": partial(UINT8.inspect, data),
-        "decode": partial(decode_jpeg, data),
-        f"resize to {size[1]}×{size[0]}": partial(resize, decoded, *size, "torchvision"),
-        "patches of uint8": partial(patchify, pixels, 14, 2, "merged", None),
-        "float32 layout": partial(UINT8.pixel_values, patches),
-    }
-    times = compare(calls, Budget(sizes.seconds / 5, sizes.rounds))
-    print("  stages, µs:", ", ".join(f"{name} {t.median * 1e6:,.0f}" for name, t in times.items()))
 
 
 def corpus(folder: Path, photos: list[bytes], sizes: Sizes) -> list[Path]:
@@ -234,11 +119,9 @@ def collate(sizes: Sizes) -> None:
 def measure(sizes: Sizes) -> None:
     """Prove equality, measure and print; collate first, since blocks that images leave behind would make it faster."""
     collate(sizes)
-    photos = photographs(sizes)
+    photos = photographs(sizes.width, sizes.height)
     mean = sum(map(len, photos)) / len(photos)
-    print(f"  {len(photos)} JPEG files of {sizes.width}×{sizes.height}, {mean:,.0f} bytes each; {prove(photos)}")
-    images(photos, sizes)
-    stages(photos[0], sizes)
+    print(f"  {len(photos)} JPEG files of {sizes.width}×{sizes.height}, {mean:,.0f} bytes each")
     with tempfile.TemporaryDirectory() as folder:
         workers(corpus(Path(folder), photos, sizes), sizes)
 
@@ -249,9 +132,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="toy sizes, every path once")
     sizes = QUICK if parser.parse_args().quick else Sizes()
     torch.set_num_threads(1)
-    versions = (
-        f"torch {torch.__version__}, torchvision {torchvision.__version__}, transformers {transformers.__version__}"
-    )
+    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}"
     print(f"{stamp('default')}, {os.cpu_count()} cores, {versions}, one thread per process")
     print(f"python {shlex.join(sys.argv)}; medians (20th–80th percentile), all contestants in turn")
     for malloc in ("default", "tuned"):

@@ -21,7 +21,7 @@ from mmpos.segments import SegmentTable
 
 __all__ = ["curves"]
 
-_BUDGET, _QUICK = Budget(0.25, 11), Budget(0.0, 2)
+_BUDGET = Budget(0.25, 11)
 _SCHEMES = {"flatten": 1, "rope-tie": 2, "mrope": 3}
 
 Array = npt.NDArray[Any]
@@ -70,7 +70,15 @@ def _written(group: str, name: str, documents: list[Document], scheme: str, poin
         ),
     )
     work = counts(documents) | {"bytes": out.nbytes, "ids": out.size}
-    return Case(group, name, contestants, work, "ids" if point.axis == "axes" else "tokens", point, _budget(options))
+    return Case(
+        group,
+        name,
+        contestants,
+        work,
+        "ids" if point.axis == "axes" else "tokens",
+        point,
+        None if options.quick else _BUDGET,
+    )
 
 
 def _whole(group: str, name: str, documents: list[Document], point: Point, options: Options) -> Case:
@@ -93,7 +101,7 @@ def _whole(group: str, name: str, documents: list[Document], point: Point, optio
         loop = partial(engine_loop, documents)
         contestants.append(Contestant("loop per image", loop, Role.PEER, lambda: equal(loop()[0], want)))
     work = counts(documents) | {"bytes": limit.nbytes}
-    return Case(group, name, tuple(contestants), work, point=point, budget=_budget(options))
+    return Case(group, name, tuple(contestants), work, point=point, budget=None if options.quick else _BUDGET)
 
 
 def _spans(documents: list[Document]) -> tuple[Array, Array, Array, Array]:
@@ -104,7 +112,3 @@ def _spans(documents: list[Document]) -> tuple[Array, Array, Array, Array]:
     ends = np.append(0, np.cumsum(segments.lengths))
     firsts = ends[segments.segment_offsets]
     return np.diff(firsts), ends[grids] - firsts[owner[grids]], segments.extents[:, grids].T.copy(), owner[grids]
-
-
-def _budget(options: Options) -> Budget:
-    return _QUICK if options.quick else _BUDGET

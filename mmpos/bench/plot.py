@@ -11,9 +11,11 @@ from mmpos.plot.canvas import COLOURS, FAINT, INK, canvas, picture_path
 
 __all__ = ["plot_report"]
 
-_WIDTH, _TITLE, _ABOVE, _BELOW = 9.0, 0.7, 0.4, 0.65  # inches
-_LEFT, _PANEL, _CURVE, _ROW = 3.2, 3.6, 2.6, 0.24
+_TITLE, _COLUMN, _ABOVE, _BELOW = 0.8, 7.8, 0.4, 0.6  # inches: of the page, and around a panel
+_LEFT, _PANEL, _CURVE, _ROW = 2.9, 2.8, 2.3, 0.2
 _MARKERS = "osD^vP"
+
+Group = tuple[Measurement, ...]
 
 
 def plot_report(report: Report, path: str | PathLike[str]) -> None:
@@ -35,38 +37,51 @@ def plot_report(report: Report, path: str | PathLike[str]) -> None:
     groups = [group for group in groups if _is_curve(group) or _rows(group)]
     if not groups:
         raise InvalidInputError("report: got no curve and no ratio to a limit, want something to draw")
-    heights = [_CURVE if _is_curve(group) else _ROW * (len(_rows(group)) + 1) for group in groups]
-    height = _TITLE + sum(heights) + len(groups) * (_ABOVE + _BELOW)
-    with canvas(target, _WIDTH, height) as figure:
-        figure.text(0.2 / _WIDTH, 1 - 0.3 / height, f"mmpos bench {report.suite}", fontsize=13, color=INK)
-        figure.text(0.2 / _WIDTH, 1 - 0.52 / height, str(report.machine), fontsize=7, color=FAINT)
-        top = height - _TITLE
-        for group, inner in zip(groups, heights, strict=True):
-            top -= _ABOVE + inner
-            box = (_LEFT / _WIDTH, top / height, _PANEL / _WIDTH, inner / height)
-            axes = figure.add_axes(box)
-            top -= _BELOW
+    places, height = _layout(groups)
+    width = _COLUMN * (1 + max(column for column, _ in places))
+    with canvas(target, width, height) as figure:
+        figure.text(0.2 / width, 1 - 0.35 / height, f"mmpos bench {report.suite}", fontsize=13, color=INK)
+        figure.text(0.2 / width, 1 - 0.57 / height, str(report.machine), fontsize=7.5, color=FAINT)
+        for group, (column, bottom) in zip(groups, places, strict=True):
+            left = column * _COLUMN + _LEFT
+            axes = figure.add_axes((left / width, bottom / height, _PANEL / width, _height(group) / height))
             (_draw_curve if _is_curve(group) else _draw_rows)(axes, group)
-            axes.set_title(group[0].group, loc="left", fontsize=10, color=INK, x=0 if _is_curve(group) else -0.8)
+            figure.text(
+                (left - _LEFT + 0.2) / width, (bottom + _height(group) + 0.1) / height, group[0].group, color=INK
+            )
             _finish(axes)
 
 
-def _is_curve(group: tuple[Measurement, ...]) -> bool:
+def _height(group: Group) -> float:
+    return _CURVE if _is_curve(group) else _ROW * (len(_rows(group)) + 1)
+
+
+def _layout(groups: list[Group]) -> tuple[list[tuple[int, float]], float]:
+    """The column of each panel and the inches below it, and the height of the page: two columns that end alike."""
+    used, places = [_TITLE, _TITLE], []
+    for group in groups:
+        column = 0 if used[0] <= used[1] or len(groups) == 1 else 1
+        used[column] += _ABOVE + _height(group) + _BELOW
+        places.append((column, used[column] - _BELOW))
+    return [(column, max(used) - below) for column, below in places], max(used)
+
+
+def _is_curve(group: Group) -> bool:
     return all(m.point is not None for m in group)
 
 
-def _rows(group: tuple[Measurement, ...]) -> list[tuple[Measurement, str]]:
+def _rows(group: Group) -> list[tuple[Measurement, str]]:
     """The lines of a panel of dots: cases and contestants that have a limit."""
     return [(m, e.name) for m in group if m.limit is not None for e in m.entries if e.role != "limit"]
 
 
-def _colours(group: tuple[Measurement, ...]) -> dict[str, tuple[str, str]]:
+def _colours(group: Group) -> dict[str, tuple[str, str]]:
     """Colour and marker of every contestant but limits."""
     names = dict.fromkeys(e.name for m in group for e in m.entries if e.role != "limit")
     return {n: (COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(names)}
 
 
-def _draw_curve(axes: Any, group: tuple[Measurement, ...]) -> None:
+def _draw_curve(axes: Any, group: Group) -> None:
     colours = _colours(group)
     for name in dict.fromkeys(e.name for m in group for e in m.entries):
         found = [(m.point[1], m.per_unit(e), e.timing) for m in group for e in m.entries if e.name == name and m.point]
@@ -78,17 +93,17 @@ def _draw_curve(axes: Any, group: tuple[Measurement, ...]) -> None:
         axes.plot(x, y, marker=marker, color=colour, linestyle="-" if marker else "--", markersize=4, label=name)
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     counts = [m.point[1] for m in group if m.point]
-    if min(counts) > 0:
-        axes.set_xscale("log")
-    else:
+    if min(counts) <= 0:
         axes.set_xscale("symlog", linthresh=1)
+    elif max(counts) > 10:
+        axes.set_xscale("log")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(group[0].point[0] if group[0].point else "")
     axes.set_ylabel(f"ns per {group[0].unit.removesuffix('s')}")
 
 
-def _draw_rows(axes: Any, group: tuple[Measurement, ...]) -> None:
+def _draw_rows(axes: Any, group: Group) -> None:
     colours, rows, seen = _colours(group), _rows(group), set()
     for i, (measurement, name) in enumerate(rows):
         entry, limit = measurement[name], measurement.limit
@@ -105,10 +120,9 @@ def _draw_rows(axes: Any, group: tuple[Measurement, ...]) -> None:
     axes.set_yticks(named, [rows[i][0].name for i in named], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.5), max(high, 10))  # a decade at least, so that panels look alike
     axes.xaxis.set_major_formatter("{x:g}×")
-    axes.xaxis.set_minor_formatter(
-        lambda value, _: f"{value:g}×" if axes.get_xlim()[1] < 10 * axes.get_xlim()[0] else ""
-    )
     axes.axvline(1, color=FAINT, linestyle="--", linewidth=1)
     limits = dict.fromkeys(m.limit.name for m in group if m.limit)
     axes.set_xlabel(f"times as long as {', '.join(limits)}")
@@ -119,5 +133,7 @@ def _finish(axes: Any) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.tick_params(which="both", labelsize=8)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.label.set_size(9)
+    axes.yaxis.label.set_size(9)
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, fontsize=8)

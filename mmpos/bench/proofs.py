@@ -42,7 +42,7 @@ def close(got: Any, want: Any, at_most: float) -> None:
     found, wanted = np.asarray(got), np.asarray(want)
     if found.shape != wanted.shape:
         raise NotEqualError(f"got shape {found.shape}, want {wanted.shape}")
-    same = found == wanted if at_most == 0 else np.abs(found - wanted) <= at_most
+    same = found == wanted if at_most == 0 else np.abs(found - wanted.astype(np.float64)) <= at_most
     if not same.all():
         place = tuple(int(i) for i in np.argwhere(~same)[0])
         within = f" within {at_most:g}" if at_most else ""

@@ -21,6 +21,7 @@ __all__ = ["SUITES", "Watch", "run"]
 SUITES: Mapping[str, str] = MappingProxyType(
     {
         "positions": "from lists, spans and token ids to dense ids",
+        "images": "from the bytes of photographs to patches",
     }
 )
 """Every suite, which is the module mmpos.bench.<name>, and what it measures."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.text import Text
 
 from mmpos.bench.results import Entry, Measurement, Report
-from mmpos.cli import report
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -14,7 +15,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 def print_report(out: Console, found: Report) -> None:
     """Machine, command, one table per group, and the peers that were missing."""
     out.print(f"{found.machine}\n{found.machine.versions}\n")
-    out.print(f"{found.command}; medians (20th–80th percentile), all contestants in turn")
+    out.print(f"{found.command}; medians and 20th to 80th percentiles, contestants in turn")
     if found.quick:
         out.print("quick: every path once, the figures mean nothing")
     for group in found.groups:
@@ -50,27 +51,43 @@ def ratio_text(ratio: float | None) -> str:
 
 
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
+    """A line per contestant under the name of each case: names are too long for a column of a table."""
     units = list(dict.fromkeys(m.unit for m in measurements))
-    per = f"per {units[0].removesuffix('s')}" if len(units) == 1 else "per unit"
-    peers = list(dict.fromkeys(e.name for m in measurements for e in m.entries if e.role == "peer"))
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
-    # Rounds of many columns do not fit a terminal: peers are named in one.
-    heads = ["", "median", "range", per, *(["of limit"] if limits else []), *(["faster than peers"] if peers else [])]
-    table = report.new_table(*heads, right=heads[1:5])
-    for measurement in measurements:
-        table.add_row(Text(measurement.name, style="italic"))
-        for entry in measurement.entries:
-            cells = [f"  {entry.name}", seconds_text(entry.timing.median), spread_text(entry)]
-            each = measurement.per_unit(entry)
-            cells.append("" if each is None else seconds_text(each))
-            if limits:
-                cells.append("" if entry.role == "limit" else ratio_text(measurement.of_limit(entry)))
-            if peers:
-                over = measurement.over_peers(entry)
-                cells.append(", ".join(f"{ratio_text(ratio)} {name}" for name, ratio in over.items()))
-            table.add_row(*cells)
+    peers = any(e.role == "peer" for m in measurements for e in m.entries)
+    per = f"per {units[0].removesuffix('s')}" if len(units) == 1 else "per unit"
+    head = ["", "median", "p20–p80", per, "of limit" if limits else "", "faster than" if peers else ""]
+    rows = [[cells for e in m.entries for cells in _cells(m, e)] for m in measurements]
+    every = [head, *(row for case in rows for row in case)]
+    widths = [max(len(cells[i]) for cells in every) for i in range(len(head))]
+    out.out(_line(head, widths))
+    for measurement, case in zip(measurements, rows, strict=True):
+        out.print(Text(measurement.name, style="bold"))
+        for cells in case:
+            out.out(_line(cells, widths), highlight=False)
         for name, value in measurement.facts.items():
-            table.add_row(f"  {name}", f"{value:,.4g}")
-    report.show(out, table)
+            out.out(f"  {name}: {value:,.4g}", highlight=False)
     if limits:
         out.print(f"limit: {', '.join(limits)}")
+
+
+def _cells(measurement: Measurement, entry: Entry) -> Iterator[list[str]]:
+    """The line of a contestant, and one more for each further peer."""
+    each = measurement.per_unit(entry)
+    over = [f"{ratio_text(ratio)} {name}" for name, ratio in measurement.over_peers(entry).items()]
+    yield [
+        f"  {entry.name}",
+        seconds_text(entry.timing.median),
+        spread_text(entry),
+        "" if each is None else seconds_text(each),
+        "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry)),
+        over[0] if over else "",
+    ]
+    yield from (["", "", "", "", "", peer] for peer in over[1:])
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    """Names flush left, numbers flush right, peers flush left."""
+    name, *numbers, over = cells
+    middle = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True)]
+    return "  ".join([f"{name:<{widths[0]}}", *middle, over]).rstrip()

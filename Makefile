@@ -39,8 +39,8 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-bench: $(VENV)/dev  ## the benchmarks, as tables
-	$(BIN)/mmpos bench positions --peers
+bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
+	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/bench_rotary.py
 	$(BIN)/python benchmarks/bench_service.py
 	$(BIN)/python benchmarks/bench_collate.py

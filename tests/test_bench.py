@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from record import QUOTING, fill_in, to_markdown
 from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
@@ -271,3 +272,27 @@ def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
         plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
     with pytest.raises(InvalidInputError, match="want a file ending in"):
         plot_report(REPORT, tmp_path / "found.pdf")
+
+
+def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> None:
+    text = replace(MEASUREMENT, name="d", entries=MEASUREMENT.entries[:2])
+    assert to_markdown((MEASUREMENT, text)) == (
+        "|  | fill, the limit | mmpos (× limit) | place (× limit) | loop (× mmpos) |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| a: one | 2.00 µs | 3.00 µs (1.50×) | 1.00 µs (0.50×) | 60.0 µs (20.0×) |\n"
+        "| d | 2.00 µs | 3.00 µs (1.50×) | – | – |\n"
+    )
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
+def test_pages_quote_what_was_measured(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert fill_in(text) == text
+
+
+def test_a_quote_of_figures_that_are_not_there_is_refused() -> None:
+    page = "<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->"
+    with pytest.raises(SystemExit, match="abacus; positions; default; ids: got no such figures"):
+        fill_in(page)
+    quoted = (QUOTING[1].read_text(encoding="utf-8")).count("<!-- bench: ")
+    assert quoted >= 5

@@ -35,9 +35,9 @@ def test_the_positions_suite_takes_every_path_on_toy_sizes() -> None:
         **dict.fromkeys(whole, WORKLOADS),
         "dense(out=) over tokens": ["1,024 tokens", "4,096 tokens"],
         "from token ids, over tokens": ["1,024 tokens", "4,096 tokens"],
-        "from lists, over images": ["0 images", "1 images"],
+        "from lists, over images": ["0 images", "1 image"],
         "dense(out=) over the size of images": ["2×2", "4×4"],
-        "from lists, over documents": ["1 documents", "4 documents"],
+        "from lists, over documents": ["1 document", "4 documents"],
         "dense(out=) over axes": ["1", "2", "3"],
     }
     peers = {group: [e.name for e in found.group(group)[0].entries if e.role == "peer"] for group in found.groups}

@@ -12,7 +12,7 @@ from mmpos.bench.results import Entry, Measurement
 from mmpos.bench.timing import Budget, Call, Tick, Timer, compare
 from mmpos.errors import InvalidInputError
 
-__all__ = ["Case", "Contestant", "Options", "Point", "Role"]
+__all__ = ["Case", "Contestant", "Later", "Options", "Point", "Role"]
 
 
 class Role(StrEnum):
@@ -131,6 +131,26 @@ class Case:
         entries = tuple(Entry(c.name, c.role.value, times[c.name]) for c in self.contestants)
         point = None if self.point is None else (self.point.axis, self.point.value)
         return Measurement(self.group, self.name, entries, dict(self.work), self.unit, point, dict(self.facts()))
+
+
+@dataclass(frozen=True)
+class Later:
+    """A case that is made when it is measured, and its arrays with it.
+
+    Args:
+        group: of the case.
+        name: of the case.
+        make: the case.
+    """
+
+    group: str
+    name: str
+    make: Callable[[], Case]
+
+    @property
+    def title(self) -> str:
+        """Group and name."""
+        return f"{self.group}: {self.name}"
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.bench.cases import Case, Contestant, Options, Point, Role
+from mmpos.bench.cases import Case, Contestant, Later, Options, Point, Role
 from mmpos.bench.peers.engine_loop import engine_loop
 from mmpos.bench.proofs import equal
 from mmpos.bench.reference import loop_ids
 from mmpos.bench.timing import Budget
-from mmpos.bench.tokens import Tokens
+from mmpos.bench.tokens import from_ids
 from mmpos.bench.workloads import Document, counts, workload
 from mmpos.placing import place
 from mmpos.segments import SegmentTable
 
 __all__ = ["curves"]
+
+
+class Shape(NamedTuple):
+    """Of a workload: documents, tokens of each, images in each, and their side."""
+
+    documents: int
+    tokens: int
+    images: int
+    side: int
+
 
 _BUDGET = Budget(0.25, 11)
 _SCHEMES = {"flatten": 1, "rope-tie": 2, "mrope": 3}
@@ -27,7 +38,7 @@ _SCHEMES = {"flatten": 1, "rope-tie": 2, "mrope": 3}
 Array = npt.NDArray[Any]
 
 
-def curves(options: Options) -> Iterator[Case]:
+def curves(options: Options) -> Iterator[Later]:
     """All curves, point by point; a quick one has its first two points."""
 
     def first(values: list[int]) -> list[int]:
@@ -35,28 +46,42 @@ def curves(options: Options) -> Iterator[Case]:
 
     million = 2**14 if options.quick else 2**20
     for tokens in first([2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22]):
-        documents = workload(1, tokens, tokens // 320, 16)
-        point = Point("tokens, an image of 16×16 in every 320", tokens)
-        yield _written("dense(out=) over tokens", f"{tokens:,} tokens", documents, "rope-tie", point, options)
-        yield Tokens(documents).case("from token ids, over tokens", f"{tokens:,} tokens", options, point)
+        name, point = f"{tokens:,} tokens", Point("tokens, an image of 16×16 in every 320", tokens)
+        shape = Shape(1, tokens, tokens // 320, 16)
+        yield _later("dense(out=) over tokens", name, partial(_written, shape, "rope-tie", point, options))
+        yield _later("from token ids, over tokens", name, partial(_from_ids, shape, point, options))
     for images in first([0, 1, 10, 100, 1000, 10_000]):
-        point = Point(f"images of 8×8 in {million:,} tokens", images)
-        yield _whole("from lists, over images", f"{images:,} images", workload(1, million, images, 8), point, options)
+        shape, point = Shape(1, million, images, 8), Point(f"images of 8×8 in {million:,} tokens", images)
+        yield _later("from lists, over images", _counted(images, "image"), partial(_whole, shape, point, options))
     for side in first([2, 4, 8, 16, 32, 64, 128, 256, 512]):
-        documents = workload(1, million, max(1, million // 2 // side**2), side)
+        shape = Shape(1, million, max(1, million // 2 // side**2), side)
         point = Point(f"side of the images that are half of {million:,} tokens", side)
-        yield _written("dense(out=) over the size of images", f"{side}×{side}", documents, "rope-tie", point, options)
+        make = partial(_written, shape, "rope-tie", point, options)
+        yield _later("dense(out=) over the size of images", f"{side}×{side}", make)
     for count in first([1, 4, 16, 64, 256, 1024, 4096]):
+        shape = Shape(count, million // count, 1, 8)
         point = Point(f"documents of one image of 8×8, {million:,} tokens in all", count)
-        documents = workload(count, million // count, 1, 8)
-        yield _whole("from lists, over documents", f"{count:,} documents", documents, point, options)
+        yield _later("from lists, over documents", _counted(count, "document"), partial(_whole, shape, point, options))
     for scheme, axes in _SCHEMES.items():
-        documents, point = workload(1, million, million // 640, 16), Point("axes", axes)
-        yield _written("dense(out=) over axes", f"{axes}: {scheme}", documents, scheme, point, options)
+        make = partial(_written, Shape(1, million, million // 640, 16), scheme, Point("axes", axes), options)
+        yield _later("dense(out=) over axes", f"{axes}: {scheme}", make)
 
 
-def _written(group: str, name: str, documents: list[Document], scheme: str, point: Point, options: Options) -> Case:
+def _later(group: str, name: str, make: Callable[[str, str], Case]) -> Later:
+    return Later(group, name, partial(make, group, name))
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def _from_ids(shape: Shape, point: Point, options: Options, group: str, name: str) -> Case:
+    return replace(from_ids(group, name, workload(*shape), options, point), budget=_budget(options))
+
+
+def _written(shape: Shape, scheme: str, point: Point, options: Options, group: str, name: str) -> Case:
     """Placing, and ids into memory that is there, against filling it."""
+    documents = workload(*shape)
     segments, want = SegmentTable.from_documents(documents), loop_ids(documents, scheme)
     table, out = place(segments, scheme), np.zeros(want.shape, np.int32)
     contestants = (
@@ -77,12 +102,13 @@ def _written(group: str, name: str, documents: list[Document], scheme: str, poin
         work,
         "ids" if point.axis == "axes" else "tokens",
         point,
-        None if options.quick else _BUDGET,
+        _budget(options),
     )
 
 
-def _whole(group: str, name: str, documents: list[Document], point: Point, options: Options) -> Case:
+def _whole(shape: Shape, point: Point, options: Options, group: str, name: str) -> Case:
     """From Python lists to new ids, with the table from spans beside, against a fill and the loop per image."""
+    documents = workload(*shape)
     want = loop_ids(documents, "mrope")
     limit, spans = np.empty(want.shape, np.int32), _spans(documents)
 
@@ -101,7 +127,7 @@ def _whole(group: str, name: str, documents: list[Document], point: Point, optio
         loop = partial(engine_loop, documents)
         contestants.append(Contestant("loop per image", loop, Role.PEER, lambda: equal(loop()[0], want)))
     work = counts(documents) | {"bytes": limit.nbytes}
-    return Case(group, name, tuple(contestants), work, point=point, budget=None if options.quick else _BUDGET)
+    return Case(group, name, tuple(contestants), work, point=point, budget=_budget(options))
 
 
 def _spans(documents: list[Document]) -> tuple[Array, Array, Array, Array]:
@@ -112,3 +138,7 @@ def _spans(documents: list[Document]) -> tuple[Array, Array, Array, Array]:
     ends = np.append(0, np.cumsum(segments.lengths))
     firsts = ends[segments.segment_offsets]
     return np.diff(firsts), ends[grids] - firsts[owner[grids]], segments.extents[:, grids].T.copy(), owner[grids]
+
+
+def _budget(options: Options) -> Budget | None:
+    return None if options.quick else _BUDGET

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.bench.cases import Case, Contestant, Options, Role
+from mmpos.bench.cases import Case, Contestant, Later, Options, Role
 from mmpos.bench.curves import curves
 from mmpos.bench.peers.engine_loop import engine_loop
 from mmpos.bench.proofs import equal
 from mmpos.bench.reference import loop_ids
-from mmpos.bench.tokens import Tokens
-from mmpos.bench.views import views
+from mmpos.bench.tokens import from_ids
+from mmpos.bench.views import PADDED, VIEWS, padded, views
 from mmpos.bench.workloads import WORKLOADS, Document, counts
 from mmpos.placing import place
 from mmpos.segments import SegmentTable
@@ -24,23 +24,28 @@ __all__ = ["cases"]
 
 Array = npt.NDArray[Any]
 
-_KINDS = (("rope-tie", np.int32), ("mrope", np.int32), ("rope-tie", np.int64), ("rope-tie-v2", np.float64))
+_LISTS, _FRESH, _IDS = "from lists to dense ids", "dense() in a new array", "from token ids to dense ids"
+_KINDS: tuple[tuple[str, type[np.number[Any]]], ...] = (
+    ("rope-tie", np.int32),
+    ("mrope", np.int32),
+    ("rope-tie", np.int64),
+    ("rope-tie-v2", np.float64),
+)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: Options) -> Iterator[Later]:
     """Every case of the suite; the workloads are no smaller when it is quick, the curves are shorter."""
     workloads = [(f"{name}: {title}", documents) for name, (title, documents) in WORKLOADS.items()]
-    for title, documents in workloads:
-        yield from_lists(title, documents, options)
-    for title, documents in workloads:
-        for scheme, kind in _KINDS:
-            yield filled(title, documents, scheme, np.dtype(kind))
-    for title, documents in workloads:
-        yield fresh(title, documents)
-    for title, documents in workloads:
-        yield Tokens(documents).case("from token ids to dense ids", title, options)
-    for title, documents in workloads:
-        yield from views(title, documents)
+    yield from (Later(_LISTS, title, partial(from_lists, title, given, options)) for title, given in workloads)
+    for scheme, kind in _KINDS:
+        group = f"dense(out=), {scheme}, {kind.__name__}"
+        yield from (
+            Later(group, title, partial(filled, group, title, given, scheme, kind)) for title, given in workloads
+        )
+    yield from (Later(_FRESH, title, partial(fresh, title, given)) for title, given in workloads)
+    yield from (Later(_IDS, title, partial(from_ids, _IDS, title, given, options)) for title, given in workloads)
+    yield from (Later(VIEWS, title, partial(views, title, given)) for title, given in workloads)
+    yield from (Later(PADDED, title, partial(padded, title, given)) for title, given in workloads)
     yield from curves(options)
 
 
@@ -73,10 +78,10 @@ def from_lists(title: str, documents: list[Document], options: Options) -> Case:
     if options.peers.get("loop per image", "engine_loop"):
         proof = partial(_loop_is_right, documents, mrope)
         contestants.append(Contestant("loop per image", partial(engine_loop, documents), Role.PEER, proof))
-    return Case("from lists to dense ids", title, tuple(contestants), counts(documents) | {"bytes": limit.nbytes})
+    return Case(_LISTS, title, tuple(contestants), counts(documents) | {"bytes": limit.nbytes})
 
 
-def filled(title: str, documents: list[Document], scheme: str, dtype: np.dtype[Any]) -> Case:
+def filled(group: str, title: str, documents: list[Document], scheme: str, dtype: type[np.number[Any]]) -> Case:
     """Ids into memory that is there, against filling it with one number."""
     table, want = place(SegmentTable.from_documents(documents), scheme), loop_ids(documents, scheme)
     out = np.zeros(want.shape, dtype)
@@ -85,7 +90,7 @@ def filled(title: str, documents: list[Document], scheme: str, dtype: np.dtype[A
         Contestant("dense(out=)", partial(table.dense, out), proof=lambda: equal(table.dense(out), want)),
     )
     work = counts(documents) | {"bytes": out.nbytes}
-    return Case(f"dense(out=), {scheme}, {dtype}", title, contestants, work)
+    return Case(group, title, contestants, work)
 
 
 def fresh(title: str, documents: list[Document]) -> Case:
@@ -95,7 +100,7 @@ def fresh(title: str, documents: list[Document]) -> Case:
         Contestant("fill of a new array", partial(np.full, want.shape, 1, np.int32), Role.LIMIT),
         Contestant("dense()", table.dense, proof=lambda: equal(table.dense(), want)),
     )
-    return Case("dense() in a new array", title, contestants, counts(documents) | {"bytes": want.size * 4})
+    return Case(_FRESH, title, contestants, counts(documents) | {"bytes": want.size * 4})
 
 
 def _loop_is_right(documents: list[Document], want: Array) -> None:

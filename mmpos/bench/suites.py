@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
-from mmpos.bench.cases import Case, Options
+from mmpos.bench.cases import Case, Later, Options
 from mmpos.bench.machine import MALLOCS, set_malloc, stamp
 from mmpos.bench.peers import Peers
 from mmpos.bench.results import Report
@@ -68,12 +68,14 @@ def run(
     one_of("malloc", malloc, MALLOCS)
     set_malloc(malloc)
     options = Options(quick, Peers(peers))
-    cases = cast(Callable[[Options], Iterator[Case]], import_module(f"mmpos.bench.{suite}").cases)
+    cases = cast(Callable[[Options], Iterator[Case | Later]], import_module(f"mmpos.bench.{suite}").cases)
     measurements = []
-    for case in cases(options):
-        if only in case.title:
-            watch(case.title, 0, 1)
+    for found in cases(options):
+        if only in found.title:
+            watch(found.title, 0, 1)
+            case = found.make() if isinstance(found, Later) else found
             measurements.append(case.measure(QUICK if quick else FULL, partial(watch, case.title)))
+            del case  # its arrays make room for the next one's
     if not measurements:
         raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
     command = _command(suite, peers=peers, quick=quick, malloc=malloc, only=only)

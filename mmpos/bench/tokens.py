@@ -16,7 +16,7 @@ from mmpos.parts import Grid
 from mmpos.placing import place
 from mmpos.segments import SegmentTable
 
-__all__ = ["Tokens"]
+__all__ = ["Tokens", "from_ids"]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2
 
@@ -33,7 +33,6 @@ class Tokens:
         grids = [part for part in parts if isinstance(part, Grid)]
         lengths = [part.height * part.width if isinstance(part, Grid) else part.length for part in parts]
         ids = np.repeat([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], lengths)
-        self.documents = documents
         self.input_ids: npt.NDArray[np.int64] = ids.astype(np.int64).reshape(len(documents), -1)
         sides = [(1, grid.height * _MERGE, grid.width * _MERGE) for grid in grids]
         self.image_grid_thw = np.array(sides, np.int64).reshape(-1, 3)
@@ -45,26 +44,29 @@ class Tokens:
         )
         return place(segments, scheme).dense()
 
-    def case(self, group: str, title: str, options: Options, point: Point | None = None) -> Case:
-        """Against reading the token ids and writing as many bytes as the result has, and against Transformers."""
-        read, want = np.empty_like(self.input_ids), loop_ids(self.documents, "mrope")
-        written = np.empty(want.shape, np.int32)
 
-        def limit() -> None:
-            np.copyto(read, self.input_ids)
-            written.fill(1)
+def from_ids(group: str, name: str, documents: list[Document], options: Options, point: Point | None = None) -> Case:
+    """Against reading the token ids and writing as many bytes as the result has, and against Transformers."""
+    tokens, mrope, tie = Tokens(documents), loop_ids(documents, "mrope"), loop_ids(documents, "rope-tie")
+    read, written = np.empty_like(tokens.input_ids), np.empty(mrope.shape, np.int32)
 
-        contestants = [
-            Contestant("copy of token ids, and fill", limit, Role.LIMIT),
-            Contestant("mmpos, mrope", partial(self.ids, "mrope"), proof=lambda: equal(self.ids("mrope"), want)),
-            Contestant(
-                "mmpos, rope-tie",
-                partial(self.ids, "rope-tie"),
-                proof=lambda: equal(self.ids("rope-tie"), loop_ids(self.documents, "rope-tie")),
-            ),
-        ]
-        if rope_index := options.peers.get("Transformers", "rope_index"):
-            theirs = rope_index.RopeIndex(self.input_ids, _IMAGE, self.image_grid_thw)
-            contestants.append(Contestant("Transformers", theirs, Role.PEER, lambda: equal(theirs(), want)))
-        work = counts(self.documents) | {"bytes": read.nbytes + written.nbytes}
-        return Case(group, title, tuple(contestants), work, point=point)
+    def limit() -> None:
+        np.copyto(read, tokens.input_ids)
+        written.fill(1)
+
+    contestants = [
+        Contestant("copy of token ids, and fill", limit, Role.LIMIT),
+        Contestant("mmpos, mrope", partial(tokens.ids, "mrope"), proof=lambda: equal(tokens.ids("mrope"), mrope)),
+        Contestant(
+            "mmpos, rope-tie", partial(tokens.ids, "rope-tie"), proof=lambda: equal(tokens.ids("rope-tie"), tie)
+        ),
+    ]
+    if rope_index := options.peers.get("Transformers", "rope_index"):
+        theirs = rope_index.RopeIndex(tokens.input_ids, _IMAGE, tokens.image_grid_thw)
+        contestants.append(Contestant("Transformers", theirs, Role.PEER, lambda: equal(theirs(), mrope)))
+    work = counts(documents) | {"bytes": read.nbytes + written.nbytes}
+    return Case(group, name, tuple(contestants), work, point=point)
+
+
+def _proved(tokens: Tokens, scheme: str, want: npt.NDArray[Any]) -> None:
+    equal(tokens.ids(scheme), want)

@@ -17,7 +17,9 @@ from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
 
-__all__ = ["views"]
+__all__ = ["PADDED", "VIEWS", "padded", "views"]
+
+VIEWS, PADDED = "tables from a table", "padded ids and mask"
 
 _SCHEME, _RANKS, _PADDING, _RANGES, _RANGE = "rope-tie", 2, 64, 16, 100
 
@@ -25,16 +27,15 @@ Array = npt.NDArray[Any]
 Question = tuple[str, Callable[[], PositionTable], Array]
 
 
-def views(title: str, documents: list[Document]) -> Iterator[Case]:
-    """Tables from a table, against a copy of it, and the ids of a padded batch, against a fill."""
+def views(title: str, documents: list[Document]) -> Case:
+    """Tables from a table, against a copy of it."""
     table, ids = place(SegmentTable.from_documents(documents), _SCHEME), loop_ids(documents, _SCHEME)
     contestants = [Contestant("copy of the table", table.table.copy, Role.LIMIT)]
     for name, call, want in _questions(table, ids, len(documents)):
         # Parts, since each is another question: none of them is faster than another.
         contestants.append(Contestant(name, call, Role.PART, partial(_proved, call, want)))
     work = counts(documents) | {"segments": table.num_segments, "bytes": table.table.nbytes}
-    yield Case("tables from a table", title, tuple(contestants), work, "segments")
-    yield _padded(title, documents, table, ids)
+    return Case(VIEWS, title, tuple(contestants), work, "segments")
 
 
 def _proved(call: Callable[[], PositionTable], want: Array) -> None:
@@ -60,7 +61,9 @@ def _questions(table: PositionTable, ids: Array, documents: int) -> Iterator[Que
     yield f"pad by {_PADDING} tokens each", lambda: table.pad(length + _PADDING), padded
 
 
-def _padded(title: str, documents: list[Document], table: PositionTable, ids: Array) -> Case:
+def padded(title: str, documents: list[Document]) -> Case:
+    """The ids and the mask of a padded batch, against filling both."""
+    table, ids = place(SegmentTable.from_documents(documents), _SCHEME), loop_ids(documents, _SCHEME)
     shape = (len(ids), len(documents), table.max_seqlen + _PADDING)
     length = shape[2]
     want = np.pad(ids.reshape(*shape[:2], -1), ((0, 0), (0, 0), (_PADDING, 0)))
@@ -80,4 +83,4 @@ def _padded(title: str, documents: list[Document], table: PositionTable, ids: Ar
         Contestant("padded()", lambda: table.padded(length, "left"), proof=prove),
     )
     work = counts(documents) | {"bytes": want.size * 4 + mask.nbytes}
-    return Case("padded ids and mask", title, contestants, work)
+    return Case(PADDED, title, contestants, work)

@@ -262,6 +262,13 @@ def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.cli.bench.run", lambda *args, **options: pytest.fail("measured"))
+    with pytest.raises(InvalidInputError, match=f"{option}: got '/no/such/x.svg', want a file in a folder"):
+        CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.svg"], catch_exceptions=False)
+
+
 def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
     curve = replace(MEASUREMENT, group="curve", point=("tokens", 8))
     plot_report(replace(REPORT, measurements=(MEASUREMENT, curve)), tmp_path / "both.svg")

@@ -30,7 +30,7 @@ class Contestant:
 
     Args:
         name: in tables, at most about 30 characters.
-        call: does the work once; None where the case has a timer that does without.
+        call: does the work once.
         role: what it is there for.
         proof: raises NotEqualError if the call gives something else than it should; only a limit may lack it.
     """

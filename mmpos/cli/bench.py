@@ -45,8 +45,12 @@ def bench(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
 ) -> None:
     """Measure on this machine."""
+    # What is wrong with the paths is said before minutes are spent.
+    for option, path in (("--json", None if json in (None, "-") else Path(json)), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInputError(f"{option}: got {str(path)!r}, want a file in a folder that is there")
     if plot is not None:
-        picture_path(plot)  # before minutes are spent
+        picture_path(plot)
     with _watch() as watch:
         found = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":

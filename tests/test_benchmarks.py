@@ -66,9 +66,9 @@ def test_the_images_suite_takes_every_path_on_toy_sizes() -> None:
             "mmpos, each pixel once",
             *theirs,
         ],
-        "stages": ["copy of the patches", *stages],
-        "over the size of images": ["copy of the patches", "mmpos", *theirs],
-        "over threads": ["copy of the patches", "mmpos"],
+        "stages of JPEG to patches": ["copy of the patches", *stages],
+        "JPEG to patches, over the size of images": ["copy of the patches", "mmpos", *theirs],
+        "JPEG to patches, over threads": ["copy of the patches", "mmpos"],
     }
 
 

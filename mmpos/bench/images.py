@@ -21,6 +21,7 @@ from mmpos.images.patches import patchify
 __all__ = ["cases"]
 
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
+_OVER_SIZE = "JPEG to patches, over the size of images"
 _SIZES = ((256, 192), (512, 384), (1024, 768), (2048, 1536), (4096, 3072))
 _BUDGET, _CURVE = Budget(3.0, 21), Budget(1.5, 11)
 
@@ -45,7 +46,9 @@ def cases(options: Options) -> Iterator[Case]:
         for width, height in _SIZES[: 2 if options.quick else None]:
             point = Point("pixels of an image, decoded", width * height)
             found, size = photographs(width, height), f"{width}×{height}"
-            yield to_bytes("over the size of images", size, found, options, point, _of(options, _CURVE))
+            yield to_bytes(
+                "JPEG to patches, over the size of images", size, found, options, point, _of(options, _CURVE)
+            )
         yield from over_threads(photos, options)
     finally:
         torch.set_num_threads(threads)
@@ -131,7 +134,7 @@ def stages(name: str, data: bytes, options: Options) -> Case:
         ),
     )
     work = {"images": 1, "bytes": want.nbytes}
-    return Case("stages", name, contestants, work, "images", budget=_of(options, _CURVE))
+    return Case("stages of JPEG to patches", name, contestants, work, "images", budget=_of(options, _CURVE))
 
 
 def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
@@ -153,7 +156,7 @@ def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
             work = {"images": len(many), "bytes": sum(patches.nbytes for patches in want)}
             name, point = f"{count} thread{'s' if count > 1 else ''}", Point("threads", count)
             contestants = (_copy(want), Contestant("mmpos", run, proof=prove))
-            yield Case("over threads", name, contestants, work, "images", point, _of(options, _CURVE))
+            yield Case("JPEG to patches, over threads", name, contestants, work, "images", point, _of(options, _CURVE))
 
 
 def _patches(data: bytes) -> Any:

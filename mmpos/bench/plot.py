@@ -82,10 +82,11 @@ def _colours(group: Group) -> dict[str, tuple[str, str]]:
 
 
 def _draw_curve(axes: Any, group: Group) -> None:
-    colours = _colours(group)
+    """Time per unit of work over what grows, with the range of each point behind it."""
+    colours, (size, unit) = _colours(group), _unit(group)
     for name in dict.fromkeys(e.name for m in group for e in m.entries):
         found = [(m.point[1], m.per_unit(e), e.timing) for m in group for e in m.entries if e.name == name and m.point]
-        drawn = [(x, y * 1e9, y * 1e9 * t.p20 / t.median, y * 1e9 * t.p80 / t.median) for x, y, t in found if y]
+        drawn = [(x, y / size, y / size * t.p20 / t.median, y / size * t.p80 / t.median) for x, y, t in found if y]
         if not drawn:
             continue
         x, y, low, high = zip(*drawn, strict=True)
@@ -93,14 +94,27 @@ def _draw_curve(axes: Any, group: Group) -> None:
         axes.plot(x, y, marker=marker, color=colour, linestyle="-" if marker else "--", markersize=4, label=name)
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     counts = [m.point[1] for m in group if m.point]
-    if min(counts) <= 0:
+    if max(counts) <= 10:
+        axes.set_xticks(counts)
+    elif min(counts) <= 0:
         axes.set_xscale("symlog", linthresh=1)
-    elif max(counts) > 10:
+    else:
         axes.set_xscale("log")
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, high / 10), high)  # a decade at least: its ticks are the ones with numbers
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     axes.set_xlabel(group[0].point[0] if group[0].point else "")
-    axes.set_ylabel(f"ns per {group[0].unit.removesuffix('s')}")
+    axes.set_ylabel(f"{unit} per {group[0].unit.removesuffix('s')}")
+
+
+def _unit(group: Group) -> tuple[float, str]:
+    """The unit in which the shortest time of a curve is not much below 1."""
+    times = [each for m in group for e in m.entries if e.role != "limit" and (each := m.per_unit(e))]
+    return next(
+        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if min(times, default=0) > s), (1e-9, "ns")
+    )
 
 
 def _draw_rows(axes: Any, group: Group) -> None:

@@ -23,6 +23,7 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "positions": "from lists, spans and token ids to dense ids",
         "images": "from the bytes of photographs to patches",
         "rotary": "rotations of q and k, forward and backward",
+        "data": "from examples to batches and packs, from tar shards to batches",
     }
 )
 """Every suite, which is the module mmpos.bench.<name>, and what it measures."""

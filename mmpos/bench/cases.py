@@ -160,7 +160,9 @@ class Options:
     Args:
         quick: toy sizes, every path once; the figures mean nothing.
         peers: where to ask for peers.
+        malloc: the setting of this process, which suites that start others give to them.
     """
 
     quick: bool
     peers: Peers
+    malloc: str = "default"

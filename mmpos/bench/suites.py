@@ -24,6 +24,7 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "images": "from the bytes of photographs to patches",
         "rotary": "rotations of q and k, forward and backward",
         "data": "from examples to batches and packs, from tar shards to batches",
+        "service": "calls of the service, beside a bare echo",
     }
 )
 """Every suite, which is the module mmpos.bench.<name>, and what it measures."""
@@ -69,7 +70,7 @@ def run(
     one_of("suite", suite, tuple(SUITES))
     one_of("malloc", malloc, MALLOCS)
     set_malloc(malloc)
-    options = Options(quick, Peers(peers))
+    options = Options(quick, Peers(peers), malloc)
     cases = cast(Callable[[Options], Iterator[Case | Later]], import_module(f"mmpos.bench.{suite}").cases)
     measurements = []
     for found in cases(options):

@@ -41,10 +41,6 @@ baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 
 bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py
-	$(BIN)/python benchmarks/bench_rotary.py
-	$(BIN)/python benchmarks/bench_service.py
-	$(BIN)/python benchmarks/bench_collate.py
-	$(BIN)/python benchmarks/bench_data.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info

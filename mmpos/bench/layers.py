@@ -118,11 +118,12 @@ class Layer:
             NotEqualError: saying how far it is from the formula.
         """
         at_most = ROUNDING[self.dtype][rounded]
-        worst = max(
-            float(_error(after[:, part], x[:, part], angles if not backwards else -angles))
+        errors = [
+            _error(after[:, part], x[:, part], -angles if backwards else angles)
             for after, x in zip(got, before, strict=True)
             for part, angles in self._blocks()
-        )
+        ]
+        worst = float(torch.stack(errors).amax())  # NaN where one is, which Python's max would lose
         holds(worst <= at_most, f"an error of {worst:.1e}", f"at most {at_most:.1e}")
 
     def _blocks(self) -> list[tuple[slice, Tensor]]:

@@ -83,7 +83,7 @@ def _prove(examples: list[Example], max_tokens: int, split_text: bool) -> None:
     packs, counts = _packs(examples, max_tokens, split_text)
     longest = max(pack.num_tokens for pack in packs)
     holds(longest <= max_tokens, f"a pack of {longest} tokens", f"at most {max_tokens}")
-    pieces: dict[str, list[IntArray]] = {example.key: [] for example in examples}
+    pieces: dict[str, list[IntArray]] = {example.key: [example.sequence.input_ids[:0]] for example in examples}
     for pack in packs:
         for piece in pack.examples:
             pieces[piece.key].append(piece.sequence.input_ids)

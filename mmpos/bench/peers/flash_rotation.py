@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from flash_attn.layers.rotary import apply_rotary_emb
 from torch import Tensor
 
 from mmpos.bench.layers import Layer, Pair
 
-__all__ = ["rotate", "rotate_"]
-
 if not torch.cuda.is_available():
-    raise ImportError("its kernel needs a GPU")
+    raise ImportError("its kernel needs a GPU")  # before seconds are spent on what follows
+
+from flash_attn.layers.rotary import apply_rotary_emb
+
+__all__ = ["rotate", "rotate_"]
 
 
 def rotate(layer: Layer, *, inplace: bool = False) -> Callable[[Tensor, Tensor], Pair]:

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
 from torch import Tensor
 
 from mmpos.bench.layers import Layer, Pair
 
-__all__ = ["rotate", "rotate_"]
-
 if not torch.cuda.is_available():
-    raise ImportError("its kernel needs a GPU")
+    raise ImportError("its kernel needs a GPU")  # before seconds are spent on what follows
+
+from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
+
+__all__ = ["rotate", "rotate_"]
 
 
 def rotate(layer: Layer) -> Callable[[Tensor, Tensor], Pair] | None:

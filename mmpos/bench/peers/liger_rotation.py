@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from liger_kernel.ops.rope import LigerRopeFunction
 from torch import Tensor
 
 from mmpos.bench.layers import Layer, Pair
 
-__all__ = ["rotate", "rotate_"]
-
 if not torch.cuda.is_available():
-    raise ImportError("its kernel needs a GPU")
+    raise ImportError("its kernel needs a GPU")  # before seconds are spent on what follows
+
+from liger_kernel.ops.rope import LigerRopeFunction
+
+__all__ = ["rotate", "rotate_"]
 
 
 def rotate_(layer: Layer) -> Callable[[Tensor, Tensor], Pair]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mmpos.bench.machine import MALLOCS
 from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
 from mmpos.bench.suites import SUITES
-from mmpos.cli.bench_tables import ratio_text, seconds_text
+from mmpos.cli.bench_tables import number_text, ratio_text, seconds_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -58,12 +58,16 @@ def fill_in(page: str) -> str:
 
 
 def to_markdown(measurements: tuple[Measurement, ...]) -> str:
-    """A row per case, a column per contestant; ours as multiples of the limit, peers as multiples of our first."""
+    """A row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
     names = list(dict.fromkeys((e.name, e.role) for m in measurements for e in m.entries))
     ours = next((name for name, role in names if role == "ours"), None)
     multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
-    rows = [["", *(name + multiples[role] for name, role in names)], ["---", *["---:"] * len(names)]]
-    rows += [[m.name, *(_cell(m, name, ours) for name, _ in names)] for m in measurements]
+    facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
+    rows = [["", *(name + multiples[role] for name, role in names), *facts]]
+    rows.append(["---", *["---:"] * (len(names) + len(facts))])
+    for m in measurements:
+        known = [number_text(m.facts[name]) if name in m.facts else "–" for name in facts]
+        rows.append([m.name, *(_cell(m, name, ours) for name, _ in names), *known])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 

@@ -95,8 +95,8 @@ def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
     assert {group: [m.name for m in found.group(group)] for group in found.groups} == {
         fresh: layers,
         inplace: layers,
-        "into new tensors, float32": layers,
-        "in place, float32": layers,
+        "into new tensors, float32": layers[:1],
+        "in place, float32": layers[:1],
         "forward and backward, bfloat16": layers[:1],
         "in place over tokens": ["16 tokens", "64 tokens"],
         "in place over documents": ["1 document", "2 documents"],

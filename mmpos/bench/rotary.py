@@ -55,7 +55,7 @@ def _shapes(device: str, options: Options) -> Iterator[Later]:
     for dtype in _DTYPES:
         kind = str(dtype).removeprefix("torch.")
         for group, make in ((f"into new tensors, {kind}", fresh), (f"in place, {kind}", inplace)):
-            for name, tokens in layers:
+            for name, tokens in layers[: 1 if options.quick and dtype == torch.float32 else None]:
                 layer = partial(Layer, SHAPES[name], interleaved(tokens), dtype, device)
                 yield _later(group, f"{name}, {tokens:,} tokens", make, layer, options)
     for name, tokens in layers[: 1 if options.quick else None]:

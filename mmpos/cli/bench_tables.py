@@ -50,6 +50,15 @@ def ratio_text(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:,.{0 if ratio >= 100 else 1 if ratio >= 10 else 2}f}×"
 
 
+def number_text(value: float) -> str:
+    """A number beside times, without an exponent where it is large.
+
+    >>> number_text(122975.4), number_text(0.99634)
+    ('122,975', '0.9963')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
     """A line per contestant under the name of each case: names are too long for a column of a table."""
     units = list(dict.fromkeys(m.unit for m in measurements))
@@ -66,7 +75,7 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
         for cells in case:
             out.out(_line(cells, widths), highlight=False)
         for name, value in measurement.facts.items():
-            out.out(f"  {name}: {value:,.4g}", highlight=False)
+            out.out(f"  {name}: {number_text(value)}", highlight=False)
     if limits:
         out.print(f"limit: {', '.join(limits)}")
 

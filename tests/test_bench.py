@@ -27,6 +27,7 @@ from mmpos.bench import (
     close,
     compare,
     equal,
+    plot,
     run,
 )
 from mmpos.bench.machine import Machine, stamp
@@ -279,6 +280,12 @@ def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
         plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
     with pytest.raises(InvalidInputError, match="want a file ending in"):
         plot_report(REPORT, tmp_path / "found.pdf")
+
+
+def test_no_two_contestants_look_alike_in_a_picture() -> None:
+    many = replace(MEASUREMENT, entries=tuple(entry(f"peer {i}", "peer", 1e-6) for i in range(20)))
+    looks = plot._colours((many,))
+    assert len(set(looks.values())) == len(looks) == 20
 
 
 def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> None:

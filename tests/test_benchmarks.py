@@ -86,6 +86,16 @@ def test_batches_are_faster_than_the_loop_per_image() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(core is None, reason="without the extension in C there is no such promise")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs on the GPU")
+def test_a_cpu_rotates_about_as_fast_as_memory_is_copied() -> None:
+    (found,) = run("rotary", only="in place, bfloat16: 7B layer, 4,096 tokens").measurements
+    ratio = found.of_limit(found["mmpos, table"])
+    assert ratio is not None
+    assert ratio < 3
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the suite is another one")
 def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
     found = run("rotary", peers=True, quick=True)

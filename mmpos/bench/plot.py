@@ -78,7 +78,9 @@ def _rows(group: Group) -> list[tuple[Measurement, str]]:
 def _colours(group: Group) -> dict[str, tuple[str, str]]:
     """Colour and marker of every contestant but limits."""
     names = dict.fromkeys(e.name for m in group for e in m.entries if e.role != "limit")
-    return {n: (COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(names)}
+    count = len(COLOURS)
+    # Once all colours are used, they come again with other markers.
+    return {n: (COLOURS[i % count], _MARKERS[(i + i // count) % len(_MARKERS)]) for i, n in enumerate(names)}
 
 
 def _draw_curve(axes: Any, group: Group) -> None:

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 from mmpos.bench import graphs
 from mmpos.bench.gpu import by_events
-from mmpos.bench.layers import SHAPES, Layer, interleaved
+from mmpos.bench.layers import SHAPES, Layer, Shape, interleaved
 from mmpos.bench.rotations import fresh, inplace, with_gradients
 
 __all__ = ["cases"]
@@ -49,7 +49,7 @@ def cases(options: Options) -> Iterator[Case | Later]:
 def _shapes(device: str, options: Options) -> Iterator[Later]:
     """Every layer at every length."""
     lengths = (8,) if options.quick else _LONG if device == "cuda" else (4096,)
-    layers = [(name, tokens) for name in SHAPES for tokens in lengths]
+    layers = [(name, tokens) for name in SHAPES for tokens in lengths if _fits(SHAPES[name], tokens, device)]
     # What is compiled takes seconds for each.
     layers = layers[::2] if options.quick else [*layers, ("7B layer", _DECODE)]
     for dtype in _DTYPES:
@@ -67,7 +67,7 @@ def _curves(device: str, options: Options) -> Iterator[Later]:
     """How time per token goes with tokens and with documents, in place, where nothing is allocated."""
     most = 64 if options.quick else 262144 if device == "cuda" else 32768
     for tokens in (16, 64, 256, 1024, 4096, 16384, 32768, 65536, 262144):
-        if tokens <= most:
+        if tokens <= most and _fits(_SHAPE, tokens, device):
             point = Point("tokens, an image of 16×16 in every 320", tokens)
             layer = partial(Layer, _SHAPE, interleaved(tokens), torch.bfloat16, device)
             yield _later("in place over tokens", f"{tokens:,} tokens", inplace, layer, options, point)
@@ -85,6 +85,14 @@ def _over_threads(threads: int, options: Options) -> Iterator[Later]:
         torch.set_num_threads(count)
         name = _counted(count, "thread")
         yield _later("in place over threads", name, inplace, layer, options, Point("threads", count))
+
+
+def _fits(shape: Shape, tokens: int, device: str) -> bool:
+    """Whether a GPU has memory for q and k in float32 a dozen times: contestants make copies of their own."""
+    if device != "cuda":
+        return True
+    needed = 12 * 4 * tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
+    return needed <= torch.cuda.get_device_properties(0).total_memory
 
 
 def _counted(count: int, thing: str) -> str:

@@ -68,13 +68,12 @@ def inplace(group: str, name: str, layer: Layer, options: Options) -> Case:
 def with_gradients(group: str, name: str, layer: Layer, options: Options) -> Case:
     """Into new tensors, and then the gradients of q and k, against both copies."""
     gradients = layer.random(1)
+    q, k = (x.clone().requires_grad_() for x in (layer.q, layer.k))
 
     def limit() -> tuple[Tensor, ...]:
         return layer.q.clone(), layer.k.clone(), gradients[0].clone(), gradients[1].clone()
 
     def contestant(who: str, rotate: Rotate, role: Role, rounded: bool = False) -> Contestant:
-        q, k = (x.clone().requires_grad_() for x in (layer.q, layer.k))
-
         def call() -> Pair:
             found = torch.autograd.grad(rotate(q, k), (q, k), gradients)
             return found[0], found[1]

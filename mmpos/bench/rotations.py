@@ -74,14 +74,16 @@ def with_gradients(group: str, name: str, layer: Layer, options: Options) -> Cas
         return layer.q.clone(), layer.k.clone(), gradients[0].clone(), gradients[1].clone()
 
     def contestant(who: str, rotate: Rotate, role: Role, rounded: bool = False) -> Contestant:
-        def call() -> Pair:
-            found = torch.autograd.grad(rotate(q, k), (q, k), gradients)
+        def call(given: Pair = gradients) -> Pair:
+            found = torch.autograd.grad(rotate(q, k), (q, k), given)
             return found[0], found[1]
 
         def prove() -> None:
             with torch.no_grad():
                 layer.judge(rotate(layer.q.clone(), layer.k.clone()), (layer.q, layer.k), rounded=rounded)
-            layer.judge(call(), gradients, rounded=rounded, backwards=True)
+            # Copies, since some write into the gradients that come, too.
+            back = call((gradients[0].clone(), gradients[1].clone()))
+            layer.judge(back, gradients, rounded=rounded, backwards=True)
 
         return Contestant(who, call, role, prove)
 
@@ -95,7 +97,7 @@ def with_gradients(group: str, name: str, layer: Layer, options: Options) -> Cas
 
 
 def _ours(layer: Layer, *, inplace: bool = False) -> Iterator[tuple[str, Rotate, Role]]:
-    """From a table and from dense ids; by the reference as well, where the tensors are small enough for it."""
+    """From a table and from dense ids, and from a table by the reference in plain torch."""
 
     def by(positions: Positions, implementation: Implementation, q: Tensor, k: Tensor) -> Pair:
         found = apply_rotary(q, k, positions, layer.rotary, inplace=inplace, implementation=implementation)

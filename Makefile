@@ -39,12 +39,8 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-bench: $(VENV)/dev  ## the benchmarks, as tables
-	$(BIN)/python benchmarks/bench_positions.py
-	$(BIN)/python benchmarks/bench_rotary.py
-	$(BIN)/python benchmarks/bench_service.py
-	$(BIN)/python benchmarks/bench_collate.py
-	$(BIN)/python benchmarks/bench_data.py
+bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
+	$(BIN)/python benchmarks/record.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info
@@ -58,6 +54,7 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --editable '.[cli]'
 	@touch $@
 
+# Compiled at once: tests start many processes, also where Python is told to write no bytecode.
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
-	$(UV) --editable '.[dev]'
+	$(UV) --compile-bytecode --editable '.[dev]'
 	@touch $@ $(VENV)/demo

@@ -9,5 +9,6 @@ if not Path("/dev/nvidiactl").exists():
 # Imported once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401
 
-# A plugin for runs of its own; see tests/test_congruence.py.
-collect_ignore = ["tests/through_service.py", "tests/native_choice.py"]
+# Plugins for runs of their own, see tests/test_congruence.py; and what imports other projects, which takes seconds
+# and fails where they are missing.
+collect_ignore = ["tests/through_service.py", "tests/native_choice.py", "mmpos/bench/peers"]

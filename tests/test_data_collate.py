@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from bench_collate import labelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_packing import documents as document_lists
@@ -19,6 +18,7 @@ from test_data_packing import example, examples_of
 from torch.utils.data import DataLoader
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
+from mmpos.bench.examples import labelled
 from mmpos.data.batches.batch import Batch
 from mmpos.data.batches.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
 from mmpos.data.batches.packing import Pack

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.plot.canvas import COLOURS, FAINT, INK, canvas, picture_path
 from mmpos.plot.plane import Image, Plane, read_plane
 from mmpos.positions import PositionTable
 
-SUFFIXES = (".png", ".svg")
-"""What a picture's file may end in."""
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_TEXT, _FAINT = "#222222", "#8a8a8a"
 _MAX_DOCUMENTS, _MAX_TOKENS, _MAX_NAMED = 8, 2**20, 7
 # Inches: a square for the ids with the legend to its right; 8 in all, 800 pixels where a page shows it.
 _WIDTH, _SIDE, _LEFT, _BOTTOM, _TOP = 8.0, 4.7, 0.75, 0.6, 0.5
-# Fixed element ids, so that the same table gives the same bytes; the text of an SVG stays text.
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",
-    "svg.fonttype": "none",
-    "font.size": 10.0,
-    "font.family": "sans-serif",
-}
 
 
 def plot_positions(
@@ -55,22 +42,11 @@ def plot_positions(
         LimitExceededError: more documents or tokens than fit a picture.
         ImportError: matplotlib is not installed.
     """
-    target = Path(path)
-    if target.suffix.lower() not in SUFFIXES:
-        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
+    target = picture_path(path)
     _check_size(positions)
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('matplotlib is not installed, want pip install "mmpos[cli]"', name=error.name) from None
     count, height = positions.num_documents, _TOP + _SIDE + _BOTTOM
     remaining = iter(pictures)
-    with matplotlib.rc_context():
-        # A reader's own matplotlibrc must not change the picture.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=(_WIDTH, height * count), facecolor="white")
+    with canvas(target, _WIDTH, height * count) as figure:
         for d in range(count):
             bottom = (count - 1 - d) * height + _BOTTOM
             box = (_LEFT / _WIDTH, bottom / (height * count), _SIDE / _WIDTH, _SIDE / (height * count))
@@ -82,7 +58,6 @@ def plot_positions(
             if positions.axes == 3:
                 axes.plot([], [], " ", label="(frame ids are not drawn)")
             _legend(axes)
-        _save(figure, target)
 
 
 def _check_size(positions: PositionTable) -> None:
@@ -94,24 +69,15 @@ def _check_size(positions: PositionTable) -> None:
         raise LimitExceededError(f"positions: got {positions.num_tokens} tokens, want at most {_MAX_TOKENS}")
 
 
-def _save(figure: Any, target: Path) -> None:
-    kind = target.suffix.lower()[1:]
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-    try:
-        figure.savefig(target, format=kind, dpi=200, metadata=metadata)
-    except OSError as error:
-        raise InvalidInputError(f"path: got {str(target)!r} ({error.strerror}), want a path to write to") from None
-
-
 def _draw(axes: Any, plane: Plane, pictures: Iterator[npt.NDArray[np.uint8]]) -> None:
     """Text, then images, then the next position, each with its entry in the legend."""
     scale = _frame(axes, plane)
     if plane.text.size:
         size = float(np.clip(0.4 * scale, 2.4, 4))
-        axes.plot(*plane.text, "o", color=_TEXT, markersize=size, markeredgewidth=0, zorder=3)
-        axes.plot([], [], "o", color=_TEXT, markersize=4, label=f"text: {plane.text.shape[1]:,} tokens")
+        axes.plot(*plane.text, "o", color=INK, markersize=size, markeredgewidth=0, zorder=3)
+        axes.plot([], [], "o", color=INK, markersize=4, label=f"text: {plane.text.shape[1]:,} tokens")
     for i, image in enumerate(plane.images):
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         covered = plane.diagonal and _underlay(axes, image, colour, next(pictures, None))
         gap = image.spacing * scale
         note = _patches(axes, image, colour, 0.7 * gap if covered else gap, thin=plane.diagonal)
@@ -120,9 +86,9 @@ def _draw(axes: Any, plane: Plane, pictures: Iterator[npt.NDArray[np.uint8]]) ->
     if len(plane.images) > _MAX_NAMED:
         axes.plot([], [], " ", label=f"and {len(plane.images) - _MAX_NAMED} more images")
     if any(image.square for image in plane.images):
-        axes.plot([], [], "--", color=_FAINT, linewidth=1, label="from the text before\nto the text after")
+        axes.plot([], [], "--", color=FAINT, linewidth=1, label="from the text before\nto the text after")
     if plane.end.size:
-        style = {"markerfacecolor": "white", "markeredgecolor": _TEXT, "markeredgewidth": 1.3, "markersize": 7}
+        style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
         axes.plot(*plane.end, "D", zorder=4, label=f"next position: {plane.end[1, 0]:,.0f}", **style)
 
 

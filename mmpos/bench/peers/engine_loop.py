@@ -1,10 +1,12 @@
 """How serving engines compute M-RoPE ids today: a Python loop with one np.indices per image."""
 
+from __future__ import annotations
+
 import numpy as np
 import numpy.typing as npt
-from workloads import Document
 
-from mmpos import Grid
+from mmpos.bench.workloads import Document
+from mmpos.parts import Grid
 
 
 def engine_loop(documents: list[Document]) -> tuple[npt.NDArray[np.int64], list[int]]:

@@ -1,8 +1,10 @@
 """The four workloads of the position benchmarks, as lists of text lengths and image grids."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
-from mmpos import Grid, Text
+from mmpos.parts import Grid, Text
 
 Document = list[Text | Grid]
 
@@ -24,3 +26,11 @@ WORKLOADS: dict[str, tuple[str, list[Document]]] = {
     "c": ("1 × 128k tokens, 200 images of 16×16", workload(1, 131072, 200, 16)),
     "d": ("1 × 8k tokens of text", workload(1, 8192, 0, 1)),
 }
+
+
+def counts(documents: list[Document]) -> dict[str, int]:
+    """How much documents are: tokens, images and documents."""
+    parts = [part for document in documents for part in document]
+    grids = [part for part in parts if isinstance(part, Grid)]
+    tokens = sum(part.height * part.width if isinstance(part, Grid) else part.length for part in parts)
+    return {"tokens": tokens, "images": len(grids), "documents": len(documents)}

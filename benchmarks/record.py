@@ -1,0 +1,103 @@
+"""Run every suite on this machine, keep the figures in results/, and bring the tables that quote them up to date.
+
+python benchmarks/record.py             every suite with every peer, with the malloc of the C library and a tuned one
+python benchmarks/record.py --tables    only the tables, from the figures that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mmpos.bench.machine import MALLOCS
+from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
+from mmpos.bench.suites import SUITES
+from mmpos.cli.bench_tables import number_text, ratio_text, seconds_text
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+QUOTING = (HERE.parent / "README.md", HERE / "README.md", *sorted((HERE.parent / "docs").glob("*.md")))
+"""The pages that may quote results."""
+
+# <!-- bench: machine; suite; malloc; group --> a table <!-- /bench -->
+_MARK = re.compile(r"(<!-- bench: ([^;>]+); ([^;>]+); ([^;>]+); ([^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+
+def measure() -> list[Report]:
+    """Every suite with every malloc, each in a process of its own: what one leaves behind would help the next."""
+    found: list[Report] = []
+    for suite in SUITES:
+        for malloc in MALLOCS:
+            print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found += from_json(done.stdout)
+    return found
+
+
+def fill_in(page: str) -> str:
+    """A page with every table that it quotes made anew.
+
+    Raises:
+        SystemExit: a table of figures that are not there.
+    """
+
+    def table(mark: re.Match[str]) -> str:
+        begin, machine, suite, malloc, group, end = mark.groups()
+        path = RESULTS / f"{machine}.json"
+        reports = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
+        for report in reports:
+            if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
+                return begin + to_markdown(report.group(group)) + end
+        raise SystemExit(f"{machine}; {suite}; {malloc}; {group}: got no such figures in {RESULTS}, want them measured")
+
+    return _MARK.sub(table, page)
+
+
+def to_markdown(measurements: tuple[Measurement, ...]) -> str:
+    """A row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
+    names = list(dict.fromkeys((e.name, e.role) for m in measurements for e in m.entries))
+    ours = next((name for name, role in names if role == "ours"), None)
+    multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
+    facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
+    rows = [["", *(name + multiples[role] for name, role in names), *facts]]
+    rows.append(["---", *["---:"] * (len(names) + len(facts))])
+    for m in measurements:
+        known = [number_text(m.facts[name]) if name in m.facts else "–" for name in facts]
+        rows.append([m.name, *(_cell(m, name, ours) for name, _ in names), *known])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _cell(measurement: Measurement, name: str, ours: str | None) -> str:
+    entry: Entry | None = next((e for e in measurement.entries if e.name == name), None)
+    if entry is None:
+        return "–"
+    ratio = measurement.of_limit(entry)
+    if entry.role == "peer" and ours is not None:
+        ratio = measurement.over_peers(measurement[ours])[name]
+    told = seconds_text(entry.timing.median)
+    return told if entry.role == "limit" or ratio is None else f"{told} ({ratio_text(ratio)})"
+
+
+def main() -> None:
+    """Measure unless told not to, and fill in the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", action="store_true", help="only make the tables anew")
+    if not parser.parse_args().tables:
+        reports = measure()
+        path = RESULTS / f"{reports[-1].machine.name}.json"
+        path.write_text(to_json(reports), encoding="utf-8")
+        print(path)
+    for page in QUOTING:
+        text = page.read_text(encoding="utf-8")
+        filled = fill_in(text)
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
+            print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The stamp of a run: the machine, what is installed on it, and how its memory is allocated."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mmpos import native
+from mmpos.errors import UnsupportedError
+
+__all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
+
+MALLOCS = ("default", "tuned")
+"""The C library's own settings, or those of the server, which keep large blocks instead of giving them back."""
+
+_PACKAGES = (
+    "numpy",
+    "torch",
+    "torchvision",
+    "triton",
+    "pillow",
+    "transformers",
+    "timm",
+    "liger-kernel",
+    "flash-attn",
+    "grpcio",
+    "protobuf",
+)
+_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "TRITON_INTERPRET")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run was made.
+
+    Args:
+        cpu: the model, as the machine names it.
+        cores: that this process may use.
+        gpu: the models of the GPUs, or None.
+        system: operating system and architecture.
+        python: version.
+        mmpos: version.
+        commit: of the repository that mmpos was imported from, "-dirty" if changed since, or None.
+        native: whether the extension in C was there.
+        malloc: one of MALLOCS.
+        settings: environment variables that change allocation or threads, where set.
+        load: processes that wanted a core in the minute before the end; the run's own is one. None where unknown.
+        packages: versions of those installed.
+    """
+
+    cpu: str
+    cores: int
+    gpu: str | None
+    system: str
+    python: str
+    mmpos: str
+    commit: str | None
+    native: bool
+    malloc: str
+    settings: dict[str, str]
+    load: float | None
+    packages: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """A name for files: model and cores.
+
+        >>> Machine("AMD EPYC", 2, None, "", "", "", None, True, "default", {}, None, {}).name
+        'amd-epyc-2-cores'
+        """
+        words = f"{self.cpu} {self.cores} core{'s' if self.cores > 1 else ''} {self.gpu or ''}"
+        return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", words.lower())).strip("-")
+
+    def __str__(self) -> str:
+        where = f"{self.cpu}, {self.cores} core{'s' if self.cores > 1 else ''}" + (f", {self.gpu}" if self.gpu else "")
+        what = f"mmpos {self.mmpos}" + (f" ({self.commit})" if self.commit else "")
+        extension = "with" if self.native else "without"
+        parts = [where, f"Python {self.python}", what, f"{extension} the extension in C", f"malloc {self.malloc}"]
+        parts += [f"{name}={value}" for name, value in self.settings.items()]
+        return ", ".join(parts)
+
+    @property
+    def versions(self) -> str:
+        """What is installed."""
+        return ", ".join(f"{name} {found}" for name, found in self.packages.items())
+
+
+def set_malloc(setting: str) -> None:
+    """Set malloc for this process, for good.
+
+    Args:
+        setting: one of MALLOCS.
+
+    Raises:
+        UnsupportedError: this C library cannot be tuned.
+    """
+    from mmpos_server.malloc import keep_large_blocks
+
+    if setting == "tuned" and not keep_large_blocks():
+        raise UnsupportedError(f"malloc: got {setting!r}, want 'default': only glibc can be tuned")
+
+
+def stamp(malloc: str) -> Machine:
+    """This machine, now.
+
+    Args:
+        malloc: the setting that `set_malloc` was called with.
+    """
+    return Machine(
+        cpu=_cpu(),
+        cores=_cores(),
+        gpu=_gpu(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        mmpos=_version("mmpos") or "not installed",
+        commit=_commit(),
+        native=native.core is not None,
+        malloc=malloc,
+        settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
+        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        packages={name: found for name in _PACKAGES if (found := _version(name))},
+    )
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if not models and platform.system() == "Darwin":
+        models = [_said("sysctl", "-n", "machdep.cpu.brand_string") or ""]
+    return next(filter(None, models), platform.processor() or platform.machine() or "unknown")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpu() -> str | None:
+    """The GPUs, from torch where a suite has imported it: importing it here would take longer than some suites."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    else:
+        names = (_said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items()) or None
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parents[2]
+    # Not any repository that happens to hold the environment, but the clone that this file is part of.
+    return _said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _said(program: str, *arguments: str) -> str | None:
+    """What a program prints, or None where there is none, or it fails."""
+    if shutil.which(program) is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

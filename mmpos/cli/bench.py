@@ -1,0 +1,94 @@
+"""The command that runs a benchmark suite: progress on stderr, tables or JSON on stdout, and a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mmpos.bench.machine import MALLOCS
+from mmpos.bench.results import to_json
+from mmpos.bench.suites import SUITES, Watch, run
+from mmpos.cli import report
+from mmpos.cli.bench_tables import print_report
+from mmpos.cli.commands import app
+from mmpos.errors import InvalidInputError
+from mmpos.plot.canvas import picture_path
+
+_LIST = " ".join(f"[bold]{name}[/bold]: {what}." for name, what in SUITES.items())
+
+
+@app.command(help=f"Measure on this machine: equality first, then ratios to what memory can do.\n\n{_LIST}")
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="|".join(SUITES), help="What to measure.", show_default=False)],
+    peers: Annotated[bool, typer.Option("--peers", help="Also other projects, those that are installed.")] = False,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints them alone.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves and ratios, .png or .svg.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, every path once; figures mean nothing.")] = False,
+    malloc: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(MALLOCS),
+            help="The C library's own settings, or those of the server, which keep large blocks.",
+        ),
+    ] = "default",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
+) -> None:
+    """Measure on this machine."""
+    # What is wrong with the paths is said before minutes are spent.
+    for option, path in (("--json", None if json in (None, "-") else Path(json)), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInputError(f"{option}: got {str(path)!r}, want a file in a folder that is there")
+    if plot is not None:
+        picture_path(plot)
+    with _watch() as watch:
+        found = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+    if json == "-":
+        typer.echo(to_json([found]), nl=False)
+    else:
+        print_report(report.console(), found)
+    if json not in (None, "-"):
+        _write(Path(json), to_json([found]))
+    if plot is not None:
+        from mmpos.bench.plot import plot_report
+
+        plot_report(found, plot)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"--json: got {str(path)!r} ({error.strerror}), want a path to write to") from None
+
+
+@contextmanager
+def _watch() -> Iterator[Watch]:
+    """A bar on a terminal, and a line per case elsewhere; both on stderr."""
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        yield _say
+        return
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def watch(title: str, done: int, rounds: int) -> None:
+            progress.update(task, description=title, completed=done, total=rounds)
+
+        yield watch
+
+
+def _say(title: str, done: int, rounds: int) -> None:
+    if done == 0:
+        print(title, file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""What all pictures share: where they go, their colours, and a style that no reader's settings change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mmpos.errors import InvalidInputError
+
+SUFFIXES = (".png", ".svg")
+"""What a picture's file may end in."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK, FAINT = "#222222", "#8a8a8a"
+
+# Fixed element ids, so that the same data gives the same bytes; the text of an SVG stays text.
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "mmpos",
+    "svg.fonttype": "none",
+    "font.size": 10.0,
+    "font.family": "sans-serif",
+}
+
+
+def picture_path(path: str | PathLike[str]) -> Path:
+    """The path, if a picture can have it.
+
+    Raises:
+        InvalidInputError: another suffix than .png or .svg.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
+    return target
+
+
+@contextmanager
+def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure to draw on, which is written when the block ends without an error.
+
+    Args:
+        target: of `picture_path`.
+        width: inches.
+        height: inches.
+
+    Raises:
+        InvalidInputError: a path that cannot be written.
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('matplotlib is not installed, want pip install "mmpos[cli]"', name=error.name) from None
+    with matplotlib.rc_context():
+        # A reader's own matplotlibrc must not change the picture.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        figure = Figure(figsize=(width, height), facecolor="white")
+        yield figure
+        _save(figure, target)
+
+
+def _save(figure: Any, target: Path) -> None:
+    kind = target.suffix.lower()[1:]
+    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    try:
+        figure.savefig(target, format=kind, dpi=200, metadata=metadata)
+    except OSError as error:
+        raise InvalidInputError(f"path: got {str(target)!r} ({error.strerror}), want a path to write to") from None

@@ -1,0 +1,319 @@
+"""The frame of the benchmarks: proofs before timing, ratios, the machine's stamp, JSON, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from record import QUOTING, fill_in, to_markdown
+from typer.testing import CliRunner
+
+from mmpos import InvalidInputError, MmposError
+from mmpos.bench import (
+    SUITES,
+    Budget,
+    Case,
+    Contestant,
+    Entry,
+    Measurement,
+    NotEqualError,
+    Report,
+    Role,
+    Timing,
+    close,
+    compare,
+    equal,
+    plot,
+    run,
+)
+from mmpos.bench.machine import Machine, stamp
+from mmpos.bench.peers import Peers
+from mmpos.bench.plot import plot_report
+from mmpos.bench.reference import loop_ids
+from mmpos.bench.results import from_json, to_json
+from mmpos.cli import app
+from mmpos.parts import Grid, Text
+
+MACHINE = Machine(
+    "AMD EPYC", 2, None, "Linux x86_64", "3.11.7", "0.1.0", "abc", True, "tuned", {}, 0.5, {"numpy": "2.4"}
+)
+
+
+def entry(name: str, role: str, median: float) -> Entry:
+    return Entry(name, role, Timing(median, median * 0.5, median * 2, 21))
+
+
+MEASUREMENT = Measurement(
+    "ids",
+    "a: one",
+    (
+        entry("fill", "limit", 2e-6),
+        entry("mmpos", "ours", 3e-6),
+        entry("place", "part", 1e-6),
+        entry("loop", "peer", 6e-5),
+    ),
+    {"tokens": 1000, "bytes": 8000},
+    "tokens",
+)
+REPORT = Report("positions", "mmpos bench positions", False, MACHINE, (MEASUREMENT,), {"vLLM": "ImportError: vllm"})
+
+
+class Calls:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def test_an_inequality_stops_before_anything_is_timed() -> None:
+    limit, right, wrong = Calls(), Calls(), Calls()
+
+    def unequal() -> None:
+        equal([[1, 2], [3, 5]], [[1, 2], [3, 4]])
+
+    case = Case(
+        "ids",
+        "a",
+        (
+            Contestant("fill", limit, Role.LIMIT),
+            Contestant("right", right, proof=lambda: equal([1], [1])),
+            Contestant("wrong", wrong, Role.PEER, unequal),
+        ),
+        {"tokens": 4},
+    )
+    with pytest.raises(NotEqualError) as caught:
+        case.measure(Budget(0.0, 2), lambda done, rounds: None)
+    assert str(caught.value) == "ids: a, wrong: [1, 1]: got 5, want 4"
+    assert (limit.count, right.count, wrong.count) == (0, 0, 0)
+    assert isinstance(caught.value, MmposError)
+
+
+def test_proofs_compare_shapes_and_every_value() -> None:
+    with pytest.raises(NotEqualError, match=re.escape("got shape (2,), want (1, 2)")):
+        equal([1, 2], [[1, 2]])
+    with pytest.raises(NotEqualError, match=re.escape("[0]: got nan, want nan")):
+        equal([np.nan], [np.nan])
+    close(np.array([1], np.uint8), np.array([2], np.uint8), 1)
+    with pytest.raises(NotEqualError, match=re.escape("[0]: got 1, want 3 within 1")):
+        close(np.array([1], np.uint8), np.array([3], np.uint8), 1)
+
+
+@pytest.mark.parametrize("role", [Role.OURS, Role.PART, Role.PEER])
+def test_only_a_limit_may_go_unproved(role: Role) -> None:
+    Contestant("fill", Calls(), Role.LIMIT)
+    with pytest.raises(InvalidInputError, match="contestant 'x': got no proof, want one"):
+        Contestant("x", Calls(), role)
+
+
+def test_a_case_has_names_that_differ_one_limit_and_its_unit() -> None:
+    fill = Contestant("fill", Calls(), Role.LIMIT)
+    with pytest.raises(InvalidInputError, match="want names that differ"):
+        Case("g", "n", (fill, fill), {"tokens": 1})
+    with pytest.raises(InvalidInputError, match="got several limits"):
+        Case("g", "n", (fill, replace(fill, name="copy")), {"tokens": 1})
+    with pytest.raises(InvalidInputError, match=re.escape("got work ['bytes'], want 'tokens' among it")):
+        Case("g", "n", (fill,), {"bytes": 1})
+
+
+def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None:
+    turns: list[str] = []
+    now = [0.0]
+
+    def call(name: str, seconds: float) -> None:
+        now[0] += seconds
+        if not turns or turns[-1] != name:
+            turns.append(name)
+
+    told: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmpos.bench.timing.time.perf_counter", lambda: now[0])
+        calls = {"fast": lambda: call("fast", 2**-10), "slow": lambda: call("slow", 2.0)}
+        found = compare(calls, Budget(1.0, 5), lambda done, rounds: told.append((done, rounds)))
+    assert {name: (t.median, t.turns) for name, t in found.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
+    assert turns[2:] == ["fast", "slow"] * 3
+    assert told == [(i, 5) for i in range(1, 6)]
+
+
+def test_a_timing_is_the_middle_and_the_range_of_its_turns() -> None:
+    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == Timing(3.5, 2.0, 5.0, 6)
+
+
+def test_ours_are_compared_with_the_limit_and_with_peers_and_parts_with_the_limit() -> None:
+    ours, part, peer = (MEASUREMENT[name] for name in ("mmpos", "place", "loop"))
+    assert [MEASUREMENT.of_limit(e) for e in (ours, part, peer)] == pytest.approx([1.5, 0.5, 30])
+    assert MEASUREMENT.over_peers(ours) == {"loop": pytest.approx(20)}
+    assert MEASUREMENT.over_peers(part) == MEASUREMENT.over_peers(peer) == {}
+    assert MEASUREMENT.per_unit(ours) == pytest.approx(3e-9)
+    assert replace(MEASUREMENT, work={"tokens": 0}).per_unit(ours) is None
+    with pytest.raises(KeyError, match="nobody"):
+        MEASUREMENT["nobody"]
+
+
+def test_reports_survive_json() -> None:
+    curve = replace(MEASUREMENT, name="8", point=("tokens", 8), facts={"fill": 0.996})
+    reports = (REPORT, replace(REPORT, suite="images", measurements=(MEASUREMENT, curve), missing={}))
+    assert from_json(to_json(reports)) == reports
+    assert from_json(to_json([replace(REPORT, measurements=())])) == (replace(REPORT, measurements=()),)
+    timing = Timing(1.23456e-6, 1.0, 2.0, 3)
+    rounded = from_json(
+        to_json([replace(REPORT, measurements=(replace(MEASUREMENT, entries=(Entry("x", "ours", timing),)),))])
+    )
+    assert rounded[0].measurements[0]["x"].timing == replace(timing, median=1.235e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "got no reports (JSONDecodeError"),
+        ("[]", "got no reports (AttributeError"),
+        ('{"format": 2}', "format: got 2, want 1"),
+        ('{"format": 1}', "got no reports (KeyError: 'reports')"),
+    ],
+)
+def test_other_json_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(said)):
+        from_json(text)
+
+
+def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
+    monkeypatch.setattr("mmpos.native.core", None)
+    found = stamp("default")
+    assert (found.malloc, found.native, found.packages["numpy"]) == ("default", False, np.__version__)
+    assert found.settings["GLIBC_TUNABLES"] == "glibc.malloc.mmap_threshold=1"
+    assert found.cores >= 1
+    assert "without the extension in C, malloc default, GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1" in str(found)
+    assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the extension in C, malloc tuned"
+    named = replace(MACHINE, cpu="Intel(R) Xeon(R) 6 @ 2.0GHz", cores=1, gpu="H200")
+    assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
+
+
+def test_missing_peers_are_told_and_those_not_wanted_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Peers(wanted=True)
+    assert peers.get("loop per image", "engine_loop").engine_loop
+    assert peers.get("Nonsense", "nonsense") is None
+    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'mmpos.bench.peers.nonsense'"}
+    unwanted = Peers(wanted=False)
+    assert unwanted.get("loop per image", "engine_loop") is None
+    assert unwanted.missing == {}
+
+
+def test_the_reference_is_what_the_schemes_say() -> None:
+    documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(1)], [Text(1)]]
+    assert loop_ids(documents, "rope-tie").tolist() == [
+        [0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 0],
+        [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 0],
+    ]
+    assert loop_ids(documents, "rope-tie-v2").tolist() == [
+        [0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 0],
+        [0, 1, 2, 4.5, 5.5, 6.5, 4.5, 5.5, 6.5, 9, 0],
+    ]
+    assert loop_ids(documents, "mrope").tolist() == [
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 0],
+        [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 0],
+        [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 0],
+    ]
+    assert loop_ids(documents, "flatten").tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]]
+
+
+def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
+    told: list[tuple[str, int, int]] = []
+    found = run("positions", quick=True, only="int64: d", watch=lambda *what: told.append(what))
+    title = "dense(out=), rope-tie, int64: d: 1 × 8k tokens of text"
+    assert told == [(title, 0, 1), (title, 1, 2), (title, 2, 2)]
+    assert [(m.group, m.name, m.work["bytes"]) for m in found.measurements] == [
+        ("dense(out=), rope-tie, int64", "d: 1 × 8k tokens of text", 8192 * 2 * 8)
+    ]
+    assert [(e.name, e.role, e.timing.turns) for e in found.measurements[0].entries] == [
+        ("fill", "limit", 2),
+        ("dense(out=)", "ours", 2),
+    ]
+    assert (found.suite, found.quick, found.missing) == ("positions", True, {})
+    assert found.command == "mmpos bench positions --quick --malloc default --only 'int64: d'"
+    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of the name of a case"):
+        run("positions", quick=True, only="nothing such")
+    with pytest.raises(InvalidInputError, match="suite: got 'nonsense', want one of 'positions', "):
+        run("nonsense")
+    assert "positions" in SUITES
+
+
+def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    asked = ["bench", "positions", "--quick", "--only", "int32: d"]
+    done = CliRunner().invoke(app, [*asked, "--json", str(figures), "--plot", str(picture)], catch_exceptions=False)
+    assert done.exit_code == 0
+    (report,) = from_json(figures.read_text())
+    assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32", "dense(out=), mrope, int32"]
+    lines = done.stdout.splitlines()
+    assert "quick: every path once, the figures mean nothing" in lines
+    at = lines.index("dense(out=), mrope, int32")
+    assert lines[at + 1].split("  ")[-1] == "of limit"
+    assert lines[at + 2] == "d: 1 × 8k tokens of text"
+    assert [line.split()[0] for line in lines[at + 3 : at + 6]] == ["fill", "dense(out=)", "limit:"]
+    assert re.search(r"\d×$", lines[at + 4])
+    assert "dense(out=), mrope, int32" in picture.read_text()
+    printed = CliRunner().invoke(app, [*asked, "--json", "-"], catch_exceptions=False)
+    assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.cli.bench.run", lambda *args, **options: pytest.fail("measured"))
+    with pytest.raises(InvalidInputError, match=f"{option}: got '/no/such/x.svg', want a file in a folder"):
+        CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.svg"], catch_exceptions=False)
+
+
+def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
+    curve = replace(MEASUREMENT, group="curve", point=("tokens", 8))
+    plot_report(replace(REPORT, measurements=(MEASUREMENT, curve)), tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert all(word in drawn for word in ("times as long as fill", "ns per token", "a: one", "loop"))
+    bare = replace(MEASUREMENT, entries=MEASUREMENT.entries[1:])
+    with pytest.raises(InvalidInputError, match="report: got no curve and no ratio to a limit"):
+        plot_report(replace(REPORT, measurements=(bare,)), tmp_path / "none.svg")
+    with pytest.raises(InvalidInputError, match="want a file ending in"):
+        plot_report(REPORT, tmp_path / "found.pdf")
+
+
+def test_no_two_contestants_look_alike_in_a_picture() -> None:
+    many = replace(MEASUREMENT, entries=tuple(entry(f"peer {i}", "peer", 1e-6) for i in range(20)))
+    looks = plot._colours((many,))
+    assert len(set(looks.values())) == len(looks) == 20
+
+
+def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> None:
+    text = replace(MEASUREMENT, name="d", entries=MEASUREMENT.entries[:2])
+    assert to_markdown((MEASUREMENT, text)) == (
+        "|  | fill, the limit | mmpos (× limit) | place (× limit) | loop (× mmpos) |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| a: one | 2.00 µs | 3.00 µs (1.50×) | 1.00 µs (0.50×) | 60.0 µs (20.0×) |\n"
+        "| d | 2.00 µs | 3.00 µs (1.50×) | – | – |\n"
+    )
+    full = replace(MEASUREMENT, entries=MEASUREMENT.entries[:1], facts={"fill": 0.99634, "tokens per second": 122975.4})
+    assert to_markdown((full, replace(full, name="d", facts={"packs": 3}))) == (
+        "|  | fill, the limit | fill | tokens per second | packs |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| a: one | 2.00 µs | 0.9963 | 122,975 | – |\n"
+        "| d | 2.00 µs | – | – | 3 |\n"
+    )
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
+def test_pages_quote_what_was_measured(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert fill_in(text) == text
+
+
+def test_a_quote_of_figures_that_are_not_there_is_refused() -> None:
+    page = "<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->"
+    with pytest.raises(SystemExit, match="abacus; positions; default; ids: got no such figures"):
+        fill_in(page)
+    quoted = (QUOTING[1].read_text(encoding="utf-8")).count("<!-- bench: ")
+    assert quoted >= 5

@@ -1,0 +1,186 @@
+"""What the suites of rotations, data and the service hold against their contestants."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmpos import UnsupportedError
+from mmpos.bench import Budget, NotEqualError, Options, layers, packing
+from mmpos.bench.examples import evenly, mix
+from mmpos.bench.layers import SHAPES, Layer, Pair, Shape, interleaved
+from mmpos.bench.peers import Peers
+from mmpos.bench.peers.collate_loop import collate_loop
+from mmpos.bench.peers.eager_rotation import rotate
+from mmpos.bench.serving.h2load import H2Load
+from mmpos.bench.serving.loads import Turn, by_cpu, by_latency, by_rate
+from mmpos.bench.serving.processes import ServerProcess
+from mmpos.data.batches.packing import Pack, Packer
+from mmpos.rotary import apply_rotary
+
+SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
+
+
+@pytest.fixture(params=SMALL)
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
+    monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, the last one short
+    return Layer(SMALL[request.param], interleaved(16, 2), torch.float32, "cpu")
+
+
+def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
+    before = layer.q, layer.k
+    q, k = apply_rotary(*before, layer.table, layer.rotary)
+    assert k is not None
+    layer.judge((q, k), before)
+    layer.judge(rotate(layer)(*before), before, rounded=True)
+    for x in (q, k):
+        for place in ((0, 0, 0, 0), (0, -1, -1, -1)):
+            kept = x[place].item()
+            for wrong in (kept + 0.1, float("nan")):
+                x[place] = wrong
+                with pytest.raises(NotEqualError, match=r"got an error of .*, want at most 1\.0e-06"):
+                    layer.judge((q, k), before)
+            x[place] = kept
+
+
+def test_gradients_turn_backwards(layer: Layer) -> None:
+    gradients = layer.random(1)
+    back = apply_rotary(*gradients, layer.table, layer.rotary, conjugate=True)
+    assert back[1] is not None
+    layer.judge((back[0], back[1]), gradients, backwards=True)
+    with pytest.raises(NotEqualError):
+        layer.judge((back[0], back[1]), gradients)
+
+
+def test_positions_of_another_document_are_no_rotation_of_this_one(layer: Layer) -> None:
+    other = Layer(layer.shape, interleaved(16, 1), torch.float32, "cpu")
+    found: Pair = rotate(other)(layer.q, layer.k)
+    with pytest.raises(NotEqualError):
+        layer.judge(found, (layer.q, layer.k))
+
+
+def test_a_layer_knows_its_work() -> None:
+    found = Layer(SHAPES["7B layer"], interleaved(640, 2), torch.bfloat16, "cpu")
+    assert found.work == {"tokens": 640, "documents": 2, "bytes": 2 * 640 * (32 + 8) * 128 * 2}
+    assert found.positions.num_documents == 2
+
+
+def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    peers = Peers(True)
+    assert peers.get("Liger", "liger_rotation") is None
+    assert peers.missing == {"Liger": "ImportError: its kernel needs a GPU"}
+
+
+class Forgets(Packer):
+    """Loses its last pack."""
+
+    def flush(self) -> list[Pack]:
+        return super().flush()[:-1]
+
+
+class Overfills(Packer):
+    """Takes twice as much as it was told."""
+
+    def __init__(self, max_tokens: int, **options: bool) -> None:
+        super().__init__(2 * max_tokens, split_text=options["split_text"], overlong="truncate")
+
+
+@pytest.mark.parametrize("split_text", [False, True])
+def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
+    split_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = list(mix(30))
+    packing._prove(examples, 4096, split_text)
+    for wrong, match in ((Forgets, "tokens lost, want the"), (Overfills, "want at most 4096")):
+        monkeypatch.setattr(packing, "Packer", wrong)
+        with pytest.raises(NotEqualError, match=match):
+            packing._prove(examples, 4096, split_text)
+
+
+def test_the_fill_in_order_of_arrival_counts_what_is_cut_off() -> None:
+    assert packing._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
+
+
+def test_the_plain_loop_puts_documents_side_by_side() -> None:
+    examples = evenly(2, 20, 1, 2)
+    ids, labels, positions, cu_seqlens = collate_loop(examples)
+    assert ids.tolist() == [*examples[0].sequence.input_ids, *examples[1].sequence.input_ids]
+    assert labels[[0, 20, 1]].tolist() == [-100, -100, int(ids[1])]
+    assert torch.equal(positions[:, :20], positions[:, 20:])
+    assert cu_seqlens.tolist() == [0, 20, 40]
+
+
+def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up() -> None:
+    turns = {
+        "echo": iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))]),
+        "mmpos": iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))]),
+    }
+    told: list[tuple[int, int]] = []
+
+    def calls() -> dict[str, Callable[[], object]]:
+        kept = {name: list(values) for name, values in turns.items()}
+        turns.update({name: iter(values) for name, values in kept.items()})
+        again = {name: iter(values) for name, values in kept.items()}
+        return {name: lambda values=values: next(values) for name, values in again.items()}  # type: ignore[misc]
+
+    found = {
+        timer: timer(calls(), Budget(0.0, 2), lambda done, rounds: told.append((done, rounds)))
+        for timer in (by_cpu, by_rate, by_latency)
+    }
+    medians = [[timing.median for timing in times.values()] for times in found.values()]
+    assert medians == [[2.0, 5.0], [0.25, 0.5], [3.0, 5.0]]
+    assert told == [(1, 2), (2, 2)] * 3
+
+
+H2LOAD = """#!{python}
+import sys
+body = open(sys.argv[sys.argv.index("-d") + 1], "rb").read()
+assert body == b"\\0\\0\\0\\0\\x02ab", body
+print("finished in 2.00s, 1250.50 req/s, 3.23MB/s")
+print("requests: 8 total, 8 started, 8 done, 8 succeeded, 0 failed, 0 errored, 0 timeout")
+print("traffic: 1.10KB (1100) total, 400B (400) headers (space savings 90.00%), 120B (120) data")
+"""
+
+
+def test_h2load_counts_the_bytes_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "h2load"
+    program.write_text(H2LOAD.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(ServerProcess, "cpu", 0.0)
+    assert H2Load.found()
+    server = ServerProcess(0, "127.0.0.1:1")
+    assert H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)() == Turn(1250.5, 0.0)
+    with pytest.raises(NotEqualError, match="got h2load: 120 bytes, want 128"):
+        H2Load(server, "/a/B", b"ab", 11, 8, 2, 4)()
+    program.write_text(f"#!{sys.executable}\nprint('cannot connect')")
+    with pytest.raises(NotEqualError, match="cannot connect"):
+        H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)()
+
+
+@pytest.mark.parametrize(
+    ("suite", "needs", "extra"), [("rotary", "torch", "all"), ("data", "torch", "data"), ("service", "grpc", "server")]
+)
+def test_what_a_suite_lacks_names_the_pip_command(
+    suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, needs, None)
+    monkeypatch.delitem(sys.modules, f"mmpos.bench.{suite}", raising=False)
+    with pytest.raises(ImportError, match=re.escape(f'the {suite} suite needs {needs}: pip install "mmpos[{extra}]"')):
+        importlib.import_module(f"mmpos.bench.{suite}")
+
+
+def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmpos.bench import service
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
+        next(service.cases(Options(True, Peers(False))))

@@ -47,7 +47,7 @@ bench: $(VENV)/dev  ## the benchmarks, as tables
 	$(BIN)/python benchmarks/bench_data.py
 
 clean:  ## remove what was built
-	rm -rf $(VENV) build out dist mmpos.egg-info
+	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so
 
 $(VENV)/uv: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -43,7 +43,7 @@ bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py
 
 clean:  ## remove what was built
-	rm -rf $(VENV) build out dist mmpos.egg-info
+	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so
 
 $(VENV)/uv: constraints.txt
 	$(PYTHON) -m venv $(VENV)

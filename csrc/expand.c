@@ -83,7 +83,8 @@ static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, co
         if (stop < begin || stop > num_tokens) {
             return 0;
         }
-        Segment found = {stop - begin, entry(table, SKIP, column), entry(table, HEIGHT, column), entry(table, WIDTH, column)};
+        Segment found = {stop - begin, entry(table, SKIP, column), entry(table, HEIGHT, column),
+                         entry(table, WIDTH, column)};
         if (found.skip < 0 || found.skip > INT64_MAX - found.tokens || found.height < 1 || found.width < 1 ||
             denominator < 1) {
             return 0;
@@ -127,8 +128,8 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int done = 0;
     buffers.count = 0;
     (void)self;
-    if (count != 5) {
-        return PyErr_Format(PyExc_TypeError, "expand takes 5 arguments, got %zd", count);
+    if (!arguments("expand", 5, count)) {
+        return NULL;
     }
     int64_t num_tokens = PyLong_AsLongLong(args[1]);
     if (num_tokens == -1 && PyErr_Occurred()) {

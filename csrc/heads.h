@@ -22,7 +22,7 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
     ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
 
 static ALWAYS_INLINE int64_t NAME(bf16_half)(const char *x, char *out, const float *cos, const float *sin,
-                                              int64_t j, int64_t pairs) {
+                                             int64_t j, int64_t pairs) {
     for (; j + 2 * LANES <= pairs; j += 2 * LANES) {
         NAME(words) a, b, left, right;
         NAME(floats) c, s, d, t;
@@ -41,7 +41,7 @@ static ALWAYS_INLINE int64_t NAME(bf16_half)(const char *x, char *out, const flo
 }
 
 static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(const char *x, char *out, const float *cos, const float *sin,
-                                              int64_t j, int64_t pairs) {
+                                                 int64_t j, int64_t pairs) {
     for (; j + LANES <= pairs; j += LANES) {
         NAME(words) both;
         NAME(floats) c, s;
@@ -55,7 +55,7 @@ static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(const char *x, char *out, const
 }
 
 static ALWAYS_INLINE int64_t NAME(fp32_half)(const char *x, char *out, const float *cos, const float *sin,
-                                              int64_t j, int64_t pairs) {
+                                             int64_t j, int64_t pairs) {
     for (; j + LANES <= pairs; j += LANES) {
         NAME(floats) a, b, c, s, left, right;
         LOAD(a, x + 4 * j);

@@ -23,7 +23,8 @@ char format_of(const Py_buffer *buffer) {
     }
 }
 
-Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags) {
+/* Take a buffer of any dimensions. */
+static Py_buffer *take_any(Buffers *buffers, PyObject *object, int flags) {
     if (buffers->count == (int)(sizeof buffers->taken / sizeof buffers->taken[0])) {
         return NULL;
     }
@@ -33,7 +34,17 @@ Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int f
         return NULL;
     }
     buffers->count++; /* what does not fit is released with the others */
-    return buffer->ndim == dimensions ? buffer : NULL;
+    return buffer;
+}
+
+Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags) {
+    Py_buffer *buffer = take_any(buffers, object, flags);
+    return buffer != NULL && buffer->ndim == dimensions ? buffer : NULL;
+}
+
+Py_buffer *take_flat(Buffers *buffers, PyObject *object, char format, int flags) {
+    Py_buffer *buffer = take_any(buffers, object, PyBUF_C_CONTIGUOUS | flags);
+    return buffer != NULL && format_of(buffer) == format ? buffer : NULL;
 }
 
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector) {
@@ -68,6 +79,18 @@ void release(Buffers *buffers) {
     }
 }
 
+PyObject *answer(Buffers *buffers, PyObject *result) {
+    release(buffers);
+    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}
+
+int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got) {
+    if (got != wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    }
+    return got == wanted;
+}
+
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
@@ -78,7 +101,8 @@ static PyMethodDef methods[] = {
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "mmpos._native", "Fast ways of what mmpos says in Python.", 0, methods, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "mmpos._native", "Fast ways of what mmpos says in Python.", 0, methods, slots, NULL, NULL,
+    NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,8 +1,9 @@
 /* What the files of the extension share. Limited API of CPython 3.11; no numpy headers: arrays come as buffers.
  *
- * Every function answers or declines: it returns False or None for arguments that are not exactly what the fast way
- * takes, mistakes included; the caller then takes the way in Python, whose words name the mistake. Numbers in arrays
- * may be anything: whatever they are, nothing outside of the arrays is read or written. */
+ * Every function answers or declines: it returns False or None for arrays and parts that are not exactly what the fast
+ * way takes, mistakes included; the caller then takes the way in Python, whose words name the mistake. Errors are for
+ * calls that no room makes, as with a wrong number of arguments, and for want of memory. Numbers in arrays may be
+ * anything: whatever they are, nothing outside of the arrays is read or written. */
 
 #ifndef MMPOS_NATIVE_H
 #define MMPOS_NATIVE_H
@@ -30,6 +31,8 @@
 #else
 #define ALWAYS_INLINE inline
 #endif
+
+enum { TEXT, GRID, PAD }; /* kinds of segments, see mmpos/parts.py */
 
 /* Buffers that a function has taken; at most as many as fit, released together. */
 typedef struct {
@@ -59,7 +62,16 @@ Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int f
 /* Take a buffer of one or two dimensions; 0, with no exception set, if it is none. A vector has this format. */
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector);
 int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix);
+
+/* Take a contiguous buffer of this format and any dimensions; NULL, with no exception set, if it is none. */
+Py_buffer *take_flat(Buffers *buffers, PyObject *object, char format, int flags);
 void release(Buffers *buffers);
+
+/* Release the buffers, and give the result, or None where there is neither it nor an exception. */
+PyObject *answer(Buffers *buffers, PyObject *result);
+
+/* Whether a function got as many arguments as it takes; if not, a TypeError is set. */
+int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 
 static inline int64_t int64_at(const char *place) {
     int64_t value;

@@ -6,13 +6,7 @@
 #include <emmintrin.h>
 #endif
 
-#ifdef __GNUC__
-#define INLINED static inline __attribute__((always_inline))
-#else
-#define INLINED static inline
-#endif
-
-enum { LARGEST = 32 };      /* side of a patch of floats: so many stay in the fastest cache */
+enum { LARGEST = 32 };       /* side of a patch of floats: so many stay in the fastest cache */
 enum { STREAMED = 1 << 22 }; /* bytes from which output goes past the caches */
 enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no number of frames is beyond the last */
 
@@ -32,7 +26,7 @@ typedef struct {
 typedef char *Write(const Cut *cut, const char *pixels, char *out, int64_t patch);
 
 /* Bytes as they are. Calls of memcpy for a few dozens of them cost more than they do. */
-INLINED char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
     const int64_t row = patch * COLOURS;
     for (int64_t y = 0; y < patch; y++, pixels += cut->row_stride, out += row) {
         int64_t i = 0;
@@ -49,7 +43,7 @@ INLINED char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t
 }
 
 /* Copy what is in the cache to where it goes: past the cache, if it is more than the cache would keep. */
-INLINED char *hand_over(const Cut *cut, char *out, const float *values, int64_t size) {
+static ALWAYS_INLINE char *hand_over(const Cut *cut, char *out, const float *values, int64_t size) {
     int64_t i = 0;
 #ifdef __SSE2__
     for (; cut->stream && i + 16 <= size; i += 16) {
@@ -61,7 +55,7 @@ INLINED char *hand_over(const Cut *cut, char *out, const float *values, int64_t 
 }
 
 /* Floats of a patch: in the order of its pixels, or a plane per colour, each as often as there are frames. */
-INLINED char *write_floats(const Cut *cut, const char *pixels, char *out, int64_t patch, int planes) {
+static ALWAYS_INLINE char *write_floats(const Cut *cut, const char *pixels, char *out, int64_t patch, int planes) {
     const int64_t area = patch * patch, right = planes ? 1 : COLOURS, deep = planes ? area : 1;
     const float *red = cut->levels, *green = red + LEVELS, *blue = green + LEVELS;
     float values[COLOURS * LARGEST * LARGEST];
@@ -85,16 +79,16 @@ INLINED char *write_floats(const Cut *cut, const char *pixels, char *out, int64_
     return out;
 }
 
-INLINED char *write_pixels(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+static ALWAYS_INLINE char *write_pixels(const Cut *cut, const char *pixels, char *out, int64_t patch) {
     return write_floats(cut, pixels, out, patch, 0);
 }
 
-INLINED char *write_planes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
+static ALWAYS_INLINE char *write_planes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
     return write_floats(cut, pixels, out, patch, 1);
 }
 
 /* All patches in their order. Inlined once per way of writing and usual side of a patch, which is then a constant. */
-INLINED void all_patches(const Cut *cut, Write *write, int64_t patch) {
+static ALWAYS_INLINE void all_patches(const Cut *cut, Write *write, int64_t patch) {
     const int64_t side = cut->block * patch;
     char *out = cut->out;
     for (int64_t top = 0; top < cut->height; top += side) {
@@ -140,27 +134,12 @@ static void run(const Cut *cut) {
 #endif
 }
 
-/* A contiguous buffer of one format, which the caller releases whatever is returned. */
-static int get_flat(PyObject *object, Py_buffer *buffer, const char *format, int flags) {
-    if (PyObject_GetBuffer(object, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) != 0) {
-        PyErr_Clear();
-        buffer->obj = NULL;
-        return 0;
-    }
-    return buffer->format != NULL && strcmp(buffer->format, format) == 0;
-}
-
-/* Pixels (h, w, 3) whose rows are contiguous, in whole blocks; a buffer that the caller releases in any case. */
-static int get_pixels(PyObject *object, Py_buffer *buffer, Cut *cut) {
+/* Take pixels (h, w, 3) whose rows are contiguous, in whole blocks; 0 if they are anything else. */
+static int take_pixels(Buffers *buffers, PyObject *object, Cut *cut) {
     const int64_t side = cut->patch * cut->block;
-    if (PyObject_GetBuffer(object, buffer, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
-        PyErr_Clear();
-        buffer->obj = NULL;
-        return 0;
-    }
-    if (buffer->ndim != 3 || buffer->format == NULL || strcmp(buffer->format, "B") != 0 ||
-        buffer->shape[2] != COLOURS || buffer->strides[2] != 1 || buffer->strides[1] != COLOURS ||
-        buffer->shape[0] > INT32_MAX || buffer->shape[1] > INT32_MAX) {
+    const Py_buffer *buffer = take_buffer(buffers, object, 3, 0);
+    if (buffer == NULL || format_of(buffer) != 'B' || buffer->shape[2] != COLOURS || buffer->strides[2] != 1 ||
+        buffer->strides[1] != COLOURS || buffer->shape[0] > INT32_MAX || buffer->shape[1] > INT32_MAX) {
         return 0;
     }
     cut->pixels = buffer->buf;
@@ -170,13 +149,27 @@ static int get_pixels(PyObject *object, Py_buffer *buffer, Cut *cut) {
     return cut->height % side == 0 && cut->width % side == 0;
 }
 
+/* Take what the levels become, if patches are floats; 0 if it is no such table, or patches are too large for it. */
+static int take_levels(Buffers *buffers, PyObject *object, Cut *cut) {
+    if (object == Py_None) {
+        return cut->frames == 0;
+    }
+    const Py_buffer *buffer = cut->patch <= LARGEST ? take_flat(buffers, object, 'f', 0) : NULL;
+    if (buffer == NULL || buffer->len != (Py_ssize_t)(sizeof(float) * COLOURS * LEVELS)) {
+        return 0;
+    }
+    cut->levels = buffer->buf;
+    return 1;
+}
+
 /* Whether the pixels fill an output of so many elements; no product here has more than 53 bits. */
 static int fills(const Cut *cut, int64_t elements) {
     const int64_t row = cut->width * COLOURS * (cut->frames > 0 ? cut->frames : 1);
     return row == 0 || cut->height == 0 ? elements == 0 : elements % row == 0 && elements / row == cut->height;
 }
 
-static int get_number(PyObject *object, int64_t *number, int64_t least) {
+/* A number from `least` to the most; 0, with no exception set, if it is none. */
+static int take_number(PyObject *object, int64_t *number, int64_t least) {
     *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
     PyErr_Clear();
     return *number >= least && *number <= MOST;
@@ -187,23 +180,24 @@ static int get_number(PyObject *object, int64_t *number, int64_t least) {
  * pixels: (h, w, 3) uint8 with any row stride; levels: 3·256 float32, or None for patches of bytes; frames: 0 for
  * patches (n, patch, patch, 3), else n·3·frames·patch·patch floats in planes; out: contiguous, of any shape. */
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Py_buffer pixels = {0}, levels = {0}, out = {0};
+    Buffers buffers;
     Cut cut = {0};
+    const Py_buffer *out = NULL;
     (void)self;
-    if (count != 6) {
-        return PyErr_Format(PyExc_TypeError, "patches takes pixels, patch, block, levels, frames and out");
+    if (!arguments("patches", 6, count)) {
+        return NULL;
     }
-    int bytes = args[3] == Py_None;
-    int fits = get_number(args[1], &cut.patch, 1) && get_number(args[2], &cut.block, 1) &&
-               get_number(args[4], &cut.frames, 0) && !(bytes && cut.frames > 0) &&
-               get_pixels(args[0], &pixels, &cut) &&
-               (bytes || (cut.patch <= LARGEST && get_flat(args[3], &levels, "f", 0) && levels.len == sizeof(float) * COLOURS * LEVELS)) &&
-               get_flat(args[5], &out, bytes ? "B" : "f", PyBUF_WRITABLE) && fills(&cut, out.len / out.itemsize);
+    buffers.count = 0;
+    if (take_number(args[1], &cut.patch, 1) && take_number(args[2], &cut.block, 1) &&
+        take_number(args[4], &cut.frames, 0) && take_pixels(&buffers, args[0], &cut) &&
+        take_levels(&buffers, args[3], &cut)) {
+        out = take_flat(&buffers, args[5], cut.levels == NULL ? 'B' : 'f', PyBUF_WRITABLE);
+    }
+    int fits = out != NULL && fills(&cut, out->len / out->itemsize);
     if (fits) {
-        cut.levels = levels.buf;
-        cut.out = out.buf;
-        cut.stream = out.len >= STREAMED && (uintptr_t)out.buf % 16 == 0 && cut.patch * cut.patch * COLOURS % 4 == 0;
-        if (out.len < RELEASE_GIL_BYTES) {
+        cut.out = out->buf;
+        cut.stream = out->len >= STREAMED && (uintptr_t)out->buf % 16 == 0 && cut.patch * cut.patch * COLOURS % 4 == 0;
+        if (out->len < RELEASE_GIL_BYTES) {
             run(&cut);
         } else {
             Py_BEGIN_ALLOW_THREADS
@@ -211,8 +205,6 @@ PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count
             Py_END_ALLOW_THREADS
         }
     }
-    PyBuffer_Release(&out);
-    PyBuffer_Release(&levels);
-    PyBuffer_Release(&pixels);
+    release(&buffers);
     return PyBool_FromLong(fits);
 }

@@ -10,7 +10,7 @@
 /* Where cos and sin come from: positions and frequencies, or tables that were made elsewhere. */
 typedef struct {
     int given, fixed;
-    Matrix cos, sin;             /* (tokens, pairs) float32, if given */
+    Matrix cos, sin;              /* (tokens, pairs) float32, if given */
     Matrix ids, words, pair_axis; /* otherwise */
     float sin_of[4], cos_of[4], factor;
     int64_t tokens, pairs;
@@ -24,14 +24,14 @@ int take_source(Buffers *buffers, PyObject *tuple, Source *source);
 /* Phases in an order of pairs that suits who reads them. */
 typedef struct {
     const Source *source;
-    int wide;       /* whether to use wide vectors */
-    int64_t block;  /* tokens at a time */
-    int64_t *order; /* (pairs,) which pair stands where; the caller fills it */
-    uint64_t *tau;  /* (pairs,) turns per id, in units of 2**-64 */
-    float *cos, *sin;     /* (block, pairs) */
-    uint32_t *turn;       /* (block, pairs) */
-    uint32_t *rounds;     /* (pairs,) whole turns per id */
-    int32_t *axis;        /* (pairs,) */
+    int wide;         /* whether to use wide vectors */
+    int64_t block;    /* tokens at a time */
+    int64_t *order;   /* (pairs,) which pair stands where; the caller fills it */
+    uint64_t *tau;    /* (pairs,) turns per id, in units of 2**-64 */
+    float *cos, *sin; /* (block, pairs) */
+    uint32_t *turn;   /* (block, pairs) */
+    uint32_t *rounds; /* (pairs,) whole turns per id */
+    int32_t *axis;    /* (pairs,) */
 } Phases;
 
 /* Make room for a block, which the caller frees at `order`; 0 without memory. */

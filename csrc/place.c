@@ -5,23 +5,10 @@
 
 #include "native.h"
 
-enum { TEXT, GRID, PAD };                                                                  /* mmpos/parts.py */
-enum { OFFSET, SKIP, TABLE_HEIGHT, TABLE_WIDTH, DENOMINATOR, AXES };                       /* mmpos/columns.py */
-enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA };                                 /* mmpos/columns.py */
+enum { OFFSET, SKIP, TABLE_HEIGHT, TABLE_WIDTH, DENOMINATOR, AXES };                          /* mmpos/columns.py */
+enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA };                                    /* mmpos/columns.py */
 enum { DOCUMENT, LENGTH, TEXT_AT, TEXT_LENGTH, GRID_AT, FRAMES, HEIGHT, WIDTH, START, ROWS }; /* Parts.block */
-enum { CURSOR, TEXT_CURSOR, GRID_CURSOR, CURSORS };
-
-static PyObject *answer(Buffers *buffers, PyObject *result) {
-    release(buffers);
-    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
-}
-
-static int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got) {
-    if (got != wanted) {
-        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
-    }
-    return got == wanted;
-}
+enum { TEXT_CURSOR, GRID_CURSOR, CURSORS };
 
 static int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 
@@ -89,8 +76,8 @@ static int64_t bounded(int64_t cursor) {
 
 /* cursors(kind, segment_offsets, start, advance_text, advance_grids, cursors, end) -> True or None.
  *
- * Fills cursors, (3, segments) int64: the cursor before every segment, before the texts and before the grids, within
- * a little more than int32; and end, (documents,), the cursor after each document. */
+ * Fills cursors, (2, segments) int64: the cursor before each of the texts and of the grids, within a little more than
+ * int32; and end, (documents,), the cursor after each document. */
 PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector kind, offsets, start, of_text, of_grids, end;
@@ -105,7 +92,8 @@ PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count
         !take_vector(&buffers, args[4], 'q', 0, &of_grids) ||
         !take_matrix(&buffers, args[5], PyBUF_WRITABLE, &cursors) ||
         !take_vector(&buffers, args[6], 'q', PyBUF_WRITABLE, &end) || !is_block(&cursors, CURSORS) ||
-        cursors.columns != kind.size || offsets.size != start.size + 1 || end.size != start.size) {
+        cursors.columns != kind.size || of_text.size > kind.size || of_grids.size > kind.size ||
+        offsets.size != start.size + 1 || end.size != start.size) {
         return answer(&buffers, NULL);
     }
     int64_t texts = 0, grids = 0;
@@ -116,7 +104,6 @@ PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count
                 return answer(&buffers, NULL);
             }
             int64_t what = (uint8_t)kind.data[s * kind.stride], here = bounded(cursor);
-            put_entry(&cursors, CURSOR, s, here);
             if (what == TEXT) {
                 if (texts >= of_text.size) {
                     return answer(&buffers, NULL);
@@ -237,7 +224,7 @@ static void put_shapes(const Matrix *table, const Matrix *block, int64_t grids) 
         if (s >= 0 && s < table->columns) {
             uint64_t plain = (uint64_t)entry(block, FRAMES, g) * (uint64_t)height * (uint64_t)width;
             put_entry(table, TABLE_HEIGHT, s, height);
-            put_entry(table, TABLE_WIDTH, s, width + (plain != (uint64_t)entry(block, LENGTH, s))); /* a separator */
+            put_entry(table, TABLE_WIDTH, s, plus(width, plain != (uint64_t)entry(block, LENGTH, s))); /* a separator */
         }
     }
 }
@@ -247,7 +234,7 @@ static void put_documents(const Matrix *documents, const Matrix *table, const Ma
     for (int64_t d = 0; d < start->size; d++) {
         int64_t first = item(offsets, d), stop = item(offsets, d + 1), real = 0;
         for (int64_t s = first; s < stop && s >= 0 && s < kind->size; s++) {
-            real += (uint8_t)kind->data[s * kind->stride] == PAD ? 0 : entry(block, LENGTH, s);
+            real = plus(real, (uint8_t)kind->data[s * kind->stride] == PAD ? 0 : entry(block, LENGTH, s));
         }
         put_entry(documents, FIRST_SEGMENT, d, first);
         put_entry(documents, FIRST_TOKEN, d, first >= 0 && first < kind->size ? entry(table, OFFSET, first) : 0);

@@ -43,9 +43,8 @@ static inline NAME(vector) NAME(ramp)(T step) {
 }
 
 /* Rows of `before` whole vectors, a constant, and one that ends the row, over the end of the one before it. */
-static inline __attribute__((always_inline)) void NAME(short_rows)(char *out, int64_t rows, int64_t width,
-                                                                   const int64_t before, T value, T step_row,
-                                                                   T step_col, T unit) {
+static ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t width, const int64_t before, T value,
+                                           T step_row, T step_col, T unit) {
     NAME(vector) column[SHORT + 1], start = NAME(all)(value), down = NAME(all)(step_row);
     NAME(vector) ramp = NAME(ramp)(step_col), right = NAME(all)((T)LANES * step_col);
     (void)unit;

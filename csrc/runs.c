@@ -66,8 +66,8 @@ PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Runs runs = {NULL, 0, 0};
     int done = 0, wide = 1;
     (void)self;
-    if (count != 5) {
-        return PyErr_Format(PyExc_TypeError, "runs takes 5 arguments, got %zd", count);
+    if (!arguments("runs", 5, count)) {
+        return NULL;
     }
     int64_t token = PyLong_AsLongLong(args[3]), other = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) { /* beyond int64 */
@@ -116,12 +116,13 @@ PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Vector left, right;
     int done = 0;
     (void)self;
-    if (count != 3) {
-        return PyErr_Format(PyExc_TypeError, "ones takes 3 arguments, got %zd", count);
+    if (!arguments("ones", 3, count)) {
+        return NULL;
     }
     buffers.count = 0;
     if (take_matrix(&buffers, args[0], 0, &mask) && take_vector(&buffers, args[1], 'q', PyBUF_WRITABLE, &left) &&
-        take_vector(&buffers, args[2], 'q', PyBUF_WRITABLE, &right) && mask.format != 0 && mask.format != 'd' &&
+        take_vector(&buffers, args[2], 'q', PyBUF_WRITABLE, &right) && mask.format != 0 &&
+        strchr("?Biq", mask.format) != NULL &&
         (mask.columns < 2 || mask.column_stride == mask.itemsize) && left.size == mask.rows &&
         right.size == mask.rows) {
         Py_BEGIN_ALLOW_THREADS

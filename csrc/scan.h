@@ -57,8 +57,9 @@ static inline int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T to
     return i;
 }
 
+/* Add the runs of the tokens of a document from i on; 0 for want of memory. */
 static inline int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t i, int64_t stop, T token,
-                           T other, int two) {
+                                 T other, int two) {
     while ((i = two ? NAME(next)(ids, i, stop, token, other, 1)
                     : NAME(next)(ids, i, stop, token, token, 0)) < stop) {
         T found = NAME(at)(ids, i);

@@ -2,8 +2,7 @@
 
 #include "native.h"
 
-enum { TEXT, GRID, PAD }; /* kinds of segments, see mmpos/parts.py */
-enum { FRAMES, HEIGHT, WIDTH };
+enum { FRAMES, HEIGHT, WIDTH }; /* rows of extents, columns of grid_thw */
 
 /* Three arrays of a segment table in new bytes objects, to be filled. */
 typedef struct {
@@ -105,26 +104,30 @@ static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names
     return tokens_of(frames, height, width, 0) > 0;
 }
 
+/* Put the parts of a document from `at` on; how many, or 0 if one does not fit. */
+static int64_t put_document(Shape *shape, int64_t at, PyObject *document, const Names *names) {
+    int64_t parts = length_of(document);
+    int fits = parts >= 1 && at + parts <= shape->segments;
+    for (int64_t i = 0; fits && i < parts; i++) {
+        PyObject *part = borrowed(document, i);
+        Py_XINCREF(part); /* to read an attribute may run code, which may change the list */
+        fits = part != NULL && put_part(shape, at + i, part, names);
+        Py_XDECREF(part);
+    }
+    return fits ? parts : 0;
+}
+
 static int put_documents(Shape *shape, PyObject *documents, const Names *names) {
     int64_t at = 0, count = length_of(documents);
     for (int64_t d = 0; d < count; d++) {
         PyObject *document = borrowed(documents, d);
-        int64_t parts = document == NULL ? -1 : length_of(document);
-        if (parts < 1 || at + parts > shape->segments) {
+        Py_XINCREF(document);
+        int64_t parts = document == NULL ? 0 : put_document(shape, at, document, names);
+        Py_XDECREF(document);
+        if (parts == 0) {
             return 0;
         }
-        for (int64_t i = 0; i < parts; i++, at++) {
-            PyObject *part = borrowed(document, i);
-            if (part == NULL) {
-                return 0;
-            }
-            Py_INCREF(part);
-            int fits = put_part(shape, at, part, names);
-            Py_DECREF(part);
-            if (!fits) {
-                return 0;
-            }
-        }
+        at += parts;
         put_int64(shape->firsts + 8 * (d + 1), at);
     }
     return at == shape->segments;
@@ -199,8 +202,8 @@ PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     Vector kind, offsets, separator;
     Matrix extents;
     (void)self;
-    if (count != 4) {
-        return PyErr_Format(PyExc_TypeError, "sound takes 4 arguments, got %zd", count);
+    if (!arguments("sound", 4, count)) {
+        return NULL;
     }
     buffers.count = 0;
     int separated = args[3] != Py_None;
@@ -258,15 +261,16 @@ PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     Matrix grid_thw;
     PyObject *result = NULL;
     (void)self;
-    if (count != 5) {
-        return PyErr_Format(PyExc_TypeError, "spans takes 5 arguments, got %zd", count);
+    if (!arguments("spans", 5, count)) {
+        return NULL;
     }
     buffers.count = 0;
     int told = args[3] != Py_None, separator = args[4] == Py_True;
     if (take_vector(&buffers, args[0], 'q', 0, &lengths) && take_vector(&buffers, args[1], 'q', 0, &offsets) &&
         take_matrix(&buffers, args[2], 0, &grid_thw) &&
         (!told || take_vector(&buffers, args[3], 'q', 0, &documents)) && grid_thw.format == 'q' &&
-        grid_thw.rows == offsets.size && grid_thw.columns == 3 && (told ? documents.size == offsets.size : lengths.size == 1 || offsets.size == 0)) {
+        grid_thw.rows == offsets.size && grid_thw.columns == 3 &&
+        (told ? documents.size == offsets.size : lengths.size == 1 || offsets.size == 0)) {
         const Vector *owner = told ? &documents : NULL;
         int64_t segments = put_spans(NULL, NULL, &lengths, &offsets, &grid_thw, owner, separator);
         PyObject *where = segments < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 8 * offsets.size);
@@ -280,6 +284,5 @@ PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) 
             Py_DECREF(where);
         }
     }
-    release(&buffers);
-    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+    return answer(&buffers, result);
 }

@@ -19,7 +19,6 @@ from mmpos.errors import InvalidInputError
 
 Array = npt.NDArray[Any]
 
-
 BLOCK = 16384
 """Tokens expanded at a time: temporaries stay in the cache and below malloc's threshold for mapping pages."""
 

@@ -26,7 +26,7 @@ class Core(Protocol):
     def cursors(
         self, kind: Any, segment_offsets: Any, start: Any, of_text: Any, of_grids: Any, cursors: Any, end: Any, /
     ) -> bool | None:
-        """Fill in the cursor before every segment, text and grid, and after every document."""
+        """Fill in the cursor before every text and grid, and after every document."""
 
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
         """Kind, extents and segment offsets, as bytes, of lists of parts."""

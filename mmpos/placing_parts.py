@@ -44,9 +44,8 @@ class Parts(NamedTuple):
 
 
 class Cursors(NamedTuple):
-    """The cursor before each segment, before each text and each grid, and after each document."""
+    """The cursor before each text and each grid, and after each document."""
 
-    before: IntArray
     text: IntArray
     grid: IntArray
     end: IntArray
@@ -80,9 +79,9 @@ def cursors(scheme: Scheme, segments: SegmentTable, parts: Parts) -> Cursors:
     of_text = scheme.advance_text(parts.runs)
     of_grids = whole(scheme, "advance", scheme.advance(parts.grids)) if parts.grid.size else parts.grid
     if native.core is not None:
-        found, end = np.empty((3, kind.size), np.int64), np.empty(start.size, np.int64)
+        found, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
         if native.core.cursors(kind, offsets, start, of_text, of_grids, found, end):
-            return Cursors(found[0], found[1, : parts.text.size], found[2, : parts.grid.size], end)
+            return Cursors(found[0, : parts.text.size], found[1, : parts.grid.size], end)
     advance = np.zeros(kind.size, np.int64)
     advance[parts.text], advance[parts.grid] = of_text, of_grids
     after = advance.cumsum()
@@ -90,7 +89,7 @@ def cursors(scheme: Scheme, segments: SegmentTable, parts: Parts) -> Cursors:
     base = start - before[offsets[:-1]]
     # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
     before = np.maximum(np.minimum(before + base[parts.document], INT32_MAX + 1), INT32_MIN - 1)
-    return Cursors(before, before[parts.text], before[parts.grid], after[offsets[1:] - 1] + base)
+    return Cursors(before[parts.text], before[parts.grid], after[offsets[1:] - 1] + base)
 
 
 def whole(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:

@@ -28,6 +28,7 @@ _DTYPES = {
     "row_separator": np.dtype(np.bool_),
 }
 
+# What csrc/segments.c reads off parts, in its order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 

@@ -100,7 +100,7 @@ class SequenceBuilder:
         images = [
             (d, i)
             for d, parts in enumerate(documents)
-            if self.images is not None and isinstance(parts, list | tuple)
+            if isinstance(parts, list | tuple)
             for i, part in enumerate(parts)
             if isinstance(part, _READ_BY_ANY) and not _is_ids(part)
         ]

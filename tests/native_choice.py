@@ -21,3 +21,7 @@ if _PATH:
     sys.modules["mmpos._native"] = _module
 else:
     sys.modules["mmpos._native"] = None  # type: ignore[assignment]  # importing it is an ImportError
+
+from mmpos import native  # noqa: E402
+
+assert native.core is sys.modules["mmpos._native"], "mmpos was imported before this plugin"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mmpos import info
 from mmpos.__main__ import main
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.parts import Grid, Text
@@ -249,6 +250,12 @@ def test_help_teaches_every_command(command: str) -> None:
     else:
         assert "3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches" in words
         assert "rope-tie-lcm" in words
+
+
+def test_info_prints_what_mmpos_says_of_itself() -> None:
+    lines = [line.split(maxsplit=1) for line in run("info").splitlines()]
+    assert dict(lines) == info()
+    assert len({line.index(value) for line, (_, value) in zip(run("info").splitlines(), lines, strict=True)}) == 1
 
 
 def test_help_alone_and_version() -> None:

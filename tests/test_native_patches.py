@@ -143,6 +143,16 @@ TABLE = levels(SCALE, SHIFT)
 
 
 @compiled
+@pytest.mark.parametrize("patch", [14, 16, 32])
+def test_pixels_that_fit_are_cut_in_c(patch: int) -> None:
+    assert native.core is not None
+    pixels, count = random(2 * patch, 4 * patch, 3), 2 * 4 * patch * patch * 3
+    assert native.core.patches(pixels, patch, 2, None, 0, np.empty(count, np.uint8))
+    assert native.core.patches(pixels, patch, 2, TABLE, 0, np.empty(count, np.float32))
+    assert native.core.patches(pixels[::-1], patch, 1, TABLE, 2, np.empty(2 * count, np.float32))
+
+
+@compiled
 @pytest.mark.parametrize(
     ("arguments", "out"),
     [

@@ -234,6 +234,10 @@ def test_threads_agree_with_one_and_a_range_writes_its_own_tokens() -> None:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             assert_same(apply_rotary(q, None, ids, rotary)[0], want)
+        pools = cpu._pool.cache_info().currsize
+        for tokens in (300, 500, 800):  # worth one, two and three threads more
+            apply_rotary(q[:, :tokens], None, ids[:, :, :tokens], rotary)
+        assert cpu._pool.cache_info().currsize == pools, "tensors of every size keep threads of their own"
     finally:
         torch.set_num_threads(before)
     out = torch.full_like(q, torch.nan)

@@ -1,4 +1,4 @@
-"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, each frame told twice.
+"""Patches as the vision encoders of Transformers take them: normalised, a plane per colour, told once per frame.
 
 In C straight from the pixels; in numpy from patches, some of which stay in the cache on the way.
 """

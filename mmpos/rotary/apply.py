@@ -104,7 +104,7 @@ def rotate_with(
         rotary.pairing == "adjacent",
         rotary.attention_factor,
         conjugate,
-        _number_of(implementation, q.device),
+        _chosen(implementation, q.device),
     )
     held = constants(rotary, q.device) if frequencies is None else frequencies
     if held[0].device != q.device:
@@ -222,7 +222,8 @@ def _apart(q: Tensor, k: Tensor) -> bool:
     return True
 
 
-def _number_of(implementation: Implementation, device: torch.device) -> int:
+def _chosen(implementation: Implementation, device: torch.device) -> int:
+    """The operator's number of an implementation that can run there."""
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":
         return operator.TRITON if device.type == "cuda" and _has_triton() else operator.AUTO

@@ -99,7 +99,7 @@ def rotate(
                 done = turn(tensors, source, *parts.popleft(), adjacent, conjugate, True) and done
         return done
 
-    pool = _pool(os.getpid(), workers - 1)
+    pool = _pool(os.getpid(), torch.get_num_threads() - 1)
     others = [pool.submit(work) for _ in range(workers - 1)]
     return all([work(), *(other.result() for other in others)])
 
@@ -109,6 +109,6 @@ def _bits(x: Tensor) -> Any:
 
 
 @cache
-def _pool(process: int, workers: int) -> ThreadPoolExecutor:
-    """Threads of this process: those of another do not survive a fork."""
-    return ThreadPoolExecutor(workers, "mmpos-rotary")
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """One pool for tensors of all sizes, which starts threads when asked; those of a parent do not survive a fork."""
+    return ThreadPoolExecutor(threads, "mmpos-rotary")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
 from mmpos.rotary.operator import AUTO, rotate, rotate_
-from mmpos.rotary.sources import frequencies_of, source_of
+from mmpos.rotary.sources import constants, frequencies_of, source_of
 
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
 MODULE = RotaryEmbedding(ROTARY)
@@ -251,6 +251,11 @@ def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> N
     assert apply_rotary(turned, None, positions, ROTARY, layout="bhsd")[0].stride() == turned.stride()
     view = normal(2, 11, 5, 16)[:, :, :3]
     assert apply_rotary(view, None, positions, ROTARY)[0].is_contiguous()
+
+
+def test_constants_bear_the_mark_that_torch_gives() -> None:
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(marked) == vars(constants)
 
 
 def test_in_place_without_k_rotates_under_compile() -> None:

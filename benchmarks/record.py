@@ -1,7 +1,8 @@
 """Run every suite on this machine, keep the figures in results/, and bring the tables that quote them up to date.
 
-python benchmarks/record.py             every suite with every peer, with the malloc of the C library and a tuned one
-python benchmarks/record.py --tables    only the tables, from the figures that are there
+python benchmarks/record.py                          every suite with every peer, with both mallocs
+python benchmarks/record.py images service:tuned     these again, beside the figures that are there
+python benchmarks/record.py --tables                 only the tables, from the figures that are there
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmpos.bench.machine import MALLOCS
@@ -26,16 +28,33 @@ QUOTING = (HERE.parent / "README.md", HERE / "README.md", *sorted((HERE.parent /
 _MARK = re.compile(r"(<!-- bench: ([^;>]+); ([^;>]+); ([^;>]+); ([^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
-def measure() -> list[Report]:
-    """Every suite with every malloc, each in a process of its own: what one leaves behind would help the next."""
+def measure(wanted: Sequence[tuple[str, str]]) -> list[Report]:
+    """Suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
     found: list[Report] = []
-    for suite in SUITES:
-        for malloc in MALLOCS:
-            print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found += from_json(done.stdout)
+    for suite, malloc in wanted:
+        print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found += from_json(done.stdout)
     return found
+
+
+def keep(reports: Sequence[Report]) -> Path:
+    """Write reports into the file of this machine, in the place of those of the same suite and malloc."""
+    path = RESULTS / f"{reports[-1].machine.name}.json"
+    known = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
+    merged = {(report.suite, report.machine.malloc): report for report in (*known, *reports)}
+    order = [(suite, malloc) for suite in SUITES for malloc in MALLOCS]
+    path.write_text(to_json([merged[name] for name in order if name in merged]), encoding="utf-8")
+    return path
+
+
+def named(run: str) -> list[tuple[str, str]]:
+    """What is meant by a suite, or by a suite and a malloc."""
+    suite, _, malloc = run.partition(":")
+    if suite not in SUITES or malloc not in ("", *MALLOCS):
+        raise argparse.ArgumentTypeError(f"got {run!r}, want one of {', '.join(SUITES)}, and :default or :tuned")
+    return [(suite, malloc)] if malloc else [(suite, name) for name in MALLOCS]
 
 
 def fill_in(page: str) -> str:
@@ -85,12 +104,12 @@ def _cell(measurement: Measurement, name: str, ours: str | None) -> str:
 def main() -> None:
     """Measure unless told not to, and fill in the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=named, help="suites, or SUITE:MALLOC; all if none is named")
     parser.add_argument("--tables", action="store_true", help="only make the tables anew")
-    if not parser.parse_args().tables:
-        reports = measure()
-        path = RESULTS / f"{reports[-1].machine.name}.json"
-        path.write_text(to_json(reports), encoding="utf-8")
-        print(path)
+    options = parser.parse_args()
+    if not options.tables:
+        runs = options.runs or [named(suite) for suite in SUITES]
+        print(keep(measure([wanted for run in runs for wanted in run])))
     for page in QUOTING:
         text = page.read_text(encoding="utf-8")
         filled = fill_in(text)

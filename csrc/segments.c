@@ -55,8 +55,9 @@ static int64_t tokens_of(int64_t frames, int64_t height, int64_t width, int64_t 
     return tokens > INT32_MAX ? 0 : tokens;
 }
 
+/* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 static Py_ssize_t length_of(PyObject *list) {
-    return PyList_Check(list) ? PyList_Size(list) : PyTuple_Check(list) ? PyTuple_Size(list) : -1;
+    return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
 }
 
 static PyObject *borrowed(PyObject *list, Py_ssize_t i) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -248,6 +250,26 @@ def test_threads_agree_with_one_and_a_range_writes_its_own_tokens() -> None:
         wanted[first:stop] = want.flatten(0, 1)[first:stop]
         assert_same(out.flatten(0, 1), wanted)
         out.fill_(torch.nan)
+
+
+@pytest.mark.slow
+def test_a_thread_that_outlives_the_main_one_still_rotates() -> None:
+    code = """
+import threading, torch
+from mmpos.rotary import Rotary, apply_rotary
+
+torch.set_num_threads(4)
+q, ids, rotary = torch.ones(4096, 8, 64), torch.arange(4096)[None], Rotary(64, axes=1)
+
+def late():
+    threading.main_thread().join()
+    want = apply_rotary(q, None, ids, rotary, implementation="reference")[0]
+    print(torch.equal(apply_rotary(q, None, ids, rotary)[0], want))
+
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 # What it declines.

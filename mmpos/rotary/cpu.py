@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -99,9 +101,20 @@ def rotate(
                 done = turn(tensors, source, *parts.popleft(), adjacent, conjugate, True) and done
         return done
 
-    pool = _pool(os.getpid(), torch.get_num_threads() - 1)
-    others = [pool.submit(work) for _ in range(workers - 1)]
+    others = _helped(work, _pool(os.getpid(), torch.get_num_threads() - 1), workers - 1)
     return all([work(), *(other.result() for other in others)])
+
+
+def _helped(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> list[Future[bool]]:
+    """The same work in other threads; in none once the main thread has ended, when they take no more."""
+    begun: list[Future[bool]] = []
+    try:
+        for _ in range(helpers):
+            begun.append(pool.submit(work))
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+    return begun
 
 
 def _bits(x: Tensor) -> Any:

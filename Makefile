@@ -22,6 +22,7 @@ slow: $(VENV)/dev  ## the tests that take longer
 
 check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -31,6 +32,7 @@ check: $(VENV)/dev  ## format, lint, types, layers
 
 format: $(VENV)/dev  ## rewrite the files in the house format
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.[ch]
 	$(BIN)/ruff check --fix .
 
 proto: $(VENV)/dev  ## generate mmpos/rpc from proto/

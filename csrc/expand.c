@@ -3,13 +3,11 @@
 
 #include <math.h>
 
-#include "native.h"
+#include "table.h"
 
 typedef struct {
     int64_t tokens, skip, height, width;
 } Segment;
-
-enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL }; /* rows of an axis, see mmpos/columns.py */
 
 /* How many rows of this width there are in so many tokens, but for those beyond the most. Divisions are dear. */
 static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
@@ -48,8 +46,6 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
 #define NAME(x) x##_quotient
 #define OUT(x) ((x) / unit)
 #include "rows.h"
-
-enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES }; /* rows of the table */
 
 /* Whether all numerators of a segment on an axis are doubles, every sum on the way to them included. */
 static int exact(const Segment *s, const int64_t *steps) {
@@ -152,8 +148,7 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
         if (fits && out.rows * out.columns * out.itemsize < RELEASE_GIL_BYTES) {
             done = expand(&table, num_tokens, &out, axes);
         } else if (fits) {
-            Py_BEGIN_ALLOW_THREADS
-            done = expand(&table, num_tokens, &out, axes);
+            Py_BEGIN_ALLOW_THREADS done = expand(&table, num_tokens, &out, axes);
             Py_END_ALLOW_THREADS
         }
     }

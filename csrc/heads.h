@@ -18,11 +18,10 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 #define HIGH(word) ((NAME(floats))((word) & 0xFFFF0000u))
 /* To the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
 #define ROUNDED(bits) ((bits) + 0x7FFFu + (((bits) >> 16) & 1u))
-#define PACKED(low, high) \
-    ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
+#define PACKED(low, high) ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
 
-static ALWAYS_INLINE int64_t NAME(bf16_half)(const char *x, char *out, const float *cos, const float *sin,
-                                             int64_t j, int64_t pairs) {
+static ALWAYS_INLINE int64_t NAME(bf16_half)(const char *x, char *out, const float *cos, const float *sin, int64_t j,
+                                             int64_t pairs) {
     for (; j + 2 * LANES <= pairs; j += 2 * LANES) {
         NAME(words) a, b, left, right;
         NAME(floats) c, s, d, t;
@@ -54,8 +53,8 @@ static ALWAYS_INLINE int64_t NAME(bf16_adjacent)(const char *x, char *out, const
     return j;
 }
 
-static ALWAYS_INLINE int64_t NAME(fp32_half)(const char *x, char *out, const float *cos, const float *sin,
-                                             int64_t j, int64_t pairs) {
+static ALWAYS_INLINE int64_t NAME(fp32_half)(const char *x, char *out, const float *cos, const float *sin, int64_t j,
+                                             int64_t pairs) {
     for (; j + LANES <= pairs; j += LANES) {
         NAME(floats) a, b, c, s, left, right;
         LOAD(a, x + 4 * j);

@@ -101,7 +101,14 @@ static PyMethodDef methods[] = {
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "mmpos._native", "Fast ways of what mmpos says in Python.", 0, methods, slots, NULL, NULL,
+    PyModuleDef_HEAD_INIT,
+    "mmpos._native",
+    "Fast ways of what mmpos says in Python.",
+    0,
+    methods,
+    slots,
+    NULL,
+    NULL,
     NULL,
 };
 

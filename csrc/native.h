@@ -101,6 +101,20 @@ static inline int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a 
 
 static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
 
+/* Tokens of a segment; 0 if it has none, or more than a segment may have. */
+static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, int64_t separator) {
+    if (frames < 1 || height < 1 || width < 1 || frames > INT32_MAX || height > INT32_MAX || width > INT32_MAX) {
+        return 0;
+    }
+    int64_t tall = frames * height; /* at most 2**62 */
+    if (tall > INT32_MAX) {
+        return 0;
+    }
+    int64_t tokens = tall * (width + separator); /* likewise */
+    return tokens > INT32_MAX ? 0 : tokens;
+}
+
+/* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);

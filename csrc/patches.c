@@ -6,8 +6,8 @@
 #include <emmintrin.h>
 #endif
 
-enum { LARGEST = 32 };       /* side of a patch of floats: so many stay in the fastest cache */
-enum { STREAMED = 1 << 22 }; /* bytes from which output goes past the caches */
+enum { LARGEST = 32 };                              /* side of a patch of floats: so many stay in the fastest cache */
+enum { STREAMED = 1 << 22 };                        /* bytes from which output goes past the caches */
 enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no number of frames is beyond the last */
 
 /* Where patches come from and go to.
@@ -19,7 +19,7 @@ typedef struct {
     int64_t patch, block, frames;      /* frames: 0 for patches as they are, or how often each plane is told */
     const float *levels;               /* (COLOURS, LEVELS), or NULL for bytes as they are */
     char *out;
-    int stream;                        /* whether floats go past the caches */
+    int stream; /* whether floats go past the caches */
 } Cut;
 
 /* How a patch at these pixels is written; returns where the next one goes. */
@@ -103,17 +103,17 @@ static ALWAYS_INLINE void all_patches(const Cut *cut, Write *write, int64_t patc
 }
 
 static void cut_as_told(const Cut *cut) {
-#define SIDES(write)                               \
-    switch (cut->patch) {                          \
-        case 14:                                   \
-            all_patches(cut, write, 14);           \
-            return;                                \
-        case 16:                                   \
-            all_patches(cut, write, 16);           \
-            return;                                \
-        default:                                   \
-            all_patches(cut, write, cut->patch);   \
-            return;                                \
+#define SIDES(write)                             \
+    switch (cut->patch) {                        \
+        case 14:                                 \
+            all_patches(cut, write, 14);         \
+            return;                              \
+        case 16:                                 \
+            all_patches(cut, write, 16);         \
+            return;                              \
+        default:                                 \
+            all_patches(cut, write, cut->patch); \
+            return;                              \
     }
     if (cut->levels == NULL) {
         SIDES(write_bytes)
@@ -200,8 +200,7 @@ PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count
         if (out->len < RELEASE_GIL_BYTES) {
             run(&cut);
         } else {
-            Py_BEGIN_ALLOW_THREADS
-            run(&cut);
+            Py_BEGIN_ALLOW_THREADS run(&cut);
             Py_END_ALLOW_THREADS
         }
     }

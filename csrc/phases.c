@@ -163,13 +163,9 @@ static ALWAYS_INLINE void cos_sin(const Source *source, int64_t count, const uin
     }
 }
 
-static void cos_sin_plain(const Phases *p, int64_t count) {
-    cos_sin(p->source, count, p->turn, p->cos, p->sin);
-}
+static void cos_sin_plain(const Phases *p, int64_t count) { cos_sin(p->source, count, p->turn, p->cos, p->sin); }
 
-static WIDE void cos_sin_wide(const Phases *p, int64_t count) {
-    cos_sin(p->source, count, p->turn, p->cos, p->sin);
-}
+static WIDE void cos_sin_wide(const Phases *p, int64_t count) { cos_sin(p->source, count, p->turn, p->cos, p->sin); }
 
 void phases_fill(const Phases *p, int64_t first, int64_t count) {
     const Source *source = p->source;

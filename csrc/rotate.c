@@ -51,8 +51,8 @@ static int take_job(Buffers *buffers, PyObject *x, PyObject *out, Job *job, char
     }
     job->x = from->buf;
     job->out = to->buf;
-    return fits && (job->shape[CHANNELS] <= 1 ||
-                    (job->from[CHANNELS] == from->itemsize && job->to[CHANNELS] == to->itemsize));
+    return fits &&
+           (job->shape[CHANNELS] <= 1 || (job->from[CHANNELS] == from->itemsize && job->to[CHANNELS] == to->itemsize));
 }
 
 /* Whether q, k and the phases are of the same tokens, and the range is one of them. */
@@ -61,8 +61,8 @@ static int fit(const Job *jobs, int count, const Source *source, int64_t first, 
     int fits = source->pairs >= 1 && source->pairs <= INT32_MAX && seq >= 1 && batch <= source->tokens / seq &&
                batch * seq == source->tokens && 0 <= first && first <= stop && stop <= source->tokens;
     for (int i = 0; fits && i < count; i++) {
-        fits = jobs[i].shape[BATCH] == batch && jobs[i].shape[SEQ] == seq &&
-               jobs[i].shape[CHANNELS] / 2 >= source->pairs;
+        fits =
+            jobs[i].shape[BATCH] == batch && jobs[i].shape[SEQ] == seq && jobs[i].shape[CHANNELS] / 2 >= source->pairs;
     }
     return fits;
 }
@@ -95,8 +95,7 @@ PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
         }
         Kind kind = {source.pairs, args[4] == Py_True, formats[0] == 'h', args[6] == Py_True && has_wide()};
         if (2 * taken == size && (taken == 1 || formats[0] == formats[1]) && fit(jobs, taken, &source, first, stop)) {
-            Py_BEGIN_ALLOW_THREADS
-            done = rotate(jobs, taken, &source, &kind, first, stop, args[5] == Py_True);
+            Py_BEGIN_ALLOW_THREADS done = rotate(jobs, taken, &source, &kind, first, stop, args[5] == Py_True);
             Py_END_ALLOW_THREADS
         }
     }

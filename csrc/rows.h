@@ -87,9 +87,9 @@ static inline void NAME(long_row)(char *out, int64_t width, T value, T step, T u
 /* rows × width ids, row after row. */
 static void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col, T unit) {
 #ifdef __GNUC__
-#define CASE(n)                                                                      \
-    case n:                                                                          \
-        NAME(short_rows)(out, rows, width, n, value, step_row, step_col, unit);      \
+#define CASE(n)                                                                 \
+    case n:                                                                     \
+        NAME(short_rows)(out, rows, width, n, value, step_row, step_col, unit); \
         return;
     switch (width < LANES ? 0 : (width - 1) / LANES) { /* the usual widths of images */
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)

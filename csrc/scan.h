@@ -60,8 +60,7 @@ static inline int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T to
 /* Add the runs of the tokens of a document from i on; 0 for want of memory. */
 static inline int NAME(document)(Runs *runs, const char *ids, int64_t document, int64_t i, int64_t stop, T token,
                                  T other, int two) {
-    while ((i = two ? NAME(next)(ids, i, stop, token, other, 1)
-                    : NAME(next)(ids, i, stop, token, token, 0)) < stop) {
+    while ((i = two ? NAME(next)(ids, i, stop, token, other, 1) : NAME(next)(ids, i, stop, token, token, 0)) < stop) {
         T found = NAME(at)(ids, i);
         int64_t end = NAME(other)(ids, i, stop, found);
         if (!add_run(runs, document, i, end - i, found != token)) {

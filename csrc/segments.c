@@ -1,4 +1,4 @@
-/* The shape of a batch: from lists of Text and Grid, from placeholder spans, and whether arrays are one. */
+/* The shape of a batch: from lists of Text and Grid, or from placeholder spans. */
 
 #include "native.h"
 
@@ -42,20 +42,6 @@ static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, 
     }
 }
 
-/* Tokens of a segment; 0 if it has none, or more than a segment may have. */
-static int64_t tokens_of(int64_t frames, int64_t height, int64_t width, int64_t separator) {
-    if (frames < 1 || height < 1 || width < 1 || frames > INT32_MAX || height > INT32_MAX || width > INT32_MAX) {
-        return 0;
-    }
-    int64_t tall = frames * height; /* at most 2**62 */
-    if (tall > INT32_MAX) {
-        return 0;
-    }
-    int64_t tokens = tall * (width + separator); /* likewise */
-    return tokens > INT32_MAX ? 0 : tokens;
-}
-
-/* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
 static Py_ssize_t length_of(PyObject *list) {
     return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
 }
@@ -174,48 +160,6 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-static int sound(const Vector *kind, const Matrix *extents, const Vector *offsets, const Vector *separator) {
-    if (extents->format != 'q' || extents->rows != 3 || extents->columns != kind->size || offsets->size < 1 ||
-        item(offsets, 0) != 0 || item(offsets, offsets->size - 1) != kind->size ||
-        (separator != NULL && separator->size != kind->size)) {
-        return 0;
-    }
-    for (int64_t d = 1; d < offsets->size; d++) {
-        if (item(offsets, d) <= item(offsets, d - 1)) {
-            return 0;
-        }
-    }
-    for (int64_t s = 0; s < kind->size; s++) {
-        uint8_t what = (uint8_t)kind->data[s * kind->stride];
-        int64_t frames = entry(extents, FRAMES, s), height = entry(extents, HEIGHT, s);
-        int64_t extra = separator != NULL && separator->data[s * separator->stride] != 0;
-        if (what > PAD || (what != GRID && (frames != 1 || height != 1 || extra)) ||
-            tokens_of(frames, height, entry(extents, WIDTH, s), extra) == 0) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table. */
-PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Buffers buffers;
-    Vector kind, offsets, separator;
-    Matrix extents;
-    (void)self;
-    if (!arguments("sound", 4, count)) {
-        return NULL;
-    }
-    buffers.count = 0;
-    int separated = args[3] != Py_None;
-    int result = take_vector(&buffers, args[0], 'B', 0, &kind) && take_matrix(&buffers, args[1], 0, &extents) &&
-                 take_vector(&buffers, args[2], 'q', 0, &offsets) &&
-                 (!separated || take_vector(&buffers, args[3], '?', 0, &separator)) &&
-                 sound(&kind, &extents, &offsets, separated ? &separator : NULL);
-    release(&buffers);
-    return PyBool_FromLong(result);
-}
-
 /* Segments of documents with spans: with a shape they are written, without they are counted; -1 for a mistake. */
 static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const Vector *offsets,
                          const Matrix *grid_thw, const Vector *documents, int64_t separator) {
@@ -268,9 +212,8 @@ PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     buffers.count = 0;
     int told = args[3] != Py_None, separator = args[4] == Py_True;
     if (take_vector(&buffers, args[0], 'q', 0, &lengths) && take_vector(&buffers, args[1], 'q', 0, &offsets) &&
-        take_matrix(&buffers, args[2], 0, &grid_thw) &&
-        (!told || take_vector(&buffers, args[3], 'q', 0, &documents)) && grid_thw.format == 'q' &&
-        grid_thw.rows == offsets.size && grid_thw.columns == 3 &&
+        take_matrix(&buffers, args[2], 0, &grid_thw) && (!told || take_vector(&buffers, args[3], 'q', 0, &documents)) &&
+        grid_thw.format == 'q' && grid_thw.rows == offsets.size && grid_thw.columns == 3 &&
         (told ? documents.size == offsets.size : lengths.size == 1 || offsets.size == 0)) {
         const Vector *owner = told ? &documents : NULL;
         int64_t segments = put_spans(NULL, NULL, &lengths, &offsets, &grid_thw, owner, separator);

@@ -96,13 +96,9 @@ static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int wide) {
     }
 }
 
-static void rotate_plain(const Rows *rows, const Kind *kind) {
-    rotate_rows(*rows, kind, 0);
-}
+static void rotate_plain(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 0); }
 
-static WIDE void rotate_wide(const Rows *rows, const Kind *kind) {
-    rotate_rows(*rows, kind, 1);
-}
+static WIDE void rotate_wide(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 1); }
 
 void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t tokens, const float *cos,
                    const float *sin) {
@@ -111,7 +107,13 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
     int by_head = job->to[SEQ] < job->to[HEADS];
     Rows rows = {job->x + batch * job->from[BATCH] + place * job->from[SEQ],
                  job->out + batch * job->to[BATCH] + place * job->to[SEQ],
-                 cos, sin, heads, job->from[HEADS], job->to[HEADS], 0, rest};
+                 cos,
+                 sin,
+                 heads,
+                 job->from[HEADS],
+                 job->to[HEADS],
+                 0,
+                 rest};
     if (by_head) {
         rows.count = tokens;
         rows.from = job->from[SEQ];

@@ -12,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grids, Scheme, TextRuns
 from mmpos.segments import GRID, TEXT, SegmentTable
 
-_BLOCK = 9  # rows that split of csrc/place.c fills
+_BLOCK = 9  # rows that split of csrc/parts.c fills
 
 
 class Parts(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,7 +107,8 @@ class SequenceBuilder:
         ]
         ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
         with ThreadPoolExecutor(most, "mmpos-images") as pool:
-            if self.images is not None and min(most, len(images)) > 1:
+            # Once the main thread has ended, pools take no more.
+            if self.images is not None and min(most, len(images)) > 1 and threading.main_thread().is_alive():
                 for d, i in images:
                     ahead[d][i] = pool.submit(self.images.process, documents[d][i])
             try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,18 @@ from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
 import mmpos
-from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, native, place, segments
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    MmposError,
+    PositionTable,
+    SegmentTable,
+    Text,
+    columns,
+    native,
+    place,
+    segments,
+)
 from mmpos.columns import AXES
 
 assert native.core is not None, "the extension was not built"
@@ -340,3 +353,10 @@ def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch
     recorder.answers.clear()
     SegmentTable.from_input_ids([[0, 7, 7], [5, 5, 7]], [(1, 1, 2), (1, 1, 1)], image_token_id=7, attention_mask=MASK)
     assert [name for name, answer in recorder.answers if answer] == ["ones", "runs", "spans", "sound", "sound"]
+
+
+def test_rows_are_numbered_in_c_as_in_python() -> None:
+    header = (Path(__file__).parent.parent / "csrc" / "table.h").read_text()
+    enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
+    known = [names for names in enums if hasattr(columns, names[0])]
+    assert [[getattr(columns, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]

@@ -251,8 +251,11 @@ def test_the_first_document_with_a_fault_is_named_whatever_fails_behind_it(threa
     ):
         with pytest.raises(InvalidInputError, match=message):
             builder.build_batch(documents, threads=threads)
+
+
+def test_no_threads_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="threads: got 0, want >= 1"):
-        builder.build_batch([], threads=0)
+        SequenceBuilder().build_batch([], threads=0)
 
 
 @pytest.mark.parametrize(

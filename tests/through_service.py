@@ -30,6 +30,8 @@ from mmpos_server.testing import running
 LOCAL = {
     "test_tables_of_more_than_int32_tokens_can_be_cut": "every answer has cu_seqlens, which is int32",
     "test_an_image_without_a_processor_is_refused": "every profile of a server has an image processor",
+    "test_files_and_arrays_are_decoded_in_threads_and_nothing_else_is": "a server has threads of its own",
+    "test_no_threads_are_refused": "a server has threads of its own",
 }
 
 

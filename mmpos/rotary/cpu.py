@@ -87,7 +87,8 @@ def rotate(
     tensors = tuple(_bits(x) for pair in ((q, q_out), (k, k_out)) if pair[0].shape[2] for x in pair)
     if not tensors:
         return True
-    workers = min(torch.get_num_threads(), (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
+    threads = torch.get_num_threads()  # asked once: another thread may set it
+    workers = min(threads, (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
     if workers <= 1:
         return turn(tensors, source, 0, tokens, adjacent, conjugate, True)
     # More parts than threads, since a thread may come late; what one takes, no other does.
@@ -101,7 +102,7 @@ def rotate(
                 done = turn(tensors, source, *parts.popleft(), adjacent, conjugate, True) and done
         return done
 
-    others = _helped(work, _pool(os.getpid(), torch.get_num_threads() - 1), workers - 1)
+    others = _helped(work, _pool(os.getpid(), threads - 1), workers - 1)
     return all([work(), *(other.result() for other in others)])
 
 

@@ -55,7 +55,7 @@ def apply_rotary(
         inplace: write into q and k instead of new tensors; not while they require gradients.
         conjugate: rotate by the negative angles, which undoes a rotation.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
-            in C on those of a CPU where it was built; all give the same bits.
+            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
 
     Returns:

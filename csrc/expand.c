@@ -22,33 +22,8 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
 
 #define SHORT 8 /* whole vectors in rows that are written by unrolled loops */
 
-#define T uint32_t
-#define NAME(x) x##_int32
-#define OUT(x) (x)
-#include "rows.h"
-
-#define T uint64_t
-#define NAME(x) x##_int64
-#define OUT(x) (x)
-#include "rows.h"
-
-#define T double
-#define NAME(x) x##_whole
-#define OUT(x) (x)
-#include "rows.h"
-
-#define T double
-#define NAME(x) x##_product
-#define OUT(x) ((x) * unit)
-#include "rows.h"
-
-#define T double
-#define NAME(x) x##_quotient
-#define OUT(x) ((x) / unit)
-#include "rows.h"
-
 /* Whether all numerators of a segment on an axis are doubles, every sum on the way to them included. */
-static int exact(const Segment *s, const int64_t *steps) {
+static inline int exact(const Segment *s, const int64_t *steps) {
     double height = (double)s->height, width = (double)s->width;
     double frames = ((double)s->skip + (double)s->tokens) / (height * width) + 1;
     double reach = fabs((double)steps[ORIGIN]) + fabs((double)steps[STEP_FRAME]) * frames +
@@ -57,7 +32,7 @@ static int exact(const Segment *s, const int64_t *steps) {
 }
 
 /* The same ids in fewer and longer rows, where they are. */
-static Segment stretched(Segment s, int64_t *steps) {
+static inline Segment stretched(Segment s, int64_t *steps) {
     if (s.width == 1) { /* a column is a row */
         s.width = s.height;
         s.height = 1;
@@ -70,52 +45,23 @@ static Segment stretched(Segment s, int64_t *steps) {
     return s;
 }
 
-/* Fill out row by row; 0 if the table is not what a table is, or has numerators that are no doubles. */
-static int expand(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes) {
-    int64_t begin = 0;
-    for (int64_t column = 0; column < table->columns; column++) {
-        int64_t stop = column + 1 < table->columns ? entry(table, OFFSET, column + 1) : num_tokens;
-        int64_t denominator = entry(table, DENOMINATOR, column);
-        if (stop < begin || stop > num_tokens) {
-            return 0;
-        }
-        Segment found = {stop - begin, entry(table, SKIP, column), entry(table, HEIGHT, column),
-                         entry(table, WIDTH, column)};
-        if (found.skip < 0 || found.skip > INT64_MAX - found.tokens || found.height < 1 || found.width < 1 ||
-            denominator < 1) {
-            return 0;
-        }
-        for (int64_t row = 0; row < out->rows; row++) {
-            int64_t steps[4];
-            for (int64_t i = 0; i < 4; i++) {
-                steps[i] = entry(table, AXES + 4 * axes[row] + i, column);
-            }
-            if (out->format == 'd' && !exact(&found, steps)) {
-                return 0;
-            }
-            Segment segment = stretched(found, steps);
-            char *target = out->data + row * out->row_stride + begin * out->itemsize;
-            if (out->format == 'i') {
-                segment_int32(target, &segment, steps, 1);
-            } else if (out->format == 'q') {
-                segment_int64(target, &segment, steps, 1);
-            } else if (denominator == 1) {
-                segment_whole(target, &segment, steps, 1);
-            } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: as exact, and faster */
-                segment_product(target, &segment, steps, 1 / (double)denominator);
-            } else {
-                segment_quotient(target, &segment, steps, (double)denominator);
-            }
-        }
-        begin = stop;
-    }
-    return begin == num_tokens;
-}
+typedef int Expand(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes);
 
-/* expand(table, num_tokens, fractional, out, axes) -> bool, whether out was filled.
+#define V 16
+#define TARGET
+#define W(x) x##_16
+#include "kinds.h"
+
+#define V 32
+#define TARGET WIDE
+#define W(x) x##_32
+#include "kinds.h"
+
+/* expand(table, num_tokens, fractional, out, axes, wide) -> bool, whether out was filled.
  *
  * table: (5 + 4·axes, segments) int64; out: (rows, num_tokens) of numerators as int32 or int64 (not of fractional
- * tables), or of ids as float64, with any row stride; axes: bytes, the axis of each row, or None for all in order. */
+ * tables), or of ids as float64, with any row stride; axes: bytes, the axis of each row, or None for all in
+ * order; wide: by the widest vectors of the CPU instead of those that all have. */
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t all[] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8_t *axes = all;
@@ -124,7 +70,7 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int done = 0;
     buffers.count = 0;
     (void)self;
-    if (!arguments("expand", 5, count)) {
+    if (!arguments("expand", 6, count)) {
         return NULL;
     }
     int64_t num_tokens = PyLong_AsLongLong(args[1]);
@@ -145,10 +91,12 @@ PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count)
                 fits = axes[row] < known;
             }
         }
+        Expand *expand = args[5] == Py_True && has_wide() ? expand_32 : expand_16;
         if (fits && out.rows * out.columns * out.itemsize < RELEASE_GIL_BYTES) {
             done = expand(&table, num_tokens, &out, axes);
         } else if (fits) {
-            Py_BEGIN_ALLOW_THREADS done = expand(&table, num_tokens, &out, axes);
+            Py_BEGIN_ALLOW_THREADS
+                done = expand(&table, num_tokens, &out, axes);
             Py_END_ALLOW_THREADS
         }
     }

@@ -200,7 +200,8 @@ PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count
         if (out->len < RELEASE_GIL_BYTES) {
             run(&cut);
         } else {
-            Py_BEGIN_ALLOW_THREADS run(&cut);
+            Py_BEGIN_ALLOW_THREADS
+                run(&cut);
             Py_END_ALLOW_THREADS
         }
     }

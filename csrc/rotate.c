@@ -95,7 +95,8 @@ PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
         }
         Kind kind = {source.pairs, args[4] == Py_True, formats[0] == 'h', args[6] == Py_True && has_wide()};
         if (2 * taken == size && (taken == 1 || formats[0] == formats[1]) && fit(jobs, taken, &source, first, stop)) {
-            Py_BEGIN_ALLOW_THREADS done = rotate(jobs, taken, &source, &kind, first, stop, args[5] == Py_True);
+            Py_BEGIN_ALLOW_THREADS
+                done = rotate(jobs, taken, &source, &kind, first, stop, args[5] == Py_True);
             Py_END_ALLOW_THREADS
         }
     }

@@ -1,4 +1,4 @@
-/* Rows of ids of one element type. Included once per type, with
+/* Rows of ids of one element type. Included by kinds.h once per type, with what that is given, and
  *
  *   T        the element: an unsigned integer, whose sums wrap around and come out right, or double
  *   NAME(x)  the name x has for this type
@@ -9,7 +9,7 @@
 #define SIZE ((int64_t)sizeof(T))
 
 /* width consecutive ids: value, value + step, … */
-static inline void NAME(run)(char *out, int64_t width, T value, T step, T unit) {
+static TARGET inline void NAME(run)(char *out, int64_t width, T value, T step, T unit) {
     (void)unit;
     for (int64_t i = 0; i < width; i++) {
         T id = OUT(value + (T)i * step);
@@ -18,15 +18,15 @@ static inline void NAME(run)(char *out, int64_t width, T value, T step, T unit) 
 }
 
 #ifdef __GNUC__
-typedef T NAME(vector) __attribute__((vector_size(16)));
-#define LANES ((int64_t)(16 / sizeof(T)))
+typedef T NAME(vector) __attribute__((vector_size(V)));
+#define LANES ((int64_t)(V / sizeof(T)))
 #define STORE(out, numerators)              \
     do {                                    \
         NAME(vector) ids = OUT(numerators); \
-        memcpy(out, &ids, 16);              \
+        memcpy(out, &ids, V);               \
     } while (0)
 
-static inline NAME(vector) NAME(all)(T value) {
+static TARGET ALWAYS_INLINE NAME(vector) NAME(all)(T value) {
     NAME(vector) all;
     for (int64_t i = 0; i < LANES; i++) {
         all[i] = value;
@@ -34,7 +34,7 @@ static inline NAME(vector) NAME(all)(T value) {
     return all;
 }
 
-static inline NAME(vector) NAME(ramp)(T step) {
+static TARGET ALWAYS_INLINE NAME(vector) NAME(ramp)(T step) {
     NAME(vector) ramp;
     for (int64_t i = 0; i < LANES; i++) {
         ramp[i] = (T)i * step;
@@ -43,8 +43,8 @@ static inline NAME(vector) NAME(ramp)(T step) {
 }
 
 /* Rows of `before` whole vectors, a constant, and one that ends the row, over the end of the one before it. */
-static ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t width, const int64_t before, T value,
-                                           T step_row, T step_col, T unit) {
+static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t width, const int64_t before, T value,
+                                                  T step_row, T step_col, T unit) {
     NAME(vector) column[SHORT + 1], start = NAME(all)(value), down = NAME(all)(step_row);
     NAME(vector) ramp = NAME(ramp)(step_col), right = NAME(all)((T)LANES * step_col);
     (void)unit;
@@ -55,7 +55,7 @@ static ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t widt
     }
     for (int64_t row = 0; row < rows; row++, out += width * SIZE) {
         for (int64_t i = 0; i < before; i++) {
-            STORE(out + 16 * i, start + column[i]);
+            STORE(out + V * i, start + column[i]);
         }
         STORE(out + (width - LANES) * SIZE, start + column[before]);
         start += down;
@@ -63,7 +63,7 @@ static ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t widt
 }
 
 /* One row of many vectors, four at a time, none of which waits for another, and one that ends it. */
-static inline void NAME(long_row)(char *out, int64_t width, T value, T step, T unit) {
+static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T step, T unit) {
     const NAME(vector) ramp = NAME(ramp)(step), right = NAME(all)((T)LANES * step), far = right * 4;
     NAME(vector) first = ramp + NAME(all)(value);
     NAME(vector) second = first + right, third = second + right, fourth = third + right;
@@ -85,7 +85,7 @@ static inline void NAME(long_row)(char *out, int64_t width, T value, T step, T u
 #endif
 
 /* rows × width ids, row after row. */
-static void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col, T unit) {
+static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col, T unit) {
 #ifdef __GNUC__
 #define CASE(n)                                                                 \
     case n:                                                                     \
@@ -108,7 +108,7 @@ static void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_r
 }
 
 /* Ids of one axis of one segment. */
-static void NAME(segment)(char *out, const Segment *s, const int64_t *steps, T unit) {
+static TARGET void NAME(segment)(char *out, const Segment *s, const int64_t *steps, T unit) {
     const T origin = (T)steps[ORIGIN];
     const T step_frame = (T)steps[STEP_FRAME], step_row = (T)steps[STEP_ROW], step_col = (T)steps[STEP_COL];
     int64_t left = s->tokens, col = 0, row = 0, frame = 0;

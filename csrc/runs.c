@@ -84,7 +84,8 @@ PyObject *native_runs(PyObject *self, PyObject *const *args, Py_ssize_t count) {
            starts.size == stops.size && (ids.size < 2 || ids.stride == (wide ? 8 : 4)) && token >= 0 &&
            token <= INT32_MAX && other >= -1 && other <= INT32_MAX;
     if (fits) {
-        Py_BEGIN_ALLOW_THREADS done = scan(&runs, &ids, wide, &starts, &stops, token, other, other >= 0);
+        Py_BEGIN_ALLOW_THREADS
+            done = scan(&runs, &ids, wide, &starts, &stops, token, other, other >= 0);
         Py_END_ALLOW_THREADS
     }
     PyObject *result = done == 1 ? PyBytes_FromStringAndSize((char *)runs.data, 32 * runs.size) : NULL;
@@ -123,13 +124,14 @@ PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         take_vector(&buffers, args[2], 'q', PyBUF_WRITABLE, &right) && mask.format != 0 &&
         strchr("?Biq", mask.format) != NULL && (mask.columns < 2 || mask.column_stride == mask.itemsize) &&
         left.size == mask.rows && right.size == mask.rows) {
-        Py_BEGIN_ALLOW_THREADS done = 1;
-        for (int64_t row = 0; done && row < mask.rows; row++) {
-            int64_t begin, end;
-            done = ones(&mask, row, &begin, &end);
-            put(&left, row, begin);
-            put(&right, row, mask.columns - end);
-        }
+        Py_BEGIN_ALLOW_THREADS
+            done = 1;
+            for (int64_t row = 0; done && row < mask.rows; row++) {
+                int64_t begin, end;
+                done = ones(&mask, row, &begin, &end);
+                put(&left, row, begin);
+                put(&right, row, mask.columns - end);
+            }
         Py_END_ALLOW_THREADS
     }
     release(&buffers);

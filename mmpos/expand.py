@@ -44,12 +44,16 @@ def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: 
     core = native.core
     # What fits as it is needs no word of ours: checking it costs more than writing thousands of ids.
     plain = axes is None and dtype is None and isinstance(out, np.ndarray)
-    if plain and core is not None and core.expand(table.table, table.num_tokens, table.fractional, out, None):
+    if plain and core is not None and core.expand(table.table, table.num_tokens, table.fractional, out, None, True):
         return cast(Array, out)
     rows = _axes(table, axes)
     ids = _target(table, out, dtype, len(rows))
     told = core is not None and max(rows, default=0) < 256  # a byte tells each axis
-    if core is None or not told or not core.expand(table.table, table.num_tokens, table.fractional, ids, bytes(rows)):
+    if (
+        core is None
+        or not told
+        or not core.expand(table.table, table.num_tokens, table.fractional, ids, bytes(rows), True)
+    ):
         _dense(table, rows, ids)
     return ids
 
@@ -57,7 +61,7 @@ def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: 
 def rationals(table: Columns) -> tuple[IntArray, IntArray]:
     """Numerators and denominators of all tokens; see PositionTable.rationals."""
     numerators = np.empty((table.axes, table.num_tokens), np.int64)
-    if native.core is None or not native.core.expand(table.table, table.num_tokens, False, numerators, None):
+    if native.core is None or not native.core.expand(table.table, table.num_tokens, False, numerators, None, True):
         _fill(runs(table), range(table.axes), list(numerators))
     return numerators, _denominators(table)
 
@@ -69,7 +73,7 @@ def per_token(table: Columns, values: npt.NDArray[Any]) -> IntArray:
         constant[OFFSET], constant[WIDTH], constant[AXES] = table.offset, table.segment_lengths, values
         constant[HEIGHT] = constant[DENOMINATOR] = 1
         out = np.empty((1, table.num_tokens), np.int64)
-        if native.core.expand(constant, table.num_tokens, False, out, None):
+        if native.core.expand(constant, table.num_tokens, False, out, None, True):
             return out[0]
     return values.astype(np.int64).repeat(table.segment_lengths)
 

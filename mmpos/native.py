@@ -31,8 +31,10 @@ class Core(Protocol):
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
         """Kind, extents and segment offsets, as bytes, of lists of parts."""
 
-    def expand(self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, /) -> bool:
-        """Write the ids of these axes into the rows of out."""
+    def expand(
+        self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, wide: bool, /
+    ) -> bool:
+        """Write the ids of these axes into the rows of out, by the widest vectors of the CPU or by those of all."""
 
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""

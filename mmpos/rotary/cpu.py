@@ -65,7 +65,7 @@ def _ids_of(table: Array, tokens: int, fractional: bool) -> Array | None:
     """(axes, tokens) ids of a table: int32, or int64 in units of 2⁻³²."""
     assert native.core is not None
     ids = np.empty(((len(table) - AXES) // 4, tokens), np.int64 if fractional else np.int32)
-    if not native.core.expand(table, tokens, False, ids, None):
+    if not native.core.expand(table, tokens, False, ids, None, True):
         return None
     if not fractional:
         return ids

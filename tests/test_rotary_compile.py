@@ -149,6 +149,7 @@ def test_fractions_and_hf_frequencies_compile() -> None:
             assert torch.equal(found[1], expected[1])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_inductor_agrees_with_eager() -> None:
     compiled = torch.compile(by_module, fullgraph=True, dynamic=True)
     positions = table(2, 3, 1)
@@ -180,6 +181,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
     done = subprocess.run([sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=120, check=False)

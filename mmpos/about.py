@@ -7,9 +7,10 @@ import platform
 
 from mmpos import native
 
-__all__ = ["cores", "info"]
+__all__ = ["cores", "info", "version_of"]
 
 _PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
+_MISSING = "not installed"
 
 
 def info() -> dict[str, str]:
@@ -25,11 +26,11 @@ def info() -> dict[str, str]:
         what is missing.
     """
     return {
-        "mmpos": _version("mmpos"),
+        "mmpos": version_of("mmpos") or _MISSING,
         "extension": "built" if native.core is not None else "not built, numpy is used",
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) or _MISSING for name in _PACKAGES},
     }
 
 
@@ -41,10 +42,11 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def _version(name: str) -> str:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None where it is not."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(name)
+        return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return None

@@ -48,12 +48,9 @@ def dense(table: Columns, out: Array | None, dtype: npt.DTypeLike | None, axes: 
         return cast(Array, out)
     rows = _axes(table, axes)
     ids = _target(table, out, dtype, len(rows))
-    told = core is not None and max(rows, default=0) < 256  # a byte tells each axis
-    if (
-        core is None
-        or not told
-        or not core.expand(table.table, table.num_tokens, table.fractional, ids, bytes(rows), True)
-    ):
+    if max(rows, default=0) > 255:  # a byte tells C each axis
+        core = None
+    if core is None or not core.expand(table.table, table.num_tokens, table.fractional, ids, bytes(rows), True):
         _dense(table, rows, ids)
     return ids
 

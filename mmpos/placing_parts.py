@@ -12,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grids, Scheme, TextRuns
 from mmpos.segments import GRID, TEXT, SegmentTable
 
-_BLOCK = 9  # rows that split of csrc/parts.c fills
+BLOCK_ROWS = 9  # that split of csrc/parts.c fills
 
 
 class Parts(NamedTuple):
@@ -56,7 +56,7 @@ def split(segments: SegmentTable, start: IntArray) -> Parts:
     kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
     separator = segments.row_separator
     if native.core is not None:
-        block = np.empty((_BLOCK, kind.size), np.int64)
+        block = np.empty((BLOCK_ROWS, kind.size), np.int64)
         found = native.core.split(kind, extents, offsets, separator, start, block)
         if found is not None:
             texts, grids, touching, moving = found

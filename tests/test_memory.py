@@ -13,23 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmpos import Grid, SegmentTable, SequenceBuilder, Text, native, place
+from mmpos import Grid, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data import Example, PackedCollator, PaddedCollator
 from mmpos.images import ImageProcessor
 
 TOKENS = 100_000
 PIXELS = np.zeros((448, 448, 3), np.uint8)
 FIXED = 64 * 1024  # bytes that depend on nothing
-
-
-@pytest.fixture(params=["C", "numpy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of doing the same."""
-    if request.param == "C" and native.core is None:
-        pytest.skip("the extension was not built")
-    if request.param == "numpy":
-        monkeypatch.setattr(native, "core", None)
-    return str(request.param)
 
 
 def peak(call: Callable[[], Any]) -> int:

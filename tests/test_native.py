@@ -30,6 +30,7 @@ from mmpos import (
     segments,
 )
 from mmpos.columns import AXES
+from mmpos.placing_parts import BLOCK_ROWS
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core
@@ -373,3 +374,4 @@ def test_rows_are_numbered_in_c_as_in_python() -> None:
     enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
     known = [names for names in enums if hasattr(columns, names[0])]
     assert [[getattr(columns, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
+    assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]

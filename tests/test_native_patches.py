@@ -18,16 +18,6 @@ SCALE, SHIFT = np.array([0.01, 0.017, 0.02], np.float32), np.array([-1.5, -0.3, 
 compiled = pytest.mark.skipif(native.core is None, reason="the extension was not built")
 
 
-@pytest.fixture(params=["C", "numpy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of doing the same."""
-    if request.param == "C" and native.core is None:
-        pytest.skip("the extension was not built")
-    if request.param == "numpy":
-        monkeypatch.setattr(native, "core", None)
-    return str(request.param)
-
-
 def random(*shape: int) -> Any:
     """Levels of every sort."""
     return np.random.default_rng(0).integers(0, 256, shape, np.uint8)

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mmpos import native
+from mmpos.about import cores, version_of
 from mmpos.errors import UnsupportedError
 
 __all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
@@ -115,17 +115,17 @@ def stamp(malloc: str) -> Machine:
     """
     return Machine(
         cpu=_cpu(),
-        cores=_cores(),
+        cores=cores(),
         gpu=_gpu(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        mmpos=_version("mmpos") or "not installed",
+        mmpos=version_of("mmpos") or "not installed",
         commit=_commit(),
         native=native.core is not None,
         malloc=malloc,
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        packages={name: found for name in _PACKAGES if (found := _version(name))},
+        packages={name: found for name in _PACKAGES if (found := version_of(name))},
     )
 
 
@@ -138,10 +138,6 @@ def _cpu() -> str:
     if not models and platform.system() == "Darwin":
         models = [_said("sysctl", "-n", "machdep.cpu.brand_string") or ""]
     return next(filter(None, models), platform.processor() or platform.machine() or "unknown")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpu() -> str | None:
@@ -159,13 +155,6 @@ def _commit() -> str | None:
     root = Path(__file__).parents[2]
     # Not any repository that happens to hold the environment, but the clone that this file is part of.
     return _said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _said(program: str, *arguments: str) -> str | None:

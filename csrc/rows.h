@@ -62,6 +62,19 @@ static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64
     }
 }
 
+/* Rows of less than a vector: each is written as one, and the next row over what is too much; the last ones are not. */
+static TARGET inline void NAME(narrow_rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col,
+                                            T unit) {
+    NAME(vector) next = NAME(ramp)(step_col) + NAME(all)(value), down = NAME(all)(step_row);
+    for (; rows * width >= LANES; rows--, value += step_row, out += width * SIZE) {
+        STORE(out, next);
+        next += down;
+    }
+    for (; rows > 0; rows--, value += step_row, out += width * SIZE) {
+        NAME(run)(out, width, value, step_col, unit);
+    }
+}
+
 /* One row of many vectors, four at a time, none of which waits for another, and one that ends it. */
 static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T step, T unit) {
     const NAME(vector) ramp = NAME(ramp)(step), right = NAME(all)((T)LANES * step), far = right * 4;
@@ -87,23 +100,25 @@ static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T st
 /* rows × width ids, row after row. */
 static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col, T unit) {
 #ifdef __GNUC__
+    if (width < LANES) {
+        NAME(narrow_rows)(out, rows, width, value, step_row, step_col, unit);
+        return;
+    }
 #define CASE(n)                                                                 \
     case n:                                                                     \
         NAME(short_rows)(out, rows, width, n, value, step_row, step_col, unit); \
         return;
-    switch (width < LANES ? 0 : (width - 1) / LANES) { /* the usual widths of images */
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    switch ((width - 1) / LANES) { /* the usual widths of images */
+        CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 #undef CASE
 #endif
     for (int64_t row = 0; row < rows; row++, value += step_row, out += width * SIZE) {
 #ifdef __GNUC__
-        if (width >= LANES) {
-            NAME(long_row)(out, width, value, step_col, unit);
-            continue;
-        }
-#endif
+        NAME(long_row)(out, width, value, step_col, unit);
+#else
         NAME(run)(out, width, value, step_col, unit);
+#endif
     }
 }
 

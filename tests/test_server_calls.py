@@ -20,7 +20,7 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.call import Call
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.logs import Logs
-from mmpos_server.methods import Method
+from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.testing import running
 
 
@@ -74,15 +74,14 @@ def fake() -> Fake:
 @pytest.fixture
 def serve(fake: Fake) -> Iterator[Callable[..., Any]]:
     """Start a server with the fake method and give a channel to it."""
+    run = queried(fake.run, "positions")
     method = Method(
         "mmpos.rpc.v1.PositionService",
         "Place",
         pb.PlaceRequest,
         pb.PlaceResponse,
-        fake.run,
-        "query",
-        "positions",
-        ("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse),
+        run,
+        streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, run),
     )
     with ExitStack() as stack:
 

@@ -65,7 +65,7 @@ class Server:
         self._admission = Admission(config.concurrency, config.pools)
         around = Surroundings(config, self._admission, self.metrics, self.logs)
         self._unary = [Endpoint(method, around) for method in self._methods]
-        self._streams = [StreamEndpoint(method, around) for method in self._methods if method.stream]
+        self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mmpos.images import ImageProcessor, ImageSize
 from mmpos.images.sources import open_source
 from mmpos.parts import Grid
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.schemes import Scheme
 from mmpos.sequence import InterleavedSequence, SequenceBuilder
 from mmpos.wire.errors import put_error
 from mmpos.wire.parts import get_parts
@@ -26,11 +27,11 @@ from mmpos_server.config import Limits
 from mmpos_server.profiles import Profiles
 from mmpos_server.refusals import check
 
-__all__ = ["Building"]
+__all__ = ["Building", "Document"]
 
 
 @dataclass
-class _Document:
+class Document:
     """A document on its way: its parts, then its sequence or why there is none.
 
     Args:
@@ -58,50 +59,71 @@ class Building:
         self._profiles, self._limits = profiles, limits
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Build a batch: documents with images in the threads for images, all others in one go."""
-        builder = self._builder(message)
-        documents = await call.run("place", self._weigh, message, builder, call)
+        """Build a batch."""
+        profile = message.profile if message.HasField("profile") else None
+        scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
+        builder = self.builder(profile, scheme, message.start)
+        documents = await self.solve(lambda: self._read(message), builder, call, patches=message.patches)
+        found = await call.run("place", self._write, documents, answer, call)
+        call.count(documents=found[0], tokens=found[1], images=found[2])
+
+    def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
+        """The builder of a profile, with another scheme or start where they are given."""
+        changes: dict[str, Any] = {"start": start} if start else {}
+        if scheme is not None:
+            changes["scheme"] = scheme
+        builder = self._profiles.get(profile).builder
+        return replace(builder, **changes) if changes else builder
+
+    async def solve(
+        self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, *, patches: bool
+    ) -> list[Document]:
+        """Documents with their outcomes: those with images in the threads for images, all others in one go.
+
+        Args:
+            read: gives them, in a thread; refuses too many.
+            builder: what builds them.
+            call: who asks.
+            patches: whether pixels are wanted.
+        """
+        documents = await call.run("place", self._weighed, read, builder, call, patches)
         plain = [document for document in documents if not document.decodes]
         work = [[document] for document in documents if document.decodes]
         if plain:
             await call.run("place", self._build, builder, plain, call)
         await asyncio.gather(*(call.run("image", self._build, builder, group, call) for group in work))
-        found = await call.run("place", self._write, documents, answer, call)
-        call.count(documents=found[0], tokens=found[1], images=found[2])
+        return documents
 
-    def _builder(self, message: pb.SequencesQuery) -> SequenceBuilder:
-        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-        changes: dict[str, Any] = {"start": message.start} if message.start else {}
-        if message.HasField("scheme"):
-            changes["scheme"] = get_scheme("query.scheme", message.scheme)
-        return replace(profile.builder, **changes) if changes else profile.builder
+    def _read(self, message: pb.SequencesQuery) -> list[Document]:
+        check("documents", len(message.documents), self._limits)
+        check("segments", sum(len(document.parts) for document in message.documents), self._limits)
+        check("images", sum(_images(document) for document in message.documents), self._limits)
+        return [_read(document) for document in message.documents]
 
-    def _weigh(self, message: pb.SequencesQuery, builder: SequenceBuilder, call: Call) -> list[_Document]:
+    def _weighed(
+        self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, patches: bool
+    ) -> list[Document]:
         """Read the documents, and refuse what is too much for one request from sizes alone."""
         with call.stage("read"):
-            limits = self._limits
-            check("documents", len(message.documents), limits)
-            check("segments", sum(len(document.parts) for document in message.documents), limits)
-            check("images", sum(_images(document) for document in message.documents), limits)
-            documents = [_read(document) for document in message.documents]
             images = builder.images
             assert images is not None, "every profile has an image processor"
+            documents = read()
             weight = np.zeros(4)
             for document in documents:
                 call.checkpoint()
-                weight += _weight(document, images, patches=message.patches)
+                weight += _weight(document, images, patches=patches)
             for name, got in zip(("pixels", "tokens", "response_bytes", "segments"), weight, strict=True):
-                check(name, got, limits)
+                check(name, got, self._limits)
             return documents
 
-    def _build(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
+    def _build(self, builder: SequenceBuilder, documents: list[Document], call: Call) -> None:
         with call.stage("build"):
             for document in documents:
                 call.checkpoint()
                 if document.outcome is None:
                     document.outcome = self._one(builder, document, call)
 
-    def _one(self, builder: SequenceBuilder, document: _Document, call: Call) -> InterleavedSequence | MmposError:
+    def _one(self, builder: SequenceBuilder, document: Document, call: Call) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_Watched(document.parts, call))
         except ServiceError:  # of the checkpoint
@@ -113,7 +135,7 @@ class Building:
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
-    def _write(self, documents: list[_Document], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
+    def _write(self, documents: list[Document], answer: pb.Sequences, call: Call) -> tuple[int, int, int]:
         with call.stage("write"):
             built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
             tokens = sum(sequence.input_ids.size for sequence in built)
@@ -146,14 +168,14 @@ def _images(document: pb.Document) -> int:
     return sum(part.WhichOneof("content") not in (None, "text", "token_ids") for part in document.parts)
 
 
-def _read(message: pb.Document) -> _Document:
+def _read(message: pb.Document) -> Document:
     try:
-        return _Document(get_parts("", message))
+        return Document(get_parts("", message))
     except MmposError as error:
-        return _Document(outcome=error)
+        return Document(outcome=error)
 
 
-def _weight(document: _Document, images: ImageProcessor, *, patches: bool) -> Any:
+def _weight(document: Document, images: ImageProcessor, *, patches: bool) -> Any:
     """(4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
     A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. An image that is
@@ -179,7 +201,7 @@ def _tokens(tokens: float, frames: int = 0) -> Any:
     return np.array([0, tokens, 4 * tokens, frames])
 
 
-def _image_weight(document: _Document, index: int, image: int, images: ImageProcessor, *, patches: bool) -> Any:
+def _image_weight(document: Document, index: int, image: int, images: ImageProcessor, *, patches: bool) -> Any:
     part = document.parts[index]
     try:
         size = images.inspect(part)

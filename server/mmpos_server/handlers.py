@@ -11,7 +11,6 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
-from mmpos.wire.fields import required
 from mmpos_server.call import Call
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
@@ -91,7 +90,8 @@ class Endpoint:
         status, answer = "CANCELLED", b""
         try:
             try:
-                call.admit(len(raw))
+                if self.method.admitted:
+                    call.admit(len(raw))
                 answer = await self._answer(raw, call)
                 status = "OK"
                 return answer
@@ -111,14 +111,9 @@ class Endpoint:
             self._end(call, status, len(raw), len(answer), context)
 
     async def _answer(self, raw: bytes, call: Call) -> bytes:
-        method = self.method
-        request: Any = decode(method.request, raw, call)
-        response = method.response()
-        await method.run(
-            request if method.query is None else required("", request, method.query),
-            response if method.answer is None else answer(response, method.answer),
-            call,
-        )
+        request = decode(self.method.request, raw, call)
+        response = self.method.response()
+        await self.method.run(request, response, call)
         return encode(response, call, self._around.config.limits.response_bytes)
 
     def _failed(self, error: Exception, call: Call) -> Failure:
@@ -157,13 +152,6 @@ def decode(kind: type[Message], raw: bytes, call: Call) -> Message:
     message = kind.FromString(raw)
     call.stages.append(("decode", perf_counter() - began))
     return message
-
-
-def answer(response: Any, name: str) -> Any:
-    """The field of a response that is to be filled; it is set, even if nothing will be in it."""
-    target = getattr(response, name)
-    target.SetInParent()
-    return target
 
 
 def encode(response: Message, call: Call, limit: int) -> bytes:

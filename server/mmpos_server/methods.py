@@ -6,14 +6,38 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmpos.wire.errors import put_error
+from mmpos.wire.fields import required
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from mmpos.errors import MmposError
     from mmpos_server.call import Call
 
-__all__ = ["Method", "Run"]
+__all__ = ["Method", "Run", "Twin", "answering", "queried", "streamed"]
 
 Run = Callable[[Any, Any, "Call"], Awaitable[None]]
+"""Reads the request, fills the response; what it raises becomes the status."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The stream form of a method.
+
+    Args:
+        name: its name.
+        request: type of an item.
+        response: type of its answer.
+        run: reads an item, fills its answer.
+        refuse: fills the answer of an item that failed, from the item and the error.
+    """
+
+    name: str
+    request: type[Message]
+    response: type[Message]
+    run: Run
+    refuse: Callable[[Any, Any, MmposError], None]
 
 
 @dataclass(frozen=True)
@@ -25,11 +49,9 @@ class Method:
         name: its name.
         request: type of the request.
         response: type of the response.
-        run: reads the query, fills the answer in place; what it raises becomes the status.
-        query: field of the request that run reads; None is the request itself.
-        answer: field of the response that run fills; None is the response itself.
-        stream: name, request and response type of the stream twin, whose request has id and the query's field, and
-            whose response has id and one of the answer's field and error.
+        run: from one to the other.
+        twin: its stream form.
+        admitted: whether it takes a place; what asks whether the server lives is answered however much there is to do.
     """
 
     service: str
@@ -37,6 +59,35 @@ class Method:
     request: type[Message]
     response: type[Message]
     run: Run
-    query: str | None = None
-    answer: str | None = None
-    stream: tuple[str, type[Message], type[Message]] | None = None
+    twin: Twin | None = None
+    admitted: bool = True
+
+
+def queried(run: Run, field: str) -> Run:
+    """What answers requests with a query, and responses with that field, by a function from the one to the other."""
+
+    async def whole(request: Any, response: Any, call: Call) -> None:
+        await run(required("", request, "query"), answering(response, field), call)
+
+    return whole
+
+
+def streamed(name: str, request: type[Message], response: type[Message], run: Run) -> Twin:
+    """The stream form of a method of ours: items have an id besides, and an error of their own."""
+
+    async def item(request: Any, response: Any, call: Call) -> None:
+        response.id = request.id
+        await run(request, response, call)
+
+    def refuse(request: Any, response: Any, error: MmposError) -> None:
+        response.id = request.id
+        put_error(response.error, error)
+
+    return Twin(name, request, response, item, refuse)
+
+
+def answering(response: Any, field: str) -> Any:
+    """The field of a response that is to be filled; it is set, even if nothing will be in it."""
+    target = getattr(response, field)
+    target.SetInParent()
+    return target

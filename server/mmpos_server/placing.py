@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mmpos.positions import PositionTable
 from mmpos.queries import InputIds, PositionsQuery, PositionsResult
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.wire.positions import get_query, put_result
@@ -37,15 +38,12 @@ class Placing:
             found = await call.run("place", self._answer, message, answer, call)
         call.count(documents=found[0], tokens=found[1], images=found[2])
 
-    def _answer(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
-        with call.stage("read"):
-            check_message(message, self._limits)
-            profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = complete(get_query("query", message), profile, named=message.HasField("profile"))
+    def solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
+        """The table that a query asks for, and the images in its documents; each step is weighed before it is done."""
+        with call.stage("place"):
             segments = query.segments()
             images = check_segments(segments, self._limits)
-        call.checkpoint()
-        with call.stage("place"):
+            call.checkpoint()
             positions = query.place(segments)
             for view in query.views:
                 check_table(positions, self._limits)
@@ -53,11 +51,18 @@ class Placing:
                 call.checkpoint()
                 positions = view.view(positions)
             check_table(positions, self._limits)
-            check_reply(positions, query.dense, self._limits)
-            result = PositionsResult.of(positions, query.dense)
+        return positions, images
+
+    def _answer(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
+        with call.stage("read"):
+            check_message(message, self._limits)
+            profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+            query = complete(get_query("query", message), profile, named=message.HasField("profile"))
+        positions, images = self.solve(query, call)
         call.checkpoint()
         with call.stage("write"):
-            put_result(answer, result)
+            check_reply(positions, query.dense, self._limits)
+            put_result(answer, PositionsResult.of(positions, query.dense))
         return positions.num_documents, positions.num_tokens, images
 
 

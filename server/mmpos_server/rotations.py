@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import PositionTable
@@ -18,6 +18,9 @@ from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profiles
 from mmpos_server.refusals import check
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Rotations", "device"]
 
@@ -81,25 +84,34 @@ class Rotations:
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
         _demand_torch()
-        from mmpos.rotary import apply_rotary
-
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"))
             layout: Any = enum("", message, "layout", _LAYOUTS)
             check("response_bytes", len(message.q.data) + len(message.k.data), self._limits)
-            where = device()
-            q = get_torch("q", required("", message, "q")).to(where)
-            k = get_torch("k", message.k).to(where) if message.HasField("k") else None
+            q = get_torch("q", required("", message, "q"))
+            k = get_torch("k", message.k) if message.HasField("k") else None
+        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate)
+        with call.stage("write"):
+            put_tensor(answer.q, q)
+            if k is not None:
+                put_tensor(answer.k, k)
+
+    def turn(
+        self, q: Tensor, k: Tensor | None, positions: Any, rotary: Rotary, call: Call, *, layout: Any, conjugate: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """q and k, rotated on the accelerator if there is one."""
+        from mmpos.rotary import apply_rotary
+
+        where = device()
         call.checkpoint()
         with call.stage("rotate"):
-            conjugate = message.conjugate
-            found = apply_rotary(q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True)
+            q, k = q.to(where), None if k is None else k.to(where)
+            found: tuple[Tensor, Tensor | None] = apply_rotary(
+                q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True
+            )
         call.checkpoint()
-        with call.stage("write"):
-            put_tensor(answer.q, found[0])
-            if found[1] is not None:
-                put_tensor(answer.k, found[1])
+        return found
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":

@@ -11,7 +11,7 @@ from mmpos.wire.schemes import parameters
 from mmpos_server.building import Building
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
-from mmpos_server.methods import Method
+from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.placing import Placing
 from mmpos_server.profiles import Profile, Profiles
 from mmpos_server.rotations import Rotations, device
@@ -24,26 +24,24 @@ PACKAGE = "mmpos.rpc.v1"
 def methods(profiles: Profiles, limits: Limits) -> list[Method]:
     """All methods of a server with these profiles and limits."""
     rotations = Rotations(profiles, limits)
+    place = queried(Placing(profiles, limits).place, "positions")
+    build = queried(Building(profiles, limits).build, "sequences")
     return [
         Method(
             f"{PACKAGE}.PositionService",
             "Place",
             positions_pb2.PlaceRequest,
             positions_pb2.PlaceResponse,
-            Placing(profiles, limits).place,
-            "query",
-            "positions",
-            ("StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse),
+            place,
+            streamed("StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse, place),
         ),
         Method(
             f"{PACKAGE}.SequenceService",
             "Build",
             sequences_pb2.BuildRequest,
             sequences_pb2.BuildResponse,
-            Building(profiles, limits).build,
-            "query",
-            "sequences",
-            ("StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse),
+            build,
+            streamed("StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse, build),
         ),
         Method(
             f"{PACKAGE}.RotaryService",

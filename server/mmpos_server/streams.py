@@ -9,12 +9,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
-from mmpos.wire.errors import put_error
-from mmpos.wire.fields import required
 from mmpos_server.admission import Window
 from mmpos_server.call import Call
 from mmpos_server.failures import failure, public
-from mmpos_server.handlers import REQUEST_ID, Surroundings, answer, decode, encode
+from mmpos_server.handlers import REQUEST_ID, Surroundings, decode, encode
 from mmpos_server.metrics import MethodMetrics
 
 if TYPE_CHECKING:
@@ -32,8 +30,8 @@ class StreamEndpoint:
     """
 
     def __init__(self, method: Method, surroundings: Surroundings) -> None:
-        assert method.stream is not None
-        self.name, self._request, self._response = method.stream
+        assert method.twin is not None
+        self._twin, self.name = method.twin, method.twin.name
         self.method, self._around = method, surroundings
         self._metrics = MethodMetrics(surroundings.metrics, self.name)
         self._open: set[_Stream] = set()
@@ -117,22 +115,19 @@ class StreamEndpoint:
 
     async def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
         """The answer to one item, and its status."""
-        method, limit = self.method, self._around.config.limits.response_bytes
-        request: Any = decode(self._request, raw, call)
-        response: Any = self._response(id=request.id)
+        twin = self._twin
+        request, response = decode(twin.request, raw, call), twin.response()
         try:
-            assert method.query is not None
-            assert method.answer is not None
-            await method.run(required("", request, method.query), answer(response, method.answer), call)
-            return encode(response, call, limit), "OK"
+            await twin.run(request, response, call)
+            return encode(response, call, self._around.config.limits.response_bytes), "OK"
         except ServiceTimeoutError:
             raise
         except Exception as error:
             failed = failure(error, call.request_id)
             if failed.status == "INTERNAL":
                 self._around.logs.error("internal error", error, request_id=call.request_id, method=self.name)
-            response = self._response(id=request.id)
-            put_error(response.error, public(error, call.request_id))
+            response = twin.response()
+            twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status
 
     def window(self) -> Window:

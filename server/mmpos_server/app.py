@@ -19,6 +19,7 @@ from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
 from mmpos_server.profiles import Profiles
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["Server"]
 # How long calls may keep coming before and after they are refused, and for how long there must be none.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
-MethodsOf = Callable[[Profiles, "Limits"], Sequence["Method"]]
+MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
@@ -40,7 +41,8 @@ class Server:
         config: limits, concurrency, pools and profiles.
         listen: where.
         logs: what to write; None is errors only.
-        methods: what it offers, from profiles and limits; None is all services of mmpos.
+        shared_memory: what it takes of it; None is nothing.
+        methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
 
     Raises:
         InvalidInputError: a profile is wrong; the message names file and field.
@@ -52,6 +54,7 @@ class Server:
         listen: Listen | None = None,
         *,
         logs: Logs | None = None,
+        shared_memory: SharedMemory | None = None,
         methods: MethodsOf | None = None,
     ) -> None:
         self.config, self.listen = config, listen or Listen()
@@ -61,7 +64,7 @@ class Server:
             from mmpos_server.services import methods as all_methods
 
             methods = all_methods
-        self._methods = methods(Profiles.from_config(config), config.limits)
+        self._methods = methods(Profiles.from_config(config), config.limits, shared_memory or SharedMemory())
         self._admission = Admission(config.concurrency, config.pools)
         around = Surroundings(config, self._admission, self.metrics, self.logs)
         self._unary = [Endpoint(method, around) for method in self._methods]

@@ -15,14 +15,15 @@ from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.placing import Placing
 from mmpos_server.profiles import Profile, Profiles
 from mmpos_server.rotations import Rotations, device
+from mmpos_server.shared_memory import SharedMemory
 
 __all__ = ["methods"]
 
 PACKAGE = "mmpos.rpc.v1"
 
 
-def methods(profiles: Profiles, limits: Limits) -> list[Method]:
-    """All methods of a server with these profiles and limits."""
+def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
+    """All methods of a server with these profiles, these limits, and what it takes of shared memory."""
     rotations = Rotations(profiles, limits)
     place = queried(Placing(profiles, limits).place, "positions")
     build = queried(Building(profiles, limits).build, "sequences")

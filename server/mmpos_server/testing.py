@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mmpos_server.app import MethodsOf
     from mmpos_server.config import ServerConfig
     from mmpos_server.logs import Logs
+    from mmpos_server.shared_memory import SharedMemory
 
 __all__ = ["running"]
 
@@ -26,6 +27,7 @@ def running(
     *,
     listen: Listen | None = None,
     logs: Logs | None = None,
+    shared_memory: SharedMemory | None = None,
     methods: MethodsOf | None = None,
     grace: float | None = 5.0,
 ) -> Iterator[str]:
@@ -40,10 +42,11 @@ def running(
         config: settings; None is the embedded ones.
         listen: where; None is a free port of this machine.
         logs: what to write; None is errors only.
+        shared_memory: what to take of it; None is nothing.
         methods: what to offer; None is all services of mmpos.
         grace: seconds that calls have to end.
     """
-    server = Server(config or load(), listen, logs=logs, methods=methods)
+    server = Server(config or load(), listen, logs=logs, shared_memory=shared_memory, methods=methods)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(_quiet)
     thread = threading.Thread(target=loop.run_forever, name="mmpos-server", daemon=True)

@@ -89,7 +89,9 @@ def _through(call: str, profile: str | None, *arguments: Any, **options: Any) ->
 _calls: list[str] = []
 _stack = ExitStack()
 atexit.register(_stack.close)
-_address = _stack.enter_context(running(methods=lambda profiles, limits: methods(Registry(profiles), _LIMITS)))
+_address = _stack.enter_context(
+    running(methods=lambda profiles, limits, memory: methods(Registry(profiles), _LIMITS, memory))
+)
 _loop = asyncio.new_event_loop() if os.environ["THROUGH"] == "async" else None
 _client: Any = (AsyncClient if _loop else Client)(_address)
 

@@ -111,10 +111,11 @@ class Endpoint:
             self._end(call, status, len(raw), len(answer), context)
 
     async def _answer(self, raw: bytes, call: Call) -> bytes:
-        request = decode(self.method.request, raw, call)
+        limits = self._around.config.limits
+        request = decode(self.method.request, raw, call, limits.request_bytes)
         response = self.method.response()
         await self.method.run(request, response, call)
-        return encode(response, call, self._around.config.limits.response_bytes)
+        return encode(response, call, limits.response_bytes)
 
     def _failed(self, error: Exception, call: Call) -> Failure:
         failed = failure(error, call.request_id)
@@ -142,12 +143,15 @@ class Endpoint:
             )
 
 
-def decode(kind: type[Message], raw: bytes, call: Call) -> Message:
+def decode(kind: type[Message], raw: bytes, call: Call, limit: int) -> Message:
     """The message in these bytes.
 
     Raises:
         DecodeError: they are no such message.
+        LimitExceededError: more than the limit; gRPC refuses them before, other ways to get here do not.
     """
+    if len(raw) > limit:
+        raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limit}")
     began = perf_counter()
     message = kind.FromString(raw)
     call.stages.append(("decode", perf_counter() - began))

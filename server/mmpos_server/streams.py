@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import LimitExceededError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos_server.admission import Window
 from mmpos_server.call import Call
 from mmpos_server.failures import failure, public
@@ -93,6 +93,7 @@ class StreamEndpoint:
 
         Raises:
             DecodeError: the bytes are no request, so there is no id to answer to.
+            LimitExceededError: likewise, they are too many.
             ServiceTimeoutError: the deadline of the stream has passed.
         """
         self._metrics.begin(len(raw))
@@ -102,6 +103,9 @@ class StreamEndpoint:
             return encoded
         except DecodeError:
             status = "INVALID_ARGUMENT"
+            raise
+        except LimitExceededError:
+            status = "RESOURCE_EXHAUSTED"
             raise
         except ServiceTimeoutError:
             status = "DEADLINE_EXCEEDED"
@@ -115,11 +119,11 @@ class StreamEndpoint:
 
     async def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
         """The answer to one item, and its status."""
-        twin = self._twin
-        request, response = decode(twin.request, raw, call), twin.response()
+        twin, limits = self._twin, self._around.config.limits
+        request, response = decode(twin.request, raw, call, limits.request_bytes), twin.response()
         try:
             await twin.run(request, response, call)
-            return encode(response, call, self._around.config.limits.response_bytes), "OK"
+            return encode(response, call, limits.response_bytes), "OK"
         except ServiceTimeoutError:
             raise
         except Exception as error:

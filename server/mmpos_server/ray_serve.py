@@ -1,0 +1,170 @@
+"""The services as an application of Ray Serve: the same methods in every replica, behind the gRPC of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
+from mmpos_server import malloc
+from mmpos_server.admission import Admission
+from mmpos_server.config import ServerConfig, load
+from mmpos_server.handlers import Endpoint, Surroundings
+from mmpos_server.health import Health
+from mmpos_server.logs import LEVELS, Logs
+from mmpos_server.metrics import Metrics
+from mmpos_server.profiles import Profiles
+from mmpos_server.ray_context import Answer, answered, answers
+from mmpos_server.services import methods
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.streams import StreamEndpoint
+
+try:
+    from ray import serve
+except ImportError as error:
+    raise ImportError('mmpos_server.ray_serve needs ray: pip install "mmpos[serve]"', name=error.name) from error
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+__all__ = ["SERVICER", "Replica", "add_services", "app", "application"]
+
+SERVICER = "mmpos_server.ray_serve.add_services"
+"""What grpc_servicer_functions of Serve's gRPCOptions has to name."""
+
+_ARGUMENTS = ("config", "num_replicas", "log_level")
+
+
+def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
+    """Each service and its methods, whose names differ also between services: Serve routes by them alone."""
+    for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            yield service, list(service.methods)
+    health = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    # Watch would stay in a replica for as long as a client lives, and keep it from going.
+    yield health, [health.methods_by_name["Check"]]
+
+
+def add_services(servicer: object, server: Any) -> None:
+    """Add all services to a server, as generated code does for one; messages stay bytes, as replicas read them.
+
+    Args:
+        servicer: has the methods of all services.
+        server: of Serve, or of grpc.aio.
+    """
+    for service, members in _methods():
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            method.name: (
+                grpc.stream_stream_rpc_method_handler
+                if method.client_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )(getattr(servicer, method.name))
+            for method in members
+        }
+        # One at a time: Serve looks at the first of a list only.
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+class Replica:
+    """The methods of all services as Serve calls them; each replica has gates, pools and profiles of its own.
+
+    Args:
+        config: limits, concurrency, pools and profiles.
+        log_level: lowest level that is written to stderr.
+    """
+
+    def __init__(self, config: ServerConfig, log_level: str) -> None:
+        malloc.keep_large_blocks()
+        around = Surroundings(config, Admission(config.concurrency, config.pools), Metrics(), Logs(log_level))
+        offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
+        self.unary = {method.name: Endpoint(method, around) for method in offered}
+        streams = [StreamEndpoint(method, around) for method in offered if method.twin]
+        self.streams = {stream.name: stream for stream in streams}
+        self._health = Health(method.service for method in offered)
+
+    async def Check(self, request: bytes, grpc_context: Any) -> Answer:  # noqa: N802 (the name in the protocol)
+        """SERVING, since a replica answers."""
+
+        async def check(raw: bytes, context: Any) -> bytes:
+            response = await self._health.Check(health_pb2.HealthCheckRequest.FromString(raw), context)
+            return bytes(response.SerializeToString())
+
+        return await answered(check, request, grpc_context)
+
+
+def _add(method: MethodDescriptor) -> None:
+    """Give replicas the method of this name."""
+    name = method.name
+
+    async def unary(self: Replica, request: bytes, grpc_context: Any) -> Answer:
+        return await answered(self.unary[name].handle, request, grpc_context)
+
+    async def stream(self: Replica, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Answer]:
+        async for answer in answers(self.streams[name].handle, requests, grpc_context):
+            yield answer
+
+    function: Any = stream if method.client_streaming else unary
+    function.__name__, function.__qualname__ = name, f"{Replica.__qualname__}.{name}"
+    function.__doc__ = f"{method.full_name}."
+    setattr(Replica, name, function)
+
+
+for _, _members in _methods():
+    for _method in _members:
+        if not hasattr(Replica, _method.name):
+            _add(_method)
+
+
+def application(config: ServerConfig | None = None, *, log_level: str = "warning", **options: Any) -> serve.Application:
+    """An application of one deployment, "mmpos", for serve.run.
+
+    Args:
+        config: settings of each replica; None is the embedded ones. Files that profiles name are read by replicas.
+        log_level: lowest level that replicas write to their stderr: a key of LEVELS.
+        options: of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
+
+    Raises:
+        InvalidInputError: a profile or the level is wrong.
+    """
+    config = config or load()
+    if log_level not in LEVELS:
+        raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
+    # What is wrong is said once, and not by every replica.
+    Profiles.from_config(config)
+    concurrency = config.concurrency
+    # As many as the gates let in, and one to be refused by them: what is beyond waits in Serve's queue.
+    options.setdefault("max_ongoing_requests", concurrency.max_in_flight + concurrency.max_streams + 1)
+    deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
+    return deployment.bind(config, log_level)
+
+
+def app(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application as ``serve run mmpos_server.ray_serve:app config=FILE`` and files of Serve ask for it.
+
+    Args:
+        arguments: "config", the path of a file of settings; "num_replicas", a number or "auto"; "log_level".
+
+    Raises:
+        InvalidInputError: an argument, or the file, is wrong.
+    """
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            raise InvalidInputError(f"{name}: got an unknown argument, want one of {', '.join(_ARGUMENTS)}")
+    given = dict(arguments)
+    config = given.pop("config", None)
+    if "num_replicas" in given:
+        given["num_replicas"] = _replicas(given["num_replicas"])
+    # Replicas work in folders of their own.
+    return application(load(None if config is None else Path(config).absolute()), **given)
+
+
+def _replicas(value: Any) -> Any:
+    """A number that may be text, since the command line gives nothing else."""
+    if value == "auto" or (str(value).isdecimal() and int(value) >= 1):
+        return value if value == "auto" else int(value)
+    raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')

@@ -86,7 +86,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             with running(load(path)) as server:
                 yield Pair(f"localhost:{port}", server)
         finally:
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 
 
@@ -114,11 +114,16 @@ def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
 
 def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:
     """The bytes of the answer; or status, details and the id of the request, which is sent along."""
+    method: Any = channel.unary_unary(path)
     try:
-        return channel.unary_unary(path)(request, metadata=[("x-request-id", "mine")], timeout=60)
+        return method(request, metadata=[("x-request-id", "mine")], timeout=60)
     except grpc.RpcError as error:
         failed: Any = error
         return failed.code(), failed.details(), dict(failed.trailing_metadata())["x-request-id"]
+
+
+def stream(channel: grpc.Channel) -> Any:
+    return channel.stream_stream(STREAM)
 
 
 @pytest.mark.parametrize("kind", ["Place", "Build", "CosSin", "Rotate", "GetInfo"])
@@ -162,13 +167,14 @@ def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> No
     with Client(pair.ingress, timeout=60) as client:
         answers = list(client.stream(queries, errors="return"))
     assert [isinstance(each, MmposError) for each in answers] == [i == 7 for i in range(30)]
-    for each, table in zip(answers, tables, strict=True):
-        assert isinstance(each, InvalidInputError) or np.array_equal(each.table.dense(), place(table).dense())
+    found: list[Any] = [each for i, each in enumerate(answers) if i != 7]
+    wanted = [place(table) for i, table in enumerate(tables) if i != 7]
+    assert all(np.array_equal(g.table.dense(), w.dense()) for g, w in zip(found, wanted, strict=True))
 
 
 def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
-        broken = channel.stream_stream(STREAM)(iter([b"", b"\xff"]), timeout=60)
+        broken = stream(channel)(iter([b"", b"\xff"]), timeout=60)
         assert len(next(broken)) > 0
         with pytest.raises(grpc.RpcError) as raised:
             next(broken)
@@ -178,10 +184,10 @@ def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_plac
             "request: got bytes that are not such a message, want valid protobuf",
         )
         left = threading.Event()
-        held = channel.stream_stream(STREAM)(_held(left), timeout=60)
+        held = stream(channel)(_held(left), timeout=60)
         next(held)
         # The only place is taken; the ingress sends no metadata of a stream that fails, so no time to come back.
-        second = channel.stream_stream(STREAM)(iter([b""]), timeout=60)
+        second = stream(channel)(iter([b""]), timeout=60)
         with pytest.raises(grpc.RpcError) as raised:
             next(second)
         failed = raised.value
@@ -201,7 +207,7 @@ def _held(left: threading.Event) -> Iterator[bytes]:
 
 def _answers(channel: grpc.Channel) -> bool:
     try:
-        return len(list(channel.stream_stream(STREAM)(iter([b""]), timeout=60))) == 1
+        return len(list(stream(channel)(iter([b""]), timeout=60))) == 1
     except grpc.RpcError:
         return False
 

@@ -25,6 +25,7 @@ from mmpos_server.streams import StreamEndpoint
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
     from mmpos_server.methods import Method
+    from mmpos_server.tracing import Tracing
 
 __all__ = ["Server"]
 
@@ -42,6 +43,7 @@ class Server:
         listen: where.
         logs: what to write; None is errors only.
         shared_memory: what it takes of it; None is nothing.
+        tracing: what makes spans of its calls; None: nothing does.
         methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
 
     Raises:
@@ -55,6 +57,7 @@ class Server:
         *,
         logs: Logs | None = None,
         shared_memory: SharedMemory | None = None,
+        tracing: Tracing | None = None,
         methods: MethodsOf | None = None,
     ) -> None:
         self.config, self.listen = config, listen or Listen()
@@ -66,7 +69,7 @@ class Server:
             methods = all_methods
         self._methods = methods(Profiles.from_config(config), config.limits, shared_memory or SharedMemory())
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(config, self._admission, self.metrics, self.logs)
+        around = Surroundings(config, self._admission, self.metrics, self.logs, tracing)
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         self._server: grpc.aio.Server | None = None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmpos.errors import ServiceTimeoutError
 
@@ -27,12 +27,24 @@ class Call:
         deadline: of the monotonic clock; None is none.
     """
 
-    __slots__ = ("_admission", "_began", "_bytes", "_cancelled", "_deadline", "_gate", "counts", "request_id", "stages")
+    __slots__ = (
+        "_admission",
+        "_began",
+        "_bytes",
+        "_cancelled",
+        "_deadline",
+        "_gate",
+        "counts",
+        "request_id",
+        "span",
+        "stages",
+    )
 
     def __init__(self, request_id: str, admission: Admission, deadline: float | None = None) -> None:
         self.request_id = request_id
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
+        self.span: Any = None  # of tracing, where there is any
         self._admission = admission
         self._deadline = deadline
         self._cancelled = False
@@ -44,6 +56,14 @@ class Call:
     def seconds(self) -> float:
         """Since it came."""
         return perf_counter() - self._began
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """What lines of the log say to find its span."""
+        if self.span is None:
+            return {}
+        context = self.span.get_span_context()
+        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     @property
     def late(self) -> bool:

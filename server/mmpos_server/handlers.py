@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
     from mmpos_server.metrics import Metrics
+    from mmpos_server.tracing import Tracing
 
 __all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
 
@@ -48,6 +49,7 @@ class Surroundings:
         admission: gates and pools.
         metrics: what is counted.
         logs: what is written.
+        tracing: what makes spans; None: nothing does.
         ids: ids of requests that came without one.
     """
 
@@ -55,6 +57,7 @@ class Surroundings:
     admission: Admission
     metrics: Metrics
     logs: Logs
+    tracing: Tracing | None = None
     ids: Iterator[str] = field(default_factory=_ids)
 
     def call(self, context: Any) -> Call:
@@ -86,6 +89,8 @@ class Endpoint:
     async def handle(self, raw: bytes, context: Any) -> bytes:
         """Answer one request, or abort with the status of the error."""
         call = self._around.call(context)
+        if self._around.tracing is not None:
+            self._around.tracing.begin(call, f"{self.method.service}/{self.method.name}", context)
         self._metrics.begin(len(raw))
         status, answer = "CANCELLED", b""
         try:
@@ -122,11 +127,15 @@ class Endpoint:
         if isinstance(error, ServiceOverloadedError):
             self._metrics.refused.inc()
         if failed.status == "INTERNAL":
-            self._around.logs.error("internal error", error, request_id=call.request_id, method=self.method.name)
+            self._around.logs.error(
+                "internal error", error, request_id=call.request_id, method=self.method.name, **call.trace
+            )
         return failed
 
     def _end(self, call: Call, status: str, size: int, answer_size: int, context: Any) -> None:
         seconds = call.seconds
+        if self._around.tracing is not None:
+            self._around.tracing.end(call, status, request_bytes=size, response_bytes=answer_size)
         call.stages.append(("total", seconds))
         self._metrics.end(status, call.stages, call.counts, answer_size)
         if self._around.logs.requests:
@@ -140,6 +149,7 @@ class Endpoint:
                 request_bytes=size,
                 response_bytes=answer_size,
                 **call.counts,
+                **call.trace,
             )
 
 

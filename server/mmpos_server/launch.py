@@ -10,13 +10,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos_server import malloc, metrics
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen, address
 from mmpos_server.logs import Logs, adopt_standard_logging
+
+if TYPE_CHECKING:
+    from mmpos_server.tracing import Tracing
 
 __all__ = ["Options", "serve"]
 
@@ -36,6 +39,7 @@ class Options:
         drain_seconds: how long calls at work have to end.
         log_level: lowest level that is written.
         log_format: "json" or "console".
+        otel: whether calls become spans of OpenTelemetry.
         worker: whether a supervisor holds the standard input, and its end is the end.
     """
 
@@ -49,6 +53,7 @@ class Options:
     drain_seconds: float = 30.0
     log_level: str = "info"
     log_format: Any = "json"
+    otel: bool = False
     worker: bool = False
 
     def settings(self) -> ServerConfig:
@@ -74,7 +79,7 @@ def serve(options: Options) -> None:
 
 
 async def _serve(options: Options, logs: Logs) -> None:
-    server = Server(options.settings(), options.listen, logs=logs)
+    server = Server(options.settings(), options.listen, logs=logs, tracing=_tracing() if options.otel else None)
     first, second = asyncio.Event(), asyncio.Event()
     with ExitStack() as closing:
         if options.metrics_port:
@@ -87,6 +92,12 @@ async def _serve(options: Options, logs: Logs) -> None:
         logs.info("draining", notice_seconds=options.notice_seconds, drain_seconds=options.drain_seconds)
         await _drain(server, options, second)
         logs.info("stopped")
+
+
+def _tracing() -> Tracing:
+    from mmpos_server.tracing import configured
+
+    return configured()
 
 
 async def _drain(server: Server, options: Options, at_once: asyncio.Event) -> None:

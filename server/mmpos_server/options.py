@@ -74,6 +74,9 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0, help="At SIGTERM, how long calls at work have to end.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Lowest level that is written.")] = LogLevel.INFO,
     log_format: Annotated[LogFormat, typer.Option(help="JSON lines, or lines for people.")] = LogFormat.JSON,
+    otel: Annotated[
+        bool, typer.Option("--otel", help="Spans of OpenTelemetry; where they go is in the environment, OTEL_….")
+    ] = False,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
 ) -> None:
     """Serve positions, sequences and rotations over gRPC.
@@ -92,8 +95,12 @@ def serve(
         drain_seconds=drain_seconds,
         log_level=log_level.value,
         log_format=log_format.value,
+        otel=otel,
         worker=worker,
     )
+    if otel:
+        # What is missing is said once, and not by every worker.
+        import mmpos_server.tracing  # noqa: F401
     if workers == 1:
         serve_here(options)
     else:
@@ -130,4 +137,5 @@ def _words(options: Options) -> Sequence[str]:
         "log-level": options.log_level,
         "log-format": options.log_format,
     }
-    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    return [*words, "--otel"] if options.otel else words

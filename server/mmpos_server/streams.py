@@ -33,6 +33,7 @@ class StreamEndpoint:
         assert method.twin is not None
         self._twin, self.name = method.twin, method.twin.name
         self.method, self._around = method, surroundings
+        self._path = f"{method.service}/{self.name}"
         self._metrics = MethodMetrics(surroundings.metrics, self.name)
         self._open: set[_Stream] = set()
         self._draining = False
@@ -46,6 +47,8 @@ class StreamEndpoint:
     async def handle(self, _requests: object, context: Any) -> None:
         """Answer the items of one stream until it ends; abort with the status of what broke it."""
         call = self._around.call(context)
+        if self._around.tracing is not None:
+            self._around.tracing.begin(call, self._path, context)
         stream = _Stream(self, call, context)
         gate = self._around.admission.streams
         status, entered = "CANCELLED", False
@@ -66,7 +69,9 @@ class StreamEndpoint:
                     self._metrics.refused.inc()
                 failed = failure(error, call.request_id)
                 if failed.status == "INTERNAL":
-                    self._around.logs.error("internal error", error, request_id=call.request_id, method=self.name)
+                    self._around.logs.error(
+                        "internal error", error, request_id=call.request_id, method=self.name, **call.trace
+                    )
                 status = failed.status
             await context.abort(failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
         except asyncio.CancelledError:
@@ -77,6 +82,8 @@ class StreamEndpoint:
             self._around.metrics.streams.dec()
             if entered:
                 gate.leave(call.seconds)
+            if self._around.tracing is not None:
+                self._around.tracing.end(call, status, items=stream.items)
             if self._around.logs.requests:
                 self._around.logs.info(
                     "stream",
@@ -86,16 +93,20 @@ class StreamEndpoint:
                     status=status,
                     milliseconds=round(1000 * call.seconds, 3),
                     items=stream.items,
+                    **call.trace,
                 )
 
-    async def item(self, raw: bytes, call: Call) -> bytes:
-        """The answer to one item; an error of its own is in the answer.
+    async def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
+        """The answer to one item of a stream; an error of its own is in the answer.
 
         Raises:
             DecodeError: the bytes are no request, so there is no id to answer to.
             LimitExceededError: likewise, they are too many.
             ServiceTimeoutError: the deadline of the stream has passed.
         """
+        tracing = self._around.tracing
+        if tracing is not None:
+            tracing.begin_item(call, self._path, stream)
         self._metrics.begin(len(raw))
         status, encoded = "CANCELLED", b""
         try:
@@ -114,6 +125,8 @@ class StreamEndpoint:
             call.cancel()
             raise
         finally:
+            if tracing is not None:
+                tracing.end(call, status, request_bytes=len(raw), response_bytes=len(encoded))
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, len(encoded))
 
@@ -129,7 +142,9 @@ class StreamEndpoint:
         except Exception as error:
             failed = failure(error, call.request_id)
             if failed.status == "INTERNAL":
-                self._around.logs.error("internal error", error, request_id=call.request_id, method=self.name)
+                self._around.logs.error(
+                    "internal error", error, request_id=call.request_id, method=self.name, **call.trace
+                )
             response = twin.response()
             twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status
@@ -201,7 +216,7 @@ class _Stream:
                     break
                 self.items += 1
                 self._window.enter(len(raw))
-                task = asyncio.create_task(self._endpoint.item(raw, self._call.item(self.items)))
+                task = asyncio.create_task(self._endpoint.item(raw, self._call.item(self.items), self._call))
                 self._at_work.add(task)
                 task.add_done_callback(self._done)
                 self._answers.put_nowait((task, len(raw)))

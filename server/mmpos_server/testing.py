@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmpos_server.config import ServerConfig
     from mmpos_server.logs import Logs
     from mmpos_server.shared_memory import SharedMemory
+    from mmpos_server.tracing import Tracing
 
 __all__ = ["running"]
 
@@ -28,6 +29,7 @@ def running(
     listen: Listen | None = None,
     logs: Logs | None = None,
     shared_memory: SharedMemory | None = None,
+    tracing: Tracing | None = None,
     methods: MethodsOf | None = None,
     grace: float | None = 5.0,
 ) -> Iterator[str]:
@@ -43,10 +45,11 @@ def running(
         listen: where; None is a free port of this machine.
         logs: what to write; None is errors only.
         shared_memory: what to take of it; None is nothing.
+        tracing: what makes spans; None: nothing does.
         methods: what to offer; None is all services of mmpos.
         grace: seconds that calls have to end.
     """
-    server = Server(config or load(), listen, logs=logs, shared_memory=shared_memory, methods=methods)
+    server = Server(config or load(), listen, logs=logs, shared_memory=shared_memory, tracing=tracing, methods=methods)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(_quiet)
     thread = threading.Thread(target=loop.run_forever, name="mmpos-server", daemon=True)

@@ -1,0 +1,150 @@
+"""Spans of OpenTelemetry: one of every call, stream and item, with the stages of its work below it."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from mmpos.about import version_of
+
+try:
+    from opentelemetry import propagate, trace
+    from opentelemetry.context import Context
+except ImportError as error:
+    raise ImportError('mmpos_server.tracing needs opentelemetry: pip install "mmpos[otel]"', name=error.name) from error
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, TracerProvider
+
+    from mmpos_server.call import Call
+
+__all__ = ["Tracing", "configured"]
+
+# What the conventions for gRPC call errors of a server; the other statuses are mistakes of clients.
+_FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
+
+
+class Tracing:
+    """What makes the spans of one server.
+
+    Args:
+        provider: where they go.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("mmpos_server", version_of("mmpos"))
+
+    def begin(self, call: Call, method: str, context: Any) -> None:
+        """Begin the span of a call or stream, in the trace that its metadata tells of.
+
+        Args:
+            call: gets the span.
+            method: full name of the method.
+            context: of gRPC.
+        """
+        carrier = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        attributes = {
+            "rpc.system.name": "grpc",
+            "rpc.method": method,
+            "mmpos.request_id": call.request_id,
+            **_peer(context.peer()),
+        }
+        above = propagate.extract(carrier, Context())
+        self._enter(call, self._tracer.start_span(method, above, trace.SpanKind.SERVER, attributes))
+
+    def begin_item(self, call: Call, method: str, stream: Call) -> None:
+        """Begin the span of an item, below that of its stream.
+
+        Args:
+            call: of the item; gets the span.
+            method: full name of the method.
+            stream: the call of the stream.
+        """
+        attributes = {"mmpos.request_id": call.request_id}
+        self._enter(call, self._tracer.start_span(f"{method} item", _below(stream.span), attributes=attributes))
+
+    def end(self, call: Call, status: str, **sizes: int) -> None:
+        """End the span of a call, a stream or an item.
+
+        Args:
+            call: has the span.
+            status: name of the gRPC status.
+            sizes: what else is worth a number.
+        """
+        span: Span = call.span
+        if span.is_recording():
+            span.set_attribute("rpc.response.status_code", status)
+            for name, value in {**call.counts, **sizes}.items():
+                span.set_attribute(f"mmpos.{name}", value)
+            if status in _FAULTS:
+                span.set_attribute("error.type", status)
+                span.set_status(trace.StatusCode.ERROR)
+            if isinstance(call.stages, _Stages):
+                self._stages(call.stages, span)
+        span.end()
+
+    def _enter(self, call: Call, span: Span) -> None:
+        call.span = span
+        if span.is_recording():
+            call.stages = _Stages()
+
+    def _stages(self, stages: _Stages, span: Span) -> None:
+        context = _below(span)
+        for name, begin, end in stages.times:
+            self._tracer.start_span(name, context, start_time=begin).end(end)
+
+
+class _Stages(list[tuple[str, float]]):
+    """Stages of a call, each with the times of day at which it began and ended; from any thread, as the list itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[tuple[str, int, int]] = []
+
+    def append(self, stage: tuple[str, float]) -> None:
+        super().append(stage)
+        name, seconds = stage
+        end = time_ns()
+        self.times.append((name, end - round(1e9 * seconds), end))
+
+
+def configured() -> Tracing:
+    """Tracing as this process has set it up; if it has not, as the environment says (OTEL_...), over OTLP by gRPC.
+
+    Spans are sent in batches by a thread of the SDK, the last of them when the process ends.
+
+    Raises:
+        ImportError: the SDK or the exporter is missing; the message has the command.
+    """
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, trace.ProxyTracerProvider):
+        return Tracing(provider)
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ImportError(
+            '--otel needs the SDK of opentelemetry: pip install "mmpos[otel]"', name=error.name
+        ) from error
+    resource = Resource.create()
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "mmpos"}))
+    made = TracerProvider(resource=resource)
+    made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(made)
+
+
+def _below(span: Span) -> Context:
+    return trace.set_span_in_context(span, Context())
+
+
+def _peer(peer: str) -> dict[str, str | int]:
+    """The attributes of gRPC's name of a client, such as ipv4:127.0.0.1:50051 or ipv6:%5B::1%5D:50051."""
+    kind, _, address = peer.partition(":")
+    host, _, port = unquote(address).rpartition(":")
+    if kind in ("ipv4", "ipv6") and port.isdecimal():
+        return {"network.peer.address": host.strip("[]"), "network.peer.port": int(port)}
+    return {"network.peer.address": address} if kind == "unix" and address else {}

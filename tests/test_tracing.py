@@ -1,0 +1,363 @@
+"""Spans of calls: what each tells, whose trace it continues, and that nothing happens where nobody asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from mmpos import SegmentTable, Text
+from mmpos.client import AsyncClient, Client
+from mmpos.errors import LimitExceededError, ServiceOverloadedError
+from mmpos.queries import PositionsQuery
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos_server import tracing as tracing_module
+from mmpos_server.__main__ import main
+from mmpos_server.call import Call
+from mmpos_server.config import load
+from mmpos_server.logs import Logs
+from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.testing import running
+from mmpos_server.tracing import Tracing, configured
+
+NAME = "mmpos.rpc.v1.PositionService/Place"
+STREAM = "mmpos.rpc.v1.PositionService/StreamPlace"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+waiting = threading.Event()
+
+
+async def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+    """Do what the profile's name of the query says."""
+    with call.stage("read"):
+        time.sleep(0.001)
+    if query.profile == "wait":
+        waiting.set()
+        await asyncio.sleep(60)
+    if query.profile in ERRORS:
+        raise ERRORS[query.profile]
+    await call.run("place", time.sleep, 0.001)
+    call.count(documents=1, tokens=2)
+
+
+ERRORS = {
+    "limit": LimitExceededError("documents: got 2, want <= 1"),
+    "busy": ServiceOverloadedError("max_in_flight: got 1 taken of 1", 1.0),
+    "bug": KeyError("why"),
+}
+METHOD = Method(
+    "mmpos.rpc.v1.PositionService",
+    "Place",
+    pb.PlaceRequest,
+    pb.PlaceResponse,
+    queried(run, "positions"),
+    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, queried(run, "positions")),
+)
+
+
+@pytest.fixture
+def kept() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(kept: InMemorySpanExporter) -> TracerProvider:
+    made = TracerProvider(shutdown_on_exit=False)
+    made.add_span_processor(SimpleSpanProcessor(kept))
+    return made
+
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start(provider: TracerProvider) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def address(methods: Any = lambda *_: [METHOD], logs: Logs | None = None) -> str:
+            return stack.enter_context(running(load(), tracing=Tracing(provider), methods=methods, logs=logs))
+
+        yield address
+
+
+@pytest.fixture
+def channel(start: Start) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(start()) as opened:
+        yield opened
+
+
+def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
+    request = pb.PlaceRequest(query=pb.PositionsQuery(profile=profile)).SerializeToString()
+    return channel.unary_unary(f"/{NAME}").future(request, metadata=[("x-request-id", "me"), *metadata])
+
+
+def spans(kept: InMemorySpanExporter, count: int) -> list[Any]:
+    """The finished spans, by begin, as soon as there are so many; the answer comes before its span is done."""
+    end = time.monotonic() + 30
+    while len(kept.get_finished_spans()) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    found = sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
+    assert len(found) == count, [span.name for span in found]
+    return found
+
+
+def tree(found: list[Any], span: Any) -> tuple[Any, ...]:
+    """Name, attributes and children of a span."""
+    below = [each for each in found if each.parent is not None and each.parent.span_id == span.context.span_id]
+    assert all(span.start_time <= each.start_time <= each.end_time <= span.end_time for each in below)
+    attributes = {key: value for key, value in span.attributes.items() if not key.startswith("network.")}
+    return (span.name, attributes, *(tree(found, each) for each in below))
+
+
+def leaves(*names: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, {}) for name in names]
+
+
+CALL: dict[str, Any] = {"rpc.system.name": "grpc", "rpc.method": NAME, "mmpos.request_id": "me"}
+
+
+def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+    place(channel, "echo").result()
+    found = spans(kept, 5)
+    told: dict[str, Any] = {
+        "rpc.response.status_code": "OK",
+        "mmpos.documents": 1,
+        "mmpos.tokens": 2,
+        "mmpos.request_bytes": 8,
+        "mmpos.response_bytes": 2,
+    }
+    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read", "queue", "encode"))
+    root = found[0]
+    assert (root.kind, root.parent, root.status.status_code) == (trace.SpanKind.SERVER, None, trace.StatusCode.UNSET)
+    assert root.attributes["network.peer.address"] == "127.0.0.1"
+    assert 0 < root.attributes["network.peer.port"] < 65536
+    read = next(span for span in found if span.name == "read")
+    assert read.end_time - read.start_time >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("profile", "status", "fault"),
+    [("limit", "RESOURCE_EXHAUSTED", False), ("busy", "RESOURCE_EXHAUSTED", False), ("bug", "INTERNAL", True)],
+)
+def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
+    profile: str, status: str, fault: bool, channel: grpc.Channel, kept: InMemorySpanExporter
+) -> None:
+    assert place(channel, profile).exception().code().name == status
+    found = spans(kept, 3)
+    sizes = {"mmpos.request_bytes": 4 + len(profile), "mmpos.response_bytes": 0}
+    told: dict[str, Any] = {"rpc.response.status_code": status, **sizes, **({"error.type": status} if fault else {})}
+    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read"))
+    assert found[0].status.status_code == (trace.StatusCode.ERROR if fault else trace.StatusCode.UNSET)
+
+
+def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+    waiting.clear()
+    call = place(channel, "wait")
+    assert waiting.wait(30)
+    call.cancel()
+    found = spans(kept, 3)
+    told: dict[str, Any] = {
+        "rpc.response.status_code": "CANCELLED",
+        "mmpos.request_bytes": 8,
+        "mmpos.response_bytes": 0,
+    }
+    assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read"))
+
+
+def test_a_stream_is_a_span_with_one_for_each_item(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+    requests = [pb.StreamPlaceRequest(query=pb.PositionsQuery(profile=name)) for name in ("echo", "limit")]
+    method: Any = channel.stream_stream(f"/{STREAM}")
+    answers = list(method((each.SerializeToString() for each in requests), metadata=[("x-request-id", "me")]))
+    found = spans(kept, 9)
+    root = next(span for span in found if span.name == STREAM)
+    first = {
+        "mmpos.request_id": "me.1",
+        "rpc.response.status_code": "OK",
+        "mmpos.documents": 1,
+        "mmpos.tokens": 2,
+        "mmpos.request_bytes": 8,
+        "mmpos.response_bytes": 2,
+    }
+    second = {
+        "mmpos.request_id": "me.2",
+        "rpc.response.status_code": "RESOURCE_EXHAUSTED",
+        "mmpos.request_bytes": 9,
+        "mmpos.response_bytes": len(answers[1]),
+    }
+    assert tree(found, root) == (
+        STREAM,
+        CALL | {"rpc.method": STREAM, "rpc.response.status_code": "OK", "mmpos.items": 2},
+        (f"{STREAM} item", first, *leaves("decode", "read", "queue", "encode")),
+        (f"{STREAM} item", second, *leaves("decode", "read")),
+    )
+
+
+def test_the_trace_of_the_caller_goes_on(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+    place(channel, "echo", ("traceparent", f"00-{TRACE}-{PARENT}-01")).result()
+    root = spans(kept, 5)[0]
+    assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, PARENT)
+
+
+def test_a_trace_that_its_caller_does_not_keep_is_not_kept(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+    place(channel, "echo", ("traceparent", f"00-{TRACE}-{PARENT}-00")).result()
+    place(channel, "echo").result()
+    assert all(f"{span.context.trace_id:032x}" != TRACE for span in spans(kept, 5))
+
+
+def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kept: InMemorySpanExporter) -> None:
+    address, query = start(methods=None), PositionsQuery(SEGMENTS)
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
+
+    async def asked() -> None:
+        async with AsyncClient(address, timeout=30) as client:
+            await client.query(query)
+            _ = [each async for each in client.stream([query], errors="return")]
+
+    with tracer.start_as_current_span("caller") as caller:
+        with Client(address, timeout=30) as client:
+            client.query(query)
+            list(client.stream([query], errors="return"))
+        asyncio.run(asked())
+    with Client(address, timeout=30) as client:
+        client.query(query)
+    # A call has four stages, and an item besides itself.
+    found = [span for span in spans(kept, 3 * 6 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
+    context = caller.get_span_context()
+    assert [span.name for span in found] == [NAME, STREAM, NAME, STREAM, NAME]
+    assert {(s.context.trace_id, s.parent.span_id) for s in found[:4]} == {(context.trace_id, context.span_id)}
+    assert found[4].parent is None
+
+
+def test_lines_of_the_log_name_the_span(
+    start: Start, kept: InMemorySpanExporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with grpc.insecure_channel(start(logs=Logs("info"))) as channel:
+        place(channel, "bug").exception()
+        (root, *_), text = spans(kept, 3), ""
+        while text.count("\n") < 2:
+            text += capsys.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["event"] for line in lines] == ["internal error", "request"]
+    ids = (f"{root.context.trace_id:032x}", f"{root.context.span_id:016x}")
+    assert {(line["trace_id"], line["span_id"]) for line in lines} == {ids}
+
+
+@pytest.mark.parametrize(
+    ("peer", "attributes"),
+    [
+        ("ipv4:10.0.0.1:50051", {"network.peer.address": "10.0.0.1", "network.peer.port": 50051}),
+        ("ipv6:%5B::1%5D:50051", {"network.peer.address": "::1", "network.peer.port": 50051}),
+        ("unix:/run/mmpos", {"network.peer.address": "/run/mmpos"}),
+        ("unix:", {}),
+        ("unknown", {}),
+    ],
+)
+def test_a_peer_is_an_address_and_a_port(peer: str, attributes: dict[str, Any]) -> None:
+    assert tracing_module._peer(peer) == attributes
+
+
+def test_a_process_that_has_set_up_its_tracing_keeps_it(
+    provider: TracerProvider, kept: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    with (
+        running(load(), tracing=configured(), methods=lambda *_: [METHOD]) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
+        place(channel, "echo").result()
+        assert spans(kept, 5)[0].name == NAME
+
+
+def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
+    code = (
+        "import sys, mmpos_server.options, mmpos.client\n"
+        "from mmpos.client.tracing import traced\n"
+        "metadata = (('a', 'b'),)\n"
+        "assert traced(metadata) is metadata\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_missing_package_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = 'pip install "mmpos[otel]"'
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ImportError) as raised:
+        configured()
+    assert str(raised.value) == f"--otel needs the SDK of opentelemetry: {command}"
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "mmpos_server.tracing")
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module("mmpos_server.tracing")
+    assert str(raised.value) == f"mmpos_server.tracing needs opentelemetry: {command}"
+    assert main(["--otel", "--workers", "2"]) == 1
+    assert capsys.readouterr().err == f"mmpos_server: error: mmpos_server.tracing needs opentelemetry: {command}\n"
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """The address of a server that keeps what it is sent over OTLP, and what it has kept."""
+    sent: list[Any] = []
+
+    def export(request: Any, context: Any) -> Any:
+        sent.extend(request.resource_spans)
+        return collector_pb.ExportTraceServiceResponse()
+
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
+        export, collector_pb.ExportTraceServiceRequest.FromString, lambda answer: answer.SerializeToString()
+    )
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    name = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {"Export": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"http://127.0.0.1:{port}", sent
+    server.stop(None).wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "named"), [(1, {}), (2, {"OTEL_SERVICE_NAME": "mine"})])
+def test_the_program_sends_its_spans_where_the_environment_says_and_the_last_ones_as_it_ends(
+    workers: int, named: dict[str, str], collector: tuple[str, list[Any]], tmp_path: Path
+) -> None:
+    endpoint, sent = collector
+    environment = {**os.environ, **named, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--otel", "--workers", str(workers)]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as err,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment) as process,
+    ):
+        assert process.stdout is not None
+        with Client(process.stdout.readline().split()[-1], timeout=30) as client:
+            client.place(SEGMENTS)
+        assert sent == []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+    (resource,) = sent
+    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
+    names = [span.name for scope in resource.scope_spans for span in scope.spans]
+    assert NAME in names
+    assert {"decode", "read", "place", "write", "encode"} <= set(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,15 +26,15 @@ from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, 
 from mmpos.queries import PositionsQuery
 from mmpos.rotary import Rotary
 from mmpos_server.config import load
+from mmpos_server.ray_serve import SERVICER, app, application
 from mmpos_server.testing import running
 
 ray = pytest.importorskip("ray")
 
-# Ray warns of its own defaults, and leaves what it started to the collector.
+# Ray warns of its own defaults.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 SETTINGS = """
@@ -67,8 +68,6 @@ def free_port() -> int:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     from ray import serve
     from ray.serve.config import gRPCOptions
-
-    from mmpos_server.ray_serve import SERVICER, app
 
     path, port = tmp_path_factory.mktemp("settings") / FILE, free_port()
     path.write_text(SETTINGS)
@@ -161,6 +160,13 @@ def test_a_client_sees_no_difference(pair: Pair) -> None:
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
 
 
+def test_addresses_in_a_list_take_their_turns(pair: Pair) -> None:
+    port = pair.ingress.rpartition(":")[2]
+    with Client([f"127.0.0.1:{port}", f"127.0.0.2:{port}"], timeout=60) as client:
+        for _ in range(4):
+            client.info()
+
+
 def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> None:
     tables = [documents(random.Random(seed)) for seed in range(30)]
     queries = [PositionsQuery(table, "none" if i == 7 else "rope-tie") for i, table in enumerate(tables)]
@@ -174,15 +180,17 @@ def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> No
 
 def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
-        broken = stream(channel)(iter([b"", b"\xff"]), timeout=60)
-        assert len(next(broken)) > 0
-        with pytest.raises(grpc.RpcError) as raised:
-            next(broken)
-        failed: Any = raised.value
-        assert (failed.code(), failed.details()) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "request: got bytes that are not such a message, want valid protobuf",
-        )
+        for wrong, status, said in (
+            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf"),
+            (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
+        ):
+            broken = stream(channel)(iter([b"", wrong]), timeout=60)
+            assert len(next(broken)) > 0
+            with pytest.raises(grpc.RpcError) as raised:
+                next(broken)
+            failed: Any = raised.value
+            assert (failed.code().name, failed.details()) == (status, said)
+            assert eventually(lambda: _answers(channel))
         left = threading.Event()
         held = stream(channel)(_held(left), timeout=60)
         next(held)
@@ -267,6 +275,25 @@ def test_the_ingress_lists_the_services(pair: Pair) -> None:
     assert names >= {f"mmpos.rpc.v1.{name}Service" for name in ("Position", "Sequence", "Rotary", "Info")}
 
 
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError) as raised:
+        application()
+    assert str(raised.value) == 'mmpos_server.ray_serve needs Ray Serve: pip install "mmpos[serve]"'
+
+
+def test_the_file_in_the_documents_is_one_of_serve() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    yaml: Any = pytest.importorskip("yaml")
+    page = (Path(__file__).parent.parent / "docs" / "service.md").read_text()
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0]))
+    (made,), (deployment,) = schema.applications, schema.applications[0].deployments
+    assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
+    assert made.import_path == f"{app.__module__}:{app.__name__}"
+    assert deployment.name == application()._bound_deployment.name
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -278,16 +305,12 @@ def test_the_ingress_lists_the_services(pair: Pair) -> None:
     ],
 )
 def test_wrong_arguments_are_refused_before_any_replica(arguments: dict[str, Any], said: str) -> None:
-    from mmpos_server.ray_serve import app
-
     with pytest.raises(InvalidInputError) as raised:
         app(arguments)
     assert str(raised.value) == said
 
 
 def test_a_replica_takes_one_call_more_than_its_gates(tmp_path: Path) -> None:
-    from mmpos_server.ray_serve import application
-
     (tmp_path / FILE).write_text(SETTINGS)
     config = load(tmp_path / FILE)
     deployment = application(config, num_replicas=3)._bound_deployment

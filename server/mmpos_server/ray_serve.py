@@ -24,13 +24,9 @@ from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
 
-try:
-    from ray import serve
-except ImportError as error:
-    raise ImportError('mmpos_server.ray_serve needs ray: pip install "mmpos[serve]"', name=error.name) from error
-
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+    from ray import serve
 
 __all__ = ["SERVICER", "Replica", "add_services", "app", "application"]
 
@@ -130,7 +126,12 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
 
     Raises:
         InvalidInputError: a profile or the level is wrong.
+        ImportError: Ray Serve is missing; the message has the command.
     """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ImportError('mmpos_server.ray_serve needs Ray Serve: pip install "mmpos[serve]"') from error
     config = config or load()
     if log_level not in LEVELS:
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")

@@ -6,9 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from mmpos.errors import LimitExceededError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos_server.admission import Window
 from mmpos_server.call import Call
 from mmpos_server.failures import failure, public
@@ -112,17 +111,11 @@ class StreamEndpoint:
         try:
             encoded, status = await self._outcome(raw, call)
             return encoded
-        except DecodeError:
-            status = "INVALID_ARGUMENT"
-            raise
-        except LimitExceededError:
-            status = "RESOURCE_EXHAUSTED"
-            raise
-        except ServiceTimeoutError:
-            status = "DEADLINE_EXCEEDED"
-            raise
         except asyncio.CancelledError:
             call.cancel()
+            raise
+        except Exception as error:
+            status = failure(error, call.request_id).status
             raise
         finally:
             if tracing is not None:

@@ -18,7 +18,7 @@ test: $(VENV)/dev  ## the tests
 	$(BIN)/pytest -q -n 2
 
 slow: $(VENV)/dev  ## the tests that take longer
-	$(BIN)/pytest -q -n 2 -m slow
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
 
 check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -24,7 +24,11 @@ from mmpos.data.storing.summary import Progress
 ray = pytest.importorskip("ray")
 
 # Ray warns of its own defaults.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
+]
 
 
 @pytest.fixture(scope="module")

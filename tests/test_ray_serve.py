@@ -26,7 +26,10 @@ from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, 
 from mmpos.queries import PositionsQuery
 from mmpos.rotary import Rotary
 from mmpos_server.config import load
-from mmpos_server.ray_serve import SERVICER, app, application
+from mmpos_server.profiles import Profiles
+from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application
+from mmpos_server.services import methods
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
 ray = pytest.importorskip("ray")
@@ -34,6 +37,7 @@ ray = pytest.importorskip("ray")
 # Ray warns of its own defaults.
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),  # two of them starting at once are more than two cores can do in their time
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
 ]
 
@@ -273,6 +277,25 @@ def test_the_ingress_lists_the_services(pair: Pair) -> None:
         (answer,) = stub.ServerReflectionInfo(iter([pb.ServerReflectionRequest(list_services="")]), timeout=60)
     names = {service.name for service in answer.list_services_response.service}
     assert names >= {f"mmpos.rpc.v1.{name}Service" for name in ("Position", "Sequence", "Rotary", "Info")}
+
+
+def test_the_ingress_has_every_method_of_the_server_and_health() -> None:
+    replica, added = Replica(load(), "error"), dict[str, list[str]]()
+
+    class Server:
+        def add_generic_rpc_handlers(self, handlers: Any) -> None:
+            (handler,) = handlers
+            added[handler.service_name()] = [path.rpartition("/")[2] for path in handler._method_handlers]
+
+    add_services(replica, Server())
+    wanted: dict[str, list[str]] = {"grpc.health.v1.Health": ["Check"]}
+    for method in methods(Profiles.from_config(load()), load().limits, SharedMemory()):
+        names = wanted.setdefault(method.service, [])
+        names.extend([method.name, *([method.twin.name] if method.twin else [])])
+    assert {name: sorted(found) for name, found in added.items()} == {name: sorted(w) for name, w in wanted.items()}
+    # Serve routes by the last part of the path alone.
+    names = [name for found in added.values() for name in found]
+    assert len(set(names)) == len(names)
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,20 @@ def test_lines_of_the_log_name_the_span(
     assert {(line["trace_id"], line["span_id"]) for line in lines} == {ids}
 
 
+def test_lines_of_the_log_name_no_span_where_the_environment_turns_spans_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    off = Tracing(TracerProvider(shutdown_on_exit=False))
+    with (
+        running(load(), tracing=off, logs=Logs("info"), methods=lambda *_: [METHOD]) as address,
+        grpc.insecure_channel(address) as channel,
+    ):
+        place(channel, "echo").result()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line).keys().isdisjoint({"trace_id", "span_id"})
+
+
 @pytest.mark.parametrize(
     ("peer", "attributes"),
     [

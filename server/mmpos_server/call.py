@@ -60,9 +60,9 @@ class Call:
     @property
     def trace(self) -> dict[str, str]:
         """What lines of the log say to find its span."""
-        if self.span is None:
+        context = None if self.span is None else self.span.get_span_context()
+        if context is None or not context.is_valid:  # not valid where the environment turns spans off
             return {}
-        context = self.span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     @property

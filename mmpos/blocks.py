@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -108,9 +108,10 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
 
 def _digests(image_hashes: Sequence[str | bytes], grids: int) -> Bytes:
     """(grids, 32) hashes of whatever the caller names contents by."""
-    if len(image_hashes) != grids:
-        raise InvalidInputError(f"image_hashes: got {len(image_hashes)}, want {grids}, one per grid")
-    named = [_encoded(f"image_hashes[{i}]", name) for i, name in enumerate(image_hashes)]
+    listed = _listed("image_hashes", image_hashes)
+    if len(listed) != grids:
+        raise InvalidInputError(f"image_hashes: got {len(listed)}, want {grids}, one per grid")
+    named = [_encoded(f"image_hashes[{i}]", name) for i, name in enumerate(listed)]
     if not all(named):
         raise InvalidInputError(f"image_hashes[{named.index(b'')}]: got nothing, want a hash of the content")
     return np.frombuffer(b"".join(sha256(name).digest() for name in named), np.uint8).reshape(grids, _KEY_BYTES)
@@ -128,12 +129,19 @@ def _known(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> list[list
     """A new list of the keys that are there, for each document."""
     if known is None:
         return [[] for _ in range(full.size)]
-    if len(known) != full.size:
-        raise InvalidInputError(f"known: got lists for {len(known)} documents, want {full.size}")
-    for d, keys in enumerate(known):
+    found = [_listed(f"known[{d}]", keys) for d, keys in enumerate(_listed("known", known))]
+    if len(found) != full.size:
+        raise InvalidInputError(f"known: got lists for {len(found)} documents, want {full.size}")
+    for d, keys in enumerate(found):
         if len(keys) > full[d]:
             raise InvalidInputError(f"known[{d}]: got {len(keys)} keys, want at most {full[d]}, one per full block")
         for i, key in enumerate(keys):
             if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
                 raise InvalidInputError(f"known[{d}][{i}]: got {key!r}, want {_KEY_BYTES} bytes")
-    return [list(keys) for keys in known]
+    return found
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidInputError(f"{name}: got {type(values).__name__}, want a list")
+    return list(values)

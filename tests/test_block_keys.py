@@ -87,8 +87,8 @@ def tokens_of(part: Text | Grid) -> int:
 def relatives(draw: st.DrawFn) -> list[Request]:
     """A request, and some that differ from it in one thing each, or in none."""
     case = draw(st.sampled_from(CASES))
-    few = st.integers(0, 1)
-    texts = tuple(draw(st.lists(few, min_size=1, max_size=4)))
+    # Text may look like a patch, so that only the grids tell them apart.
+    texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
     first = Request(draw(documents(case)), case, draw(st.integers(-2, 3)), texts, ("cat", "dog"))
     return [first, *(draw(changed(first)) for _ in range(draw(st.integers(1, 4))))]
 
@@ -98,7 +98,7 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
     document = list(request.document)
     i = draw(st.integers(0, len(document) - 1))
     part = document[i]
-    what = draw(st.sampled_from(["part", "part", "end", "text", "content", "start", "scheme"]))
+    what = draw(st.sampled_from(["part", "part", "order", "end", "text", "content", "start", "scheme"]))
     if what == "part" and isinstance(part, Text) and part.length > 1 and draw(st.booleans()):
         cut = draw(st.integers(1, part.length - 1))
         document[i : i + 1] = [Text(cut), Text(part.length - cut)]
@@ -109,10 +109,14 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
         sides = ["height", "width", *(["frames"] if request.case.frames else [])]
         name = draw(st.sampled_from(sides))
         document[i] = resized(part, name, getattr(part, name) + (1 if name == "frames" else side))
+    elif what == "order":
+        document[i - 1], document[i] = document[i], document[i - 1]
+        other = dataclasses.replace(request, document=document)
+        return other if takes(other) else request
     elif what == "end" and request.case.text:
         document.append(Text(2))
     elif what == "text":
-        return dataclasses.replace(request, texts=(*request.texts, 1 - request.texts[0]))
+        return dataclasses.replace(request, texts=(*request.texts, PATCH + 1 - request.texts[0]))
     elif what == "content":
         return dataclasses.replace(request, contents=draw(st.sampled_from([("cat",), ("dog", "cat")])))
     elif what == "start":

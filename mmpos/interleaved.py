@@ -68,6 +68,7 @@ class InterleavedSequence:
 
         Raises:
             InvalidInputError: an image is known only by its size.
+            UnsupportedError: tokens were generated, and the scheme has no next position.
         """
         hashes = [found for found in self.image_hashes if found is not None]
         if len(hashes) < len(self.image_hashes):

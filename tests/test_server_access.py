@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
 from mmpos_server.access import OPEN
 from mmpos_server.app import Server
@@ -289,41 +290,53 @@ def test_tokens_rotate_while_calls_run_and_none_is_lost(
         (tmp_path / "next").write_text(text)
         os.replace(tmp_path / "next", path)
 
-    def works(token: str) -> bool:
-        try:
-            Client(address, token=token).place(SEGMENTS)
-        except Exception:
-            return False
-        return True
-
     put(file, f"alice {old}\n")
     put(mine, f"{old}\n")
     with running(listen=Listen(token_file=file)) as address, Client(address, token=mine) as client:
-        done, answered, lost = threading.Event(), [0], []
+        done, count, lost = threading.Event(), [0], []
 
         def load() -> None:
             try:
                 while not done.is_set():
                     client.place(SEGMENTS)
-                    answered[0] += 1
+                    count[0] += 1
             except Exception as error:
                 lost.append(error)
 
         thread = threading.Thread(target=load)
         thread.start()
         put(file, f"alice {old}\nalice {new}\n")
-        assert eventually(lambda: works(new))
-        assert works(old)
+        assert eventually(lambda: answered(address, new))
+        assert answered(address, old)
         put(mine, f"{new}\n")
-        before = answered[0]
-        assert eventually(lambda: answered[0] >= before + 2 or bool(lost))  # one call at most has the old one still
+        before = count[0]
+        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # one call at most has the old one still
         put(file, f"alice {new}\n")
-        assert eventually(lambda: not works(old))
-        before = answered[0]
-        assert eventually(lambda: answered[0] > before or bool(lost))
+        assert eventually(lambda: not answered(address, old))
+        before = count[0]
+        assert eventually(lambda: count[0] > before or bool(lost))
         done.set()
         thread.join()
     assert lost == []
+
+
+def test_a_look_at_the_file_that_breaks_is_followed_by_the_next_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(access, "_SECONDS", 0.02)
+    refresh, left = Tokens.refresh, [OSError("no thread"), RuntimeError("nor this one")]
+
+    def broken(tokens: Tokens) -> None:
+        if left:
+            raise left.pop()
+        refresh(tokens)
+
+    monkeypatch.setattr(Tokens, "refresh", broken)
+    with running(listen=Listen(token_file=file), logs=Logs("error")) as address:
+        file.write_text(f"bob {BOB}\n")
+        assert eventually(lambda: not answered(address, ALICE))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["tokens stay as they were"] * 2
 
 
 def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) -> None:
@@ -412,3 +425,35 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
         assert found == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"event": "request"' in line]
     assert [line["client"] for line in lines] == ["carol", "bob"]
+
+
+@pytest.mark.slow
+def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", "2", "--token-file", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+
+            def ask(token: str) -> list[bool]:
+                # The kernel chooses a process by connection: each client has its own.
+                return [answered(address, token) for _ in range(8)]
+
+            assert [ask(ALICE), ask(f"{ALICE}2")] == [[True] * 8, [False] * 8]
+            new = file.with_name("new")
+            new.write_text(f"alice {ALICE}2\n")
+            os.replace(new, file)
+            assert eventually(lambda: [ask(ALICE), ask(f"{ALICE}2")] == [[False] * 8, [True] * 8])
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def answered(address: str, token: str) -> bool:
+    """Whether a client with this token is answered, and not turned away."""
+    with Client(address, token=token) as client:
+        try:
+            client.place(SEGMENTS)
+        except ServiceUnauthenticatedError:
+            return False
+        return True

@@ -86,8 +86,11 @@ class Door(grpc.aio.ServerInterceptor):
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_SECONDS)
-            # In a thread: the file may lie on a network.
-            await asyncio.to_thread(self._tokens.refresh)
+            try:
+                # In a thread: the file may lie on a network.
+                await asyncio.to_thread(self._tokens.refresh)
+            except Exception as error:  # whatever it is: a token that was taken away must not stay for good
+                self._logs.error("tokens stay as they were", error)
             if self._refused:
                 self._logs.warning("unauthenticated", calls=self._refused, last_peer=self._peer)
                 self._refused = 0

@@ -88,6 +88,13 @@ def test_a_path_that_a_live_server_has_is_taken(path: Path) -> None:
         assert client.healthy()
 
 
+def test_a_socket_that_does_not_say_that_nobody_is_there_is_taken(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        assert mistake(Uds(path)) == f"uds: got {path}, which is taken, want a free one"
+        assert path.is_socket()
+
+
 def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))

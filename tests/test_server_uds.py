@@ -166,6 +166,7 @@ def test_flags_that_do_not_go_together_are_one_line(
     assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
 
 
+@pytest.mark.slow
 def test_the_program_says_where_it_listens_and_takes_the_socket_away(path: Path) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--uds-mode", "0620", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

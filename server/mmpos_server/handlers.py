@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos_server.call import Call
+from mmpos_server.clients import client_name
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.admission import Admission
+    from mmpos_server.clients import Clients
     from mmpos_server.config import ServerConfig
     from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
@@ -46,6 +48,7 @@ class Surroundings:
     Args:
         config: its settings.
         admission: gates and pools.
+        clients: what each client has.
         metrics: what is counted.
         logs: what is written.
         ids: ids of requests that came without one.
@@ -53,6 +56,7 @@ class Surroundings:
 
     config: ServerConfig
     admission: Admission
+    clients: Clients
     metrics: Metrics
     logs: Logs
     ids: Iterator[str] = field(default_factory=_ids)
@@ -68,7 +72,7 @@ class Surroundings:
         if request_id is None:
             request_id = next(self.ids)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
-        return Call(request_id, self.admission, deadline)
+        return Call(request_id, self.admission, self.clients.visit(client_name(context)), deadline)
 
 
 class Endpoint:
@@ -133,6 +137,7 @@ class Endpoint:
                 "request",
                 request_id=call.request_id,
                 peer=context.peer(),
+                client=call.visit.name,
                 method=self.method.name,
                 status=status,
                 milliseconds=round(1000 * seconds, 3),

@@ -53,6 +53,7 @@ class StreamEndpoint:
         try:
             try:
                 self._around.admission.arrive()
+                call.visit.begin_stream()
                 gate.enter()
                 entered = True
                 self._open.add(stream)
@@ -77,11 +78,13 @@ class StreamEndpoint:
             self._around.metrics.streams.dec()
             if entered:
                 gate.leave(call.seconds)
+            call.visit.end(call.seconds)
             if self._around.logs.requests:
                 self._around.logs.info(
                     "stream",
                     request_id=call.request_id,
                     peer=context.peer(),
+                    client=call.visit.name,
                     method=self.name,
                     status=status,
                     milliseconds=round(1000 * call.seconds, 3),
@@ -95,6 +98,8 @@ class StreamEndpoint:
             DecodeError: the bytes are no request, so there is no id to answer to.
             ServiceTimeoutError: the deadline of the stream has passed.
         """
+        # Here and not before it is read: who waits to read does not see that the stream has ended.
+        await call.visit.turn()
         self._metrics.begin(len(raw))
         status, encoded = "CANCELLED", b""
         try:

@@ -1,7 +1,9 @@
-"""Test set-up: kernels run in Triton's interpreter where there is no GPU."""
+"""Test set-up: kernels run in Triton's interpreter where there is no GPU; options of long tests."""
 
 import os
 from pathlib import Path
+
+import pytest
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -12,3 +14,8 @@ import mmpos  # noqa: F401
 # Plugins for runs of their own, see tests/test_congruence.py; and what imports other projects, which takes seconds
 # and fails where they are missing.
 collect_ignore = ["tests/through_service.py", "tests/native_choice.py", "mmpos/bench/peers"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """More than CI has time for."""
+    parser.addoption("--mutations", type=int, default=100_000, help="Broken requests that the service is sent.")

@@ -11,6 +11,7 @@ Shapes used throughout:
 from typing import TYPE_CHECKING
 
 from mmpos.about import info
+from mmpos.blocks import block_keys
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.placing import place
 from mmpos.positions import PositionTable
@@ -42,6 +43,7 @@ __all__ = [
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "block_keys",
     "client",
     "data",
     "info",

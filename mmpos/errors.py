@@ -7,7 +7,8 @@
     └── ServiceError                            a service could not answer, whatever it was asked
         ├── ServiceUnavailableError             no server answered, after all retries
         ├── ServiceOverloadedError              the server has too much to do; retry_after says when to come back
-        └── ServiceTimeoutError                 the answer did not come in time
+        ├── ServiceTimeoutError                 the answer did not come in time
+        └── ServiceUnauthenticatedError         the server does not know who asks, or does not let them
 
 A message says what, got and want: ``documents[3][1].height: got 0, want >= 1``.
 """
@@ -19,6 +20,7 @@ __all__ = [
     "ServiceError",
     "ServiceOverloadedError",
     "ServiceTimeoutError",
+    "ServiceUnauthenticatedError",
     "ServiceUnavailableError",
     "UnsupportedError",
 ]
@@ -63,3 +65,7 @@ class ServiceOverloadedError(ServiceError):
 
 class ServiceTimeoutError(ServiceError):
     """The answer did not come before the deadline."""
+
+
+class ServiceUnauthenticatedError(ServiceError):
+    """The call had no credential that the server knows, or the server does not let its owner call."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
+from mmpos.blocks import block_keys
+from mmpos.checks import IntArray, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.images import ProcessedImage
 from mmpos.parts import Grid, Text
@@ -47,6 +49,47 @@ class InterleavedSequence:
     image_spans: IntArray
     image_hashes: tuple[str | None, ...]
     part_offsets: IntArray
+
+    def block_keys(
+        self,
+        block_size: int,
+        *,
+        generated: npt.ArrayLike = (),
+        salt: str | bytes = b"",
+        known: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """One key for each full block of tokens, to share keys and values by; see ``mmpos.block_keys``.
+
+        Args:
+            block_size: tokens of a block.
+            generated: token ids after those of the sequence.
+            salt: tells caches apart that must not share blocks: of models, adapters or tenants.
+            known: keys of the first blocks, which are not computed again.
+
+        Raises:
+            InvalidInputError: an image is known only by its size.
+            UnsupportedError: tokens were generated, and the scheme has no next position.
+        """
+        hashes = [found for found in self.image_hashes if found is not None]
+        if len(hashes) < len(self.image_hashes):
+            i = self.image_hashes.index(None)
+            raise InvalidInputError(
+                f"image_hashes[{i}]: got None, want the hash of an image that came with its content"
+            )
+        more = int_array("generated", generated, (None,))
+        positions = self.positions
+        if more.size:
+            positions = positions.window([0], [0], [self.input_ids.size + more.size])
+        (keys,) = block_keys(
+            self.segments,
+            positions,
+            block_size,
+            input_ids=np.concatenate([self.input_ids, more]),
+            image_hashes=hashes,
+            salt=salt,
+            known=[known],
+        )
+        return keys
 
     def __repr__(self) -> str:
         patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"

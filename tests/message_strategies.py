@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -226,3 +227,25 @@ LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
     "RotaryService/Rotate": rotations(),
 }
 """Requests that are mostly right, by call."""
+
+
+# Examples of them.
+
+
+def for_each(strategy: Any, number: int, function: Callable[[Any], None]) -> None:
+    """Call the function with so many examples, the same ones in every run."""
+    health = list(HealthCheck)
+    chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
+
+    def once(example: Any) -> None:
+        function(example)
+
+    decorate: Any = given(strategy)
+    chosen(decorate(once))()
+
+
+def corpus(method: str, number: int) -> list[bytes]:
+    """Messages that are mostly right, to be broken."""
+    found: list[bytes] = []
+    for_each(LIKELY[method], number, lambda request: found.append(request.SerializeToString()))
+    return found

@@ -314,13 +314,13 @@ def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Any, caps
 
     assert eventually(all_there)
     varying = ("timestamp", "milliseconds", "peer", "exception")
-    base = {"event": "request", "request_id": "me", "method": "Place", "level": "info"}
+    base = {"event": "request", "request_id": "me", "method": "Place", "level": "info", "client": "127.0.0.1"}
     assert [{key: value for key, value in line.items() if key not in varying} for line in lines] == [
         {**base, "status": "OK", "request_bytes": 10, "response_bytes": 5, "documents": 1, "tokens": 2, "images": 3},
         {"event": "internal error", "request_id": "me", "method": "Place", "level": "error"},
         {**base, "status": "INTERNAL", "request_bytes": 12, "response_bytes": 0},
         {**base, "status": "INVALID_ARGUMENT", "request_bytes": 0, "response_bytes": 0},
-        {"event": "stream", "request_id": "me", "method": "StreamPlace", "level": "info", "status": "OK", "items": 1},
+        {**base, "event": "stream", "method": "StreamPlace", "status": "OK", "items": 1},
     ]
     assert ["exception" in line for line in lines] == [False, True, False, False, False]
     assert "KeyError" in lines[1]["exception"]

@@ -13,7 +13,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence import Markers, SequenceBuilder
-from mmpos_server.config import Concurrency, Limits, Pools, ProfileSettings, ServerConfig, load
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, ProfileSettings, ServerConfig, load
 from mmpos_server.profiles import Profiles
 
 BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
@@ -38,6 +38,7 @@ def mistake(file: Path, text: str) -> str:
 def test_the_embedded_file_spells_out_the_defaults() -> None:
     config = load(None)
     assert (config.limits, config.concurrency, config.pools) == (Limits(), Concurrency(), Pools())
+    assert config.clients == ClientLimits()
     assert list(config.profiles) == ["default"]
     written = config.profiles["default"]
     assert written.model_dump(exclude={"images", "rotary"}) == ProfileSettings().model_dump(
@@ -123,7 +124,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
             "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
             "tokens, images, pixels, views",
         ),
-        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, pools, profiles"),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, pools, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),
         (
             "[profiles.a]\nschema = 1\n",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import HealthCheck, given, settings
-from message_strategies import LIKELY, REQUESTS, STREAMS, messages, tensor
+from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
+from mutations import broken
 from victim import STATUSES, Answer, Victim, victim
 
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
@@ -30,18 +30,6 @@ def server() -> Iterator[Victim]:
         before = found.memory()
         yield found
         assert found.memory() < before + 300, "the server has grown"
-
-
-def for_each(strategy: Any, number: int, function: Callable[[Any], None]) -> None:
-    """Call the function with so many examples, the same ones in every run."""
-    health = list(HealthCheck)
-    chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
-
-    def once(example: Any) -> None:
-        function(example)
-
-    decorate: Any = given(strategy)
-    chosen(decorate(once))()
 
 
 def check(method: str, answer: Answer) -> None:
@@ -183,32 +171,6 @@ def test_text_that_is_not_utf_8_is_refused(server: Victim) -> None:
 # Bytes.
 
 
-def corpus(method: str, number: int) -> list[bytes]:
-    """Messages that are mostly right, to be broken."""
-    found: list[bytes] = []
-    for_each(LIKELY[method], number, lambda request: found.append(request.SerializeToString()))
-    return found
-
-
-def broken(raw: bytes, chance: random.Random) -> bytes:
-    """These bytes with one to four changes."""
-    data = bytearray(raw)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(data) + 1)
-        kind = chance.randrange(5)
-        if kind == 0 and at < len(data):
-            data[at] ^= 1 << chance.randrange(8)
-        elif kind == 1:
-            del data[at : at + chance.randint(1, 8)]
-        elif kind == 2:
-            data[at:at] = chance.randbytes(chance.randint(1, 8))
-        elif kind == 3:
-            data[at:at] = data[chance.randrange(len(data) + 1) :][:16]
-        else:
-            data[at : at + 9] = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"  # the largest number
-    return bytes(data)
-
-
 def mutate(server: Victim, method: str, number: int) -> None:
     chance = random.Random(method)
     raw = corpus(method, 40)
@@ -224,12 +186,6 @@ MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
 @pytest.mark.parametrize("method", MUTABLE)
 def test_bytes_that_were_messages(server: Victim, method: str) -> None:
     mutate(server, method, 500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", MUTABLE)
-def test_many_bytes_that_were_messages(server: Victim, method: str) -> None:
-    mutate(server, method, 6000)
 
 
 @pytest.mark.parametrize("method", REQUESTS)

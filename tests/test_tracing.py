@@ -132,7 +132,12 @@ def leaves(*names: str) -> list[tuple[str, dict[str, Any]]]:
     return [(name, {}) for name in names]
 
 
-CALL: dict[str, Any] = {"rpc.system.name": "grpc", "rpc.method": NAME, "mmpos.request_id": "me"}
+CALL: dict[str, Any] = {
+    "rpc.system.name": "grpc",
+    "rpc.method": NAME,
+    "mmpos.request_id": "me",
+    "mmpos.client": "127.0.0.1",
+}
 
 
 def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:

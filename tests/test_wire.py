@@ -24,7 +24,13 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.errors import ServiceError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import (
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnauthenticatedError,
+    ServiceUnavailableError,
+)
 from mmpos.queries import (
     Decode,
     Dense,
@@ -430,6 +436,7 @@ ERRORS = [
     (LimitExceededError("a"), "RESOURCE_EXHAUSTED", error_pb2.ERROR_CODE_LIMIT_EXCEEDED),
     (ServiceUnavailableError("a"), "UNAVAILABLE", error_pb2.ERROR_CODE_INTERNAL),
     (ServiceTimeoutError("a"), "DEADLINE_EXCEEDED", error_pb2.ERROR_CODE_INTERNAL),
+    (ServiceUnauthenticatedError("a"), "UNAUTHENTICATED", error_pb2.ERROR_CODE_INTERNAL),
     (ServiceError("a"), "INTERNAL", error_pb2.ERROR_CODE_INTERNAL),
 ]
 
@@ -450,6 +457,10 @@ def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
     found = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
     assert isinstance(found, ServiceOverloadedError)
     assert (str(found), found.retry_after) == ("busy", 0.5)
+
+
+def test_a_caller_whom_a_proxy_turns_away_is_told_the_same() -> None:
+    assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 
 
 def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:

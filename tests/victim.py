@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,11 @@ import grpc
 
 from mmpos.rpc.v1 import error_pb2
 
-# Pillow, so that nothing but rotations imports torch.
 SERVE = """
-import sys
+import json, sys
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
-profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}
-with running(ServerConfig.model_validate({"profiles": {"default": profile}})) as address:
+with running(ServerConfig.model_validate(json.loads(sys.argv[1]))) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -72,12 +71,21 @@ class Victim:
 
     def call(self, method: str, request: Any) -> Answer:
         """The answer to a message, or to any bytes."""
+        return self.begin(method, request)()
+
+    def begin(self, method: str, request: Any) -> Callable[[], Answer]:
+        """Ask, and give what waits for the answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
-        try:
-            call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
-            return Answer("OK", data=call(raw, timeout=120))
-        except grpc.RpcError as error:
-            return _failed(error)
+        call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
+        future = call.future(raw, timeout=120)
+
+        def wait() -> Answer:
+            try:
+                return Answer("OK", data=future.result())
+            except grpc.RpcError as error:
+                return _failed(error)
+
+        return wait
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
         """All answers to these items, and how the stream ended."""
@@ -114,9 +122,16 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim() -> Iterator[Victim]:
-    """A server while inside."""
-    process = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def victim(backend: str = "pillow", **tables: dict[str, int]) -> Iterator[Victim]:
+    """A server while inside.
+
+    Args:
+        backend: of images; with Pillow nothing but rotations imports torch.
+        tables: of its settings, such as limits.
+    """
+    profile = {"images": {"backend": backend}, "rotary": {"head_dim": 8}}
+    command = [sys.executable, "-c", SERVE, json.dumps({"profiles": {"default": profile}, **tables})]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout, process.stdin:

@@ -27,6 +27,15 @@ Profile = Annotated[
     str | None, typer.Option(metavar="NAME", help="Settings of a model.", show_default="the server's first")
 ]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for an answer.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Holds the token of the client.", show_default=False)
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Whom to trust, PEM; without a file for TLS there is none.", show_default=False),
+]
+TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="The client's certificate.", show_default=False)]
+TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _HERE = "localhost:50051"
@@ -53,18 +62,32 @@ def root(context: typer.Context) -> None:
 
 
 @remote.command()
-def health(server: Server = _HERE, timeout: Timeout = 5.0) -> None:
+def health(
+    server: Server = _HERE,
+    timeout: Timeout = 5.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Say whether the server takes calls."""
-    with _client(server, None, timeout) as client:
+    with _client(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         if not client.healthy():
             raise ServiceUnavailableError(f"{server}: got no answer or NOT_SERVING, want a server that takes calls")
         typer.echo(f"{server} is serving")
 
 
 @remote.command()
-def info(server: Server = _HERE, timeout: Timeout = 5.0) -> None:
+def info(
+    server: Server = _HERE,
+    timeout: Timeout = 5.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Print the server's version, profiles and limits."""
-    with _client(server, None, timeout) as client:
+    with _client(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         found = client.info()
     out = report.console()
     out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
@@ -91,11 +114,15 @@ def positions(
     server: Server = _HERE,
     profile: Profile = None,
     timeout: Timeout = 30.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Print the ids of documents, as [bold]mmpos positions[/bold] does."""
     read = read_documents(documents)
     segments = SegmentTable.from_documents(read)
-    with _client(server, profile, timeout) as client:
+    with _client(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         placed = client.place(segments, make_scheme(scheme, axes), start)
     if json:
         typer.echo(report.to_json_text(read, placed))
@@ -112,18 +139,31 @@ def build(
     server: Server = _HERE,
     profile: Profile = None,
     timeout: Timeout = 30.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Build the sequence of texts and images, and print its segments and ids."""
     given = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
-    with _client(server, profile, timeout) as client:
+    with _client(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         sequence = client.build(given)
     out = report.console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)
 
 
-def _client(server: str, profile: str | None, timeout: float) -> Client:
-    from mmpos.client import Client
+def _client(
+    server: str,
+    profile: str | None,
+    timeout: float,
+    token: Path | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+) -> Client:
+    from mmpos.client import Client, Tls
 
     addresses = server.split(",")
-    return Client(addresses if len(addresses) > 1 else server, profile=profile, timeout=timeout)
+    tls = Tls(ca, cert, key) if ca or cert or key else None
+    return Client(addresses if len(addresses) > 1 else server, profile=profile, timeout=timeout, tls=tls, token=token)

@@ -128,7 +128,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     async def _send(self, call: Call[T]) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
         try:
-            answer = await method(call.request, timeout=self._options.timeout, metadata=traced(self._options.metadata))
+            answer = await method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
         except grpc.RpcError as error:
             return call.refused(error_of(error))
         except asyncio.CancelledError:
@@ -146,7 +146,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def _link(self, stream: Stream[Any, Any]) -> Link:
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
-        return Link(opened, traced(self._options.metadata))
+        return Link(opened, traced(self._metadata()))
 
 
 def _being_cancelled() -> bool:

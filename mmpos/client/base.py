@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client.channel import Channels, channel_options, target
-from mmpos.client.options import Endpoint, Options
+from mmpos.client.options import Endpoint, Metadata, Options
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,6 +40,8 @@ class BaseClient(Generic[C]):
         timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
         attempts: most times that a call is sent, 1 to 5.
         tls: certificates; None: no transport security.
+        token: what the server knows the client by, sent with every call; a path is that of a file that holds it,
+            which is read again when it changes. Without tls only to servers on this machine.
         metadata: pairs of name and value sent with every call.
         window: most requests of a stream that wait for an answer.
 
@@ -54,11 +57,13 @@ class BaseClient(Generic[C]):
         timeout: float = 30.0,
         attempts: int = 4,
         tls: Tls | None = None,
+        token: str | os.PathLike[str] | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         window: int = 8,
     ) -> None:
-        self._endpoint = Endpoint.checked(addresses, attempts, tls)
+        self._endpoint = Endpoint.checked(addresses, attempts, tls, token)
         self._options = Options.checked(profile, timeout, metadata, window)
+        self._endpoint.check_metadata(self._options)
         self._channels: Channels[C] = Channels()
 
     def with_options(
@@ -79,6 +84,7 @@ class BaseClient(Generic[C]):
         options = Options.checked(
             **{name: getattr(old, name) if value is _KEEP else value for name, value in new.items()}
         )
+        self._endpoint.check_metadata(options)
         return _made(type(self), self._endpoint, options, self._channels)
 
     def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
@@ -87,6 +93,9 @@ class BaseClient(Generic[C]):
         if endpoint.tls is None:
             return insecure(address, options=options)
         return secure(address, endpoint.tls.credentials(), options=options)
+
+    def _metadata(self) -> Metadata:
+        return self._endpoint.metadata(self._options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self), self._endpoint, self._options)

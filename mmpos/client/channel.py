@@ -120,6 +120,8 @@ def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
             name = found[0]
         if name is not None:
             options["grpc.ssl_target_name_override"] = name
+    if endpoint.token is not None and endpoint.tls is None:
+        options["grpc.enable_http_proxy"] = 0  # the token stays on this machine
     return list(options.items())
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from mmpos.checks import integer
 from mmpos.client.tls import Tls
+from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
+from mmpos.wire.bearer import AUTHORIZATION, is_loopback
 
 MAX_ATTEMPTS = 5
 """Most attempts that gRPC makes, whatever it is told."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")
+_DNS = re.compile(r"dns:(//[^/]*/)?")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -29,9 +32,10 @@ class Endpoint:
     addresses: tuple[str, ...]
     attempts: int
     tls: Tls | None
+    token: Token | None = None
 
     @classmethod
-    def checked(cls, addresses: str | Sequence[str], attempts: int, tls: Tls | None) -> Endpoint:
+    def checked(cls, addresses: str | Sequence[str], attempts: int, tls: Tls | None, token: Any = None) -> Endpoint:
         """The endpoint, or what is wrong with it.
 
         Raises:
@@ -47,7 +51,30 @@ class Endpoint:
             _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
         if not isinstance(tls, Tls | None):
             raise InvalidInputError(f"tls: got {type(tls).__name__}, want Tls or None")
-        return cls(tuple(addresses), integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS), tls)
+        checked_token = Token.checked(token)
+        if checked_token is not None and tls is None:
+            _check_clear(addresses)
+        attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
+        return cls(tuple(addresses), attempts, tls, checked_token)
+
+    def metadata(self, options: Options) -> Metadata:
+        """What is sent with a call that begins now.
+
+        Raises:
+            InvalidInputError: a token that cannot be read.
+        """
+        return options.metadata if self.token is None else (*options.metadata, self.token.pair())
+
+    def check_metadata(self, options: Options) -> None:
+        """See that the token is told once.
+
+        Raises:
+            InvalidInputError: metadata has a credential of its own.
+        """
+        if self.token is not None:
+            for i, (key, _) in enumerate(options.metadata):
+                if key == AUTHORIZATION:
+                    raise InvalidInputError(f"metadata[{i}]: got {key!r} beside a token, want one of the two")
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,16 @@ def _check_address(name: str, address: Any, *, alone: bool) -> None:
     if found is None or not 1 <= found[1] <= 65535:
         want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" for each of several'
         raise InvalidInputError(f"{name}: got {address!r}, want {want}")
+
+
+def _check_clear(addresses: Sequence[str]) -> None:
+    """See that a token reaches these addresses without TLS and without crossing a network."""
+    for i, address in enumerate(addresses):
+        found = host_and_port(_DNS.sub("", address, count=1))
+        here = found is not None and is_loopback(found[0])
+        if not here and not address.startswith(("unix:", "unix-abstract:")):
+            want = "tls=Tls(...), or a server on this machine: others could read the token on its way"
+            raise InvalidInputError(f"token: got one for {address!r} (addresses[{i}]) without tls, want {want}")
 
 
 def _metadata(metadata: Any) -> Metadata:

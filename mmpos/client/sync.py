@@ -121,7 +121,7 @@ class Client(BaseClient[grpc.Channel]):
     def _send(self, call: Call[T]) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
         try:
-            answer = method(call.request, timeout=self._options.timeout, metadata=traced(self._options.metadata))
+            answer = method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
         except grpc.RpcError as error:
             return call.refused(error_of(error))
         return call.decode(answer)
@@ -135,4 +135,4 @@ class Client(BaseClient[grpc.Channel]):
     def _link(self, stream: Stream[Any, Any]) -> Link:
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
-        return Link(opened, traced(self._options.metadata))
+        return Link(opened, traced(self._metadata()))

@@ -9,6 +9,7 @@ from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
     ServiceTimeoutError,
+    ServiceUnauthenticatedError,
     ServiceUnavailableError,
     UnsupportedError,
 )
@@ -21,6 +22,7 @@ STATUS: dict[type[MmposError], str] = {
     ServiceUnavailableError: "UNAVAILABLE",
     ServiceTimeoutError: "DEADLINE_EXCEEDED",
     ServiceOverloadedError: "RESOURCE_EXHAUSTED",
+    ServiceUnauthenticatedError: "UNAUTHENTICATED",
     ServiceError: "INTERNAL",
 }
 """The gRPC status of each error; the first error of a status is what the status means."""
@@ -32,6 +34,8 @@ LONGEST = 1500
 """Bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
+# Of proxies in front of a server; ours knows whom it lets in, and lets them do everything.
+_MEANING["PERMISSION_DENIED"] = ServiceUnauthenticatedError
 
 _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
     InvalidInputError: pb.ERROR_CODE_INVALID_INPUT,

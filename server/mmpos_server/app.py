@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from mmpos.errors import InvalidInputError
+from mmpos_server.access import Door
 from mmpos_server.admission import Admission
+from mmpos_server.clients import Clients
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
 from mmpos_server.listening import Listen, address, bind, transport_options
@@ -21,6 +24,7 @@ from mmpos_server.metrics import Metrics
 from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
+from mmpos_server.tokens import Tokens
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
@@ -40,14 +44,14 @@ class Server:
 
     Args:
         config: limits, concurrency, pools and profiles.
-        listen: where.
+        listen: where, and to whom.
         logs: what to write; None is errors only.
         shared_memory: what it takes of it; None is nothing.
         tracing: what makes spans of its calls; None: nothing does.
         methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
 
     Raises:
-        InvalidInputError: a profile is wrong; the message names file and field.
+        InvalidInputError: a profile or the file of tokens is wrong; the message names file and field or line.
     """
 
     def __init__(
@@ -69,31 +73,48 @@ class Server:
             methods = all_methods
         self._methods = methods(Profiles.from_config(config), config.limits, shared_memory or SharedMemory())
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(config, self._admission, self.metrics, self.logs, tracing=tracing)
+        around = Surroundings(config, self._admission, Clients(config.clients), self.metrics, self.logs, tracing)
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
+        tokens = self.listen.token_file
+        self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
+        self._sockets = ExitStack()
 
-    async def start(self) -> int:
+    async def start(self) -> list[str]:
         """Listen and serve.
 
         Returns:
-            The port.
+            The addresses, as clients write them: of the port, of the unix socket.
 
         Raises:
-            InvalidInputError: the port is taken, the host is not of this machine, or a file of TLS is wrong.
+            InvalidInputError: a place is taken, the host is not of this machine, or a file of TLS is wrong.
         """
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
         server = grpc.aio.server(
-            options=transport_options(self.config.limits.request_bytes, reuse_port=listen.reuse_port)
+            interceptors=[self._door] if self._door else None,
+            options=transport_options(self.config.limits.request_bytes, reuse_port=listen.reuse_port),
         )
         server.add_generic_rpc_handlers([self._handlers(service) for service in services])
         self._health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server)
+        places = [self._add_port(server)] if listen.tcp else []
+        if listen.uds:
+            self._sockets.callback(listen.uds.listen(server.add_insecure_port))
+            places.append(listen.uds.address)
+        await server.start()
+        self._server = server
+        if self._door is not None:
+            self._door.open()
+        return places
+
+    def _add_port(self, server: grpc.aio.Server) -> str:
+        """Listen on the port; gives its address."""
+        listen = self.listen
         # Credentials first: a wrong file is worth more words than a taken port.
         credentials = listen.tls.credentials() if listen.tls else None
         # Asked before the transport is, whose own answer is a number and lines on stderr.
@@ -105,9 +126,7 @@ class Server:
             port = 0
         if not port:
             raise InvalidInputError(f"port: got {place}, which cannot be listened on, want a free one (0 picks one)")
-        await server.start()
-        self._server = server
-        return port
+        return address(listen.host, port)
 
     def announce_stop(self) -> None:
         """Say NOT_SERVING to those that ask for health, and go on serving."""
@@ -128,7 +147,11 @@ class Server:
         if self._server is not None:
             began = monotonic()
             await self._settle(grace or 0.0)
+            # Before it is closed: until then no other socket can be taken for it.
+            self._sockets.close()
             await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
+        if self._door is not None:
+            await self._door.close()
         self._admission.close()
         # What was cancelled is told so in the next rounds of the loop.
         await asyncio.sleep(0)

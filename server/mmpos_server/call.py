@@ -12,6 +12,7 @@ from mmpos.errors import ServiceTimeoutError
 
 if TYPE_CHECKING:
     from mmpos_server.admission import Admission, Gate, Pool
+    from mmpos_server.clients import Visit
 
 __all__ = ["Call"]
 
@@ -24,6 +25,7 @@ class Call:
     Args:
         request_id: what logs and the client call it.
         admission: gates and pools.
+        visit: of the client.
         deadline: of the monotonic clock; None is none.
     """
 
@@ -38,10 +40,12 @@ class Call:
         "request_id",
         "span",
         "stages",
+        "visit",
     )
 
-    def __init__(self, request_id: str, admission: Admission, deadline: float | None = None) -> None:
+    def __init__(self, request_id: str, admission: Admission, visit: Visit, deadline: float | None = None) -> None:
         self.request_id = request_id
+        self.visit = visit
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
@@ -129,16 +133,17 @@ class Call:
 
     def item(self, number: int) -> Call:
         """The call of one item of this stream; its place is the stream's window."""
-        return Call(f"{self.request_id}.{number}", self._admission, self._deadline)
+        return Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
 
     def admit(self, size: int) -> None:
         """Take the place of a cheap call with a request of so many bytes.
 
         Raises:
-            ServiceOverloadedError: there is none.
+            ServiceOverloadedError: there is none, or the client has enough.
             ServiceUnavailableError: the server is about to stop.
         """
         self._admission.arrive()
+        self.visit.begin_call(size)
         gate = self._admission.gates["place"]
         gate.enter()
         self._gate = gate
@@ -153,6 +158,7 @@ class Call:
         if self._bytes:
             self._admission.bytes.leave(seconds, self._bytes)
         self._gate, self._bytes = None, 0
+        self.visit.end(seconds)
 
     def _move(self, pool: Pool) -> None:
         """Change the place of a cheap call for one of a dear call; items of a stream have the window instead."""

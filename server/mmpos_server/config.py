@@ -12,7 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from mmpos.errors import InvalidInputError
 
-__all__ = ["Concurrency", "ImageSettings", "Limits", "Pools", "ProfileSettings", "ServerConfig", "load"]
+__all__ = [
+    "ClientLimits",
+    "Concurrency",
+    "ImageSettings",
+    "Limits",
+    "Pools",
+    "ProfileSettings",
+    "ServerConfig",
+    "load",
+]
 
 _MIB = 2**20
 
@@ -54,6 +63,26 @@ class Concurrency(_Settings):
     max_streams: int = Field(default=256, ge=1)
     stream_window: int = Field(default=16, ge=1)
     stream_bytes: int = Field(default=32 * _MIB, ge=1)
+
+
+class ClientLimits(_Settings):
+    """Most that one client may have queued or running at once, and ask for in a second; 0 is no limit of its own.
+
+    Calls beyond are refused at once, items of a stream wait. Each process counts by itself.
+
+    Args:
+        max_in_flight: calls of any kind.
+        max_in_flight_bytes: bytes of the requests of these calls.
+        max_streams: open streams.
+        requests_per_second: calls and items of streams, on average.
+        burst: most of them at once after a pause; 0 is those of one second.
+    """
+
+    max_in_flight: int = Field(default=0, ge=0)
+    max_in_flight_bytes: int = Field(default=0, ge=0)
+    max_streams: int = Field(default=0, ge=0)
+    requests_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    burst: int = Field(default=0, ge=0)
 
 
 class Pools(_Settings):
@@ -119,6 +148,7 @@ class ServerConfig(_Settings):
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
+    clients: ClientLimits = ClientLimits()
     pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)

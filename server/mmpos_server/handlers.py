@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos_server.call import Call
+from mmpos_server.clients import client_name
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.admission import Admission
+    from mmpos_server.clients import Clients
     from mmpos_server.config import ServerConfig
     from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
@@ -47,6 +49,7 @@ class Surroundings:
     Args:
         config: its settings.
         admission: gates and pools.
+        clients: what each client has.
         metrics: what is counted.
         logs: what is written.
         tracing: what makes spans; None: nothing does.
@@ -55,6 +58,7 @@ class Surroundings:
 
     config: ServerConfig
     admission: Admission
+    clients: Clients
     metrics: Metrics
     logs: Logs
     tracing: Tracing | None = None
@@ -71,7 +75,7 @@ class Surroundings:
         if request_id is None:
             request_id = next(self.ids)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
-        return Call(request_id, self.admission, deadline)
+        return Call(request_id, self.admission, self.clients.visit(client_name(context)), deadline)
 
 
 class Endpoint:
@@ -143,6 +147,7 @@ class Endpoint:
                 "request",
                 request_id=call.request_id,
                 peer=context.peer(),
+                client=call.visit.name,
                 method=self.method.name,
                 status=status,
                 milliseconds=round(1000 * seconds, 3),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmpos_server import malloc, metrics
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
-from mmpos_server.listening import Listen, address
+from mmpos_server.listening import Listen
 from mmpos_server.logs import Logs, adopt_standard_logging
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Options:
     """What the command line says.
 
     Args:
-        listen: where to listen.
+        listen: where to listen, and to whom.
         config: the file of settings; None is the embedded one.
         concurrency: fields of Concurrency that replace those of the file.
         pools: fields of Pools that replace those of the file.
@@ -67,10 +67,10 @@ class Options:
 def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
 
-    Prints one line to stdout as soon as calls are answered.
+    Prints one line for each address to stdout as soon as calls are answered.
 
     Raises:
-        InvalidInputError: a setting is wrong, or a port is taken.
+        InvalidInputError: a setting is wrong, or a place is taken.
     """
     malloc.keep_large_blocks()
     logs = Logs(options.log_level, options.log_format)
@@ -85,9 +85,10 @@ async def _serve(options: Options, logs: Logs) -> None:
         if options.metrics_port:
             _, close = metrics.expose(server.metrics.registry, options.listen.host, options.metrics_port)
             closing.callback(close)
-        port = await server.start()
+        places = await server.start()
         _watch(lambda: (second if first.is_set() else first).set(), end_of_input=options.worker)
-        print(f"mmpos_server listening on {address(options.listen.host, port)}", flush=True)
+        for place in places:
+            print(f"mmpos_server listening on {place}", flush=True)
         await first.wait()
         logs.info("draining", notice_seconds=options.notice_seconds, drain_seconds=options.drain_seconds)
         await _drain(server, options, second)

@@ -1,4 +1,4 @@
-"""Where and how a server listens: address, TLS, and what it tells the transport."""
+"""Where and how a server listens, and to whom: address, TLS, tokens, and what it tells the transport."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import grpc
 
 from mmpos.errors import InvalidInputError
+from mmpos.wire.bearer import is_loopback
+from mmpos_server.unix_socket import Uds
 
 __all__ = ["Listen", "Tls", "address", "bind", "transport_options"]
 
@@ -57,19 +59,39 @@ class Tls:
 
 @dataclass(frozen=True)
 class Listen:
-    """Where a server listens.
+    """Where a server listens, and to whom.
 
     Args:
         host: address or name of this machine.
         port: 0 picks one.
         tls: files of an encrypted port; None is plain text.
         reuse_port: whether other processes may listen on the port, too: set for workers only.
+        tcp: whether there is a port at all.
+        uds: a unix socket to listen on, too, never encrypted.
+        token_file: names and tokens of those who may call; None is everybody who can connect.
+
+    Raises:
+        InvalidInputError: tokens would cross a network that others can read, or certificates are for nothing.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     tls: Tls | None = None
     reuse_port: bool = False
+    tcp: bool = True
+    uds: Uds | None = None
+    token_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.tls is not None and not self.tcp:
+            raise InvalidInputError(
+                f"tls-cert: got {self.tls.cert} with a unix socket alone, which is never encrypted, want --port, too"
+            )
+        if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
+            raise InvalidInputError(
+                f"token-file: got {self.token_file} for {self.host} without TLS, where others could read the tokens, "
+                "want --tls-cert and --tls-key, or a loopback host"
+            )
 
 
 def address(host: str, port: int) -> str:

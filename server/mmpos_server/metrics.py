@@ -28,6 +28,9 @@ class Metrics:
             "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
         )
         self.refused = Counter("mmpos_refused", "Calls and streams refused for overload.", method, registry=registry)
+        self.unauthenticated = Counter(
+            "mmpos_unauthenticated", "Calls and streams refused for want of a credential.", registry=registry
+        )
         self.documents = Counter("mmpos_documents", "Documents answered.", method, registry=registry)
         self.tokens = Counter("mmpos_tokens", "Tokens answered.", method, registry=registry)
         self.images = Counter("mmpos_images", "Images answered.", method, registry=registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from mmpos.errors import InvalidInputError
 from mmpos_server.launch import Options
 from mmpos_server.launch import serve as serve_here
 from mmpos_server.listening import Listen, Tls
+from mmpos_server.unix_socket import Uds
 from mmpos_server.workers import supervise
 
 __all__ = ["app", "serve"]
@@ -45,7 +47,18 @@ app = typer.Typer(
 @app.command()
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks one.")] = 50051,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port to listen on; 0 picks one.", show_default="50051, and none with --uds"
+        ),
+    ] = None,
+    uds: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Unix socket to listen on; never encrypted.", show_default=False)
+    ] = None,
+    uds_mode: Annotated[
+        str | None, typer.Option(metavar="OCTAL", help="Its permissions: who may connect.", show_default="0600")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings, TOML.", show_default="the embedded ones")
     ] = None,
@@ -58,6 +71,12 @@ def serve(
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Who signs clients, PEM: they must then have one.", show_default=False),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Who may call: lines of NAME TOKEN, read as they change.", show_default=False
+        ),
     ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Cheap calls queued or running.", show_default="the file's")
@@ -85,7 +104,15 @@ def serve(
     second signal ends it at once.
     """
     options = Options(
-        listen=Listen(host, port, _tls(tls_cert, tls_key, tls_client_ca), reuse_port=worker),
+        listen=Listen(
+            host,
+            50051 if port is None else port,
+            _tls(tls_cert, tls_key, tls_client_ca),
+            reuse_port=worker,
+            tcp=uds is None or port is not None,
+            uds=_uds(uds, uds_mode),
+            token_file=token_file,
+        ),
         config=config,
         concurrency=_given(max_in_flight=max_in_flight, max_in_flight_images=max_in_flight_images),
         pools=_given(image=image_threads),
@@ -116,6 +143,18 @@ def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | N
     return Tls(cert, key, client_ca)
 
 
+def _uds(path: Path | None, mode: str | None) -> Uds | None:
+    if path is None:
+        if mode is not None:
+            raise InvalidInputError(f"--uds-mode: got {mode} alone, want --uds")
+        return None
+    if mode is None:
+        return Uds(path)
+    if not re.fullmatch("[0-7]{1,4}", mode):
+        raise InvalidInputError(f"--uds-mode: got {mode!r}, want octal digits such as 0660")
+    return Uds(path, int(mode, 8))
+
+
 def _given(**values: int | None) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
@@ -130,6 +169,7 @@ def _words(options: Options) -> Sequence[str]:
         "tls-cert": tls and tls.cert,
         "tls-key": tls and tls.key,
         "tls-client-ca": tls and tls.client_ca,
+        "token-file": listen.token_file,
         **{name.replace("_", "-"): value for name, value in (options.concurrency or {}).items()},
         "image-threads": (options.pools or {}).get("image"),
         "notice-seconds": options.notice_seconds,

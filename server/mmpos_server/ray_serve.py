@@ -13,6 +13,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server import malloc
 from mmpos_server.admission import Admission
+from mmpos_server.clients import Clients
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
@@ -76,7 +77,8 @@ class Replica:
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
         malloc.keep_large_blocks()
-        around = Surroundings(config, Admission(config.concurrency, config.pools), Metrics(), Logs(log_level))
+        admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
+        around = Surroundings(config, admission, clients, Metrics(), Logs(log_level))
         offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
         self.unary = {method.name: Endpoint(method, around) for method in offered}
         streams = [StreamEndpoint(method, around) for method in offered if method.twin]

@@ -55,6 +55,7 @@ class StreamEndpoint:
         try:
             try:
                 self._around.admission.arrive()
+                call.visit.begin_stream()
                 gate.enter()
                 entered = True
                 self._open.add(stream)
@@ -81,6 +82,7 @@ class StreamEndpoint:
             self._around.metrics.streams.dec()
             if entered:
                 gate.leave(call.seconds)
+            call.visit.end(call.seconds)
             if self._around.tracing is not None:
                 self._around.tracing.end(call, status, items=stream.items)
             if self._around.logs.requests:
@@ -88,6 +90,7 @@ class StreamEndpoint:
                     "stream",
                     request_id=call.request_id,
                     peer=context.peer(),
+                    client=call.visit.name,
                     method=self.name,
                     status=status,
                     milliseconds=round(1000 * call.seconds, 3),
@@ -103,6 +106,8 @@ class StreamEndpoint:
             LimitExceededError: likewise, they are too many.
             ServiceTimeoutError: the deadline of the stream has passed.
         """
+        # Here and not before it is read: who waits to read does not see that the stream has ended.
+        await call.visit.turn()
         tracing = self._around.tracing
         if tracing is not None:
             tracing.begin_item(call, self._path, stream)

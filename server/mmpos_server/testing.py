@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos_server.app import Server
 from mmpos_server.config import load
-from mmpos_server.listening import Listen, address
+from mmpos_server.listening import Listen
 
 if TYPE_CHECKING:
     from mmpos_server.app import MethodsOf
@@ -33,7 +33,7 @@ def running(
     methods: MethodsOf | None = None,
     grace: float | None = 5.0,
 ) -> Iterator[str]:
-    """Serve while inside, on a free port; gives HOST:PORT.
+    """Serve while inside, on a free port; gives HOST:PORT, or the address of the unix socket where there is no port.
 
     >>> from mmpos_server.config import load
     >>> with running(load()) as address:
@@ -55,9 +55,9 @@ def running(
     thread = threading.Thread(target=loop.run_forever, name="mmpos-server", daemon=True)
     thread.start()
     try:
-        port = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        places = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         try:
-            yield address(server.listen.host, port)
+            yield places[0]
         finally:
             asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result()
     finally:

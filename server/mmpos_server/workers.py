@@ -19,6 +19,7 @@ from mmpos_server.launch import Options
 from mmpos_server.listening import address, bind
 from mmpos_server.logs import Logs
 from mmpos_server.profiles import Profiles
+from mmpos_server.tokens import Tokens
 
 __all__ = ["supervise"]
 
@@ -39,10 +40,17 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         InvalidInputError: a setting is wrong, the port is taken, or a worker could not start and has said why.
     """
     listen = options.listen
+    if listen.uds:
+        raise InvalidInputError(
+            f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
+        )
     # What is wrong with a file is said once, and not by every worker.
     Profiles.from_config(options.settings())
     if listen.tls:
         listen.tls.credentials()
+    logs = Logs(options.log_level, options.log_format)
+    if listen.token_file:
+        Tokens(listen.token_file, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
     with ExitStack() as held:
@@ -54,7 +62,6 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
             held.callback(close)
         # The last of an option counts.
         words = [*arguments, "--port", str(port), "--workers", "1", "--metrics-port", "0", "--worker"]
-        logs = Logs(options.log_level, options.log_format)
         asyncio.run(_Supervisor(options, words, folder, logs).run(address(listen.host, port)))
 
 

@@ -1,0 +1,73 @@
+"""Bytes that were right, and are broken a little: messages, and image files of every kind that is read."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+_LARGEST = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"
+"""2^63 - 1 as protobuf writes it."""
+
+
+def broken(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """These bytes with one to four changes.
+
+    Args:
+        raw: the bytes.
+        chance: what decides.
+        others: from which pieces may come.
+    """
+    data = bytearray(raw)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        kind = chance.randrange(6)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del data[at : at + chance.randint(1, 8)]
+        elif kind == 2:
+            data[at:at] = chance.randbytes(chance.randint(1, 8))
+        elif kind == 3:
+            data[at : at + 9] = _LARGEST
+        elif kind == 4:
+            data[at : at + 1] = chance.choice([b"\0", b"\x7f", b"\x80", b"\xff"])
+        else:
+            other = chance.choice(others) if others else bytes(data)
+            start = chance.randrange(len(other) + 1)
+            data[at:at] = other[start : start + chance.choice([4, 16, 64])]
+    return bytes(data)
+
+
+def files() -> list[bytes]:
+    """Small image files: every format, with what their decoders have most code for."""
+    noise = np.random.default_rng(0).integers(0, 256, (24, 40, 4), np.uint8)
+    color = Image.fromarray(noise).convert("RGB")
+    upright = Image.Exif()
+    upright[0x0112] = 6
+    deep = Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
+    frames = [color.rotate(90 * turn) for turn in range(3)]
+    return [
+        _file(color, "JPEG"),
+        _file(color, "JPEG", progressive=True, exif=upright),
+        _file(color.convert("L"), "JPEG", quality=10),
+        _file(color.convert("CMYK"), "JPEG"),
+        _file(color, "PNG"),
+        _file(color.convert("P"), "PNG", transparency=3),
+        _file(color.convert("1"), "PNG"),
+        _file(deep, "PNG"),
+        _file(Image.fromarray(noise), "PNG", optimize=True),
+        _file(color, "WEBP"),
+        _file(Image.fromarray(noise), "WEBP", lossless=True),
+        _file(color, "GIF"),
+        _file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+    ]
+
+
+def _file(image: Image.Image, kind: str, **options: object) -> bytes:
+    target = io.BytesIO()
+    image.save(target, kind, **options)
+    return target.getvalue()

@@ -1,0 +1,392 @@
+"""Block keys: equal exactly where everything up to the block's end is, by a definition that loops over tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CASES, Case, Document, documents, place_document
+
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    PositionTable,
+    Scheme,
+    SegmentTable,
+    SequenceBuilder,
+    Text,
+    UnsupportedError,
+    block_keys,
+    place,
+)
+from mmpos.rotary import Rotary, apply_rotary
+from mmpos.schemes import MRopeQwen25, RopeTie
+
+PATCH = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A document, with the ids of its text and the contents of its grids."""
+
+    document: Document
+    case: Case
+    start: int = 0
+    texts: tuple[int, ...] = (1,)
+    contents: tuple[str, ...] = ("cat",)
+
+    def segments(self) -> SegmentTable:
+        return SegmentTable.from_documents([self.document])
+
+    def positions(self) -> PositionTable:
+        return place(self.segments(), self.case.scheme, self.start)
+
+    def ids(self) -> list[int]:
+        """The id of every token: text by where it stands, so that a change leaves other text alone."""
+        kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
+        return [self.texts[i % len(self.texts)] if is_text else PATCH for i, is_text in enumerate(kinds)]
+
+    def hashes(self) -> list[str]:
+        grids = sum(isinstance(part, Grid) for part in self.document)
+        return [self.contents[i % len(self.contents)] for i in range(grids)]
+
+    def tokens(self) -> list[tuple[Any, ...]]:
+        """What decides the key and value of every token, by a plain loop."""
+        found: list[tuple[Any, ...]] = []
+        positions = place_document(self.document, self.case.name, self.start, **self.case.params).ids
+        hashes, ids = iter(self.hashes()), self.ids()
+        for part in self.document:
+            shape = () if isinstance(part, Text) else (*part.extents, part.row_separator, next(hashes))
+            for place_in_grid in range(tokens_of(part)):
+                here = (place_in_grid, *shape) if shape else ()
+                found.append((positions[len(found)], ids[len(found)], here))
+        return found
+
+    def keys(self, block_size: int) -> list[bytes]:
+        (keys,) = block_keys(
+            self.segments(), self.positions(), block_size, input_ids=self.ids(), image_hashes=self.hashes()
+        )
+        return keys
+
+
+def tokens_of(part: Text | Grid) -> int:
+    if isinstance(part, Text):
+        return part.length
+    return part.frames * part.height * (part.width + part.row_separator)
+
+
+@st.composite
+def relatives(draw: st.DrawFn) -> list[Request]:
+    """A request, and some that differ from it in one thing each, or in none."""
+    case = draw(st.sampled_from(CASES))
+    # Text may look like a patch, so that only the grids tell them apart.
+    texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
+    first = Request(draw(documents(case)), case, draw(st.integers(-2, 3)), texts, ("cat", "dog"))
+    return [first, *(draw(changed(first)) for _ in range(draw(st.integers(1, 4))))]
+
+
+@st.composite
+def changed(draw: st.DrawFn, request: Request) -> Request:
+    document = list(request.document)
+    i = draw(st.integers(0, len(document) - 1))
+    part = document[i]
+    what = draw(st.sampled_from(["part", "part", "order", "end", "text", "content", "start", "scheme"]))
+    if what == "part" and isinstance(part, Text) and part.length > 1 and draw(st.booleans()):
+        cut = draw(st.integers(1, part.length - 1))
+        document[i : i + 1] = [Text(cut), Text(part.length - cut)]
+    elif what == "part" and isinstance(part, Text):
+        document[i] = Text(part.length + 1)
+    elif what == "part" and isinstance(part, Grid):
+        side = request.case.side
+        sides = ["height", "width", *(["frames"] if request.case.frames else [])]
+        name = draw(st.sampled_from(sides))
+        document[i] = resized(part, name, getattr(part, name) + (1 if name == "frames" else side))
+    elif what == "order":
+        document[i - 1], document[i] = document[i], document[i - 1]
+        other = dataclasses.replace(request, document=document)
+        return other if takes(other) else request
+    elif what == "end" and request.case.text:
+        document.append(Text(2))
+    elif what == "text":
+        return dataclasses.replace(request, texts=(*request.texts, PATCH + 1 - request.texts[0]))
+    elif what == "content":
+        return dataclasses.replace(request, contents=draw(st.sampled_from([("cat",), ("dog", "cat")])))
+    elif what == "start":
+        return dataclasses.replace(request, start=request.start + draw(st.integers(0, 1)))
+    elif what == "scheme":
+        other = dataclasses.replace(request, case=draw(st.sampled_from(CASES)))
+        return other if takes(other) else request
+    return dataclasses.replace(request, document=document)
+
+
+def resized(grid: Grid, name: str, value: int) -> Grid:
+    sides = {side: getattr(grid, side) for side in ("height", "width", "frames")} | {name: value}
+    return Grid(**sides, row_separator=grid.row_separator, seconds_per_frame=grid.seconds_per_frame)
+
+
+def takes(request: Request) -> bool:
+    """Whether the scheme has a place for the document."""
+    try:
+        request.positions()
+    except (UnsupportedError, InvalidInputError):
+        return False
+    return True
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(relatives(), st.integers(1, 5))
+def test_keys_are_equal_exactly_where_everything_up_to_the_end_of_the_block_is(
+    requests: list[Request], block_size: int
+) -> None:
+    keys = [request.keys(block_size) for request in requests]
+    tokens = [request.tokens() for request in requests]
+    for of, all_tokens in zip(keys, tokens, strict=True):
+        assert len(of) == len(all_tokens) // block_size
+    for (a, b), (i, j) in product(product(range(len(requests)), repeat=2), product(range(4), repeat=2)):
+        if i < len(keys[a]) and j < len(keys[b]):
+            same = tokens[a][: (i + 1) * block_size] == tokens[b][: (j + 1) * block_size]
+            assert (keys[a][i] == keys[b][j]) == same
+
+
+IMAGE = [Text(2), Grid(2, 3), Text(2)]
+VIDEO = [Text(2), Grid(1, 2, frames=2), Text(4)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "one", "other", "equal"),
+    [
+        # Under mrope the first tokens of these grids are in the same places: their extents alone tell them apart.
+        ("mrope", IMAGE, [Text(2), Grid(2, 4), Text(2)], [True, False, False]),
+        ("mrope", IMAGE, [Text(2), Grid(3, 3), Text(2)], [True, False, False]),
+        ("mrope", VIDEO, [Text(2), Grid(1, 2, frames=3), Text(4)], [True, False, False]),
+        ("flatten", IMAGE, [Text(2), Grid(2, 3, row_separator=True), Text(2)], [True, False, False]),
+        ("flatten", IMAGE, [Text(2), Grid(2, 2, row_separator=True), Text(2)], [True, False, False]),
+        ("flatten", [Text(4)], [Text(2), Grid(1, 2)], [True, False]),
+        ("mrope", IMAGE, [Text(1), Text(1), Grid(2, 3), Text(1), Text(1)], [True] * 5),
+        ("mrope", IMAGE, [Text(2), Grid(2, 3), Text(99)], [True] * 5),
+        ("rope-tie", IMAGE, [Text(2), Grid(2, 3), Text(1), Grid(1, 1)], [True] * 4 + [False]),
+        (MRopeQwen25(tokens_per_second=1), VIDEO, VIDEO, [True] * 5),
+        # A time between frames moves all but the first frame.
+        ("mrope-qwen2.5", VIDEO, [Text(2), Grid(1, 2, frames=2, seconds_per_frame=3), Text(4)], [True, True, False]),
+    ],
+)
+def test_two_documents_share_these_blocks(
+    scheme: str | Scheme, one: Document, other: Document, equal: list[bool]
+) -> None:
+    tables = [SegmentTable.from_documents([document]) for document in (one, other)]
+    (a,), (b,) = (block_keys(segments, place(segments, scheme), 2) for segments in tables)
+    assert [x == y for x, y in zip(a, b, strict=False)][: len(equal)] == equal
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (("rope-tie", 0), ("rope-tie-v2", 0), [True, False]),  # text alone is in the same place
+        (("rope-tie", 0), (RopeTie(axes=3), 0), [False, False]),
+        (("rope-tie", 0), ("rope-tie", 1), [False, False]),
+        (("mrope", 0), ("mrope-transformers", 0), [True, True]),
+    ],
+)
+def test_positions_tell_schemes_and_starts_apart_and_names_do_not(
+    one: tuple[str | Scheme, int], other: tuple[str | Scheme, int], equal: list[bool]
+) -> None:
+    segments = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
+    (a,), (b,) = (block_keys(segments, place(segments, *how), 3) for how in (one, other))
+    assert [x == y for x, y in zip(a, b, strict=True)][:2] == equal
+
+
+def test_a_key_is_made_of_these_bytes() -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
+    positions = place(segments, "rope-tie-v2")
+    assert positions.dense().tolist() == [[0, 3, 3, 3, 4, 4, 4, 7], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 7]]
+    keys = block_keys(segments, positions, 4, input_ids=[5, 9, 9, 9, 9, 9, 9, 6], image_hashes=["cat"], salt="adapter")
+    content = hashlib.sha256(b"cat").digest()
+    key = hashlib.sha256(b"mmpos.block_keys 1" + struct.pack("<4q", 4, 2, 1, 1) + b"adapter").digest()
+    half = 1 << 61
+    want = []
+    for whole, ids, fractions, start in (
+        ((0, 3, 3, 3, 0, 2, 3, 4), (5, 9, 9, 9), (0, 0, 0, 0, 0, half, half, half), 1),
+        ((4, 4, 4, 7, 2, 3, 4, 7), (9, 9, 9, 6), (0, 0, 0, 0, half, half, half, 0), -3),
+    ):
+        block = struct.pack("<8i4q2q8q5q", *whole, *ids, 1, 1, *fractions, start, 1, 2, 3, 0) + content
+        key = hashlib.sha256(key + block).digest()
+        want.append(key)
+    assert keys == [want]
+
+
+def test_fractions_that_differ_by_next_to_nothing_differ() -> None:
+    segments = SegmentTable.from_documents([[Text(1)]])
+    keys = set()
+    for numerator, denominator in ((1, 2**31 - 1), (1, 2**31 - 2), (2, 2**31 - 1), (2**31 - 2, 2**31 - 1), (0, 1)):
+        table = place(segments, "v2pe").table.copy()
+        table[4], table[5] = denominator, 5 * denominator + numerator
+        positions = PositionTable(table, place(segments, "v2pe").documents, 1, True, "v2pe")
+        keys.add(block_keys(segments, positions, 1)[0][0])
+    assert len(keys) == 5
+
+
+def test_documents_of_a_batch_have_the_keys_that_they_have_alone() -> None:
+    batch: list[Document] = [
+        [Text(5), Grid(2, 2), Text(1)],
+        [Text(1)],
+        [Grid(3, 2), Text(1), Grid(2, 2)],
+        [Text(2), Grid(2, 2), Text(7)],
+    ]
+    contents = [["a"], [], ["b", "c"], ["d"]]
+    segments = SegmentTable.from_documents(batch)
+    positions = place(segments)
+    ids = np.arange(positions.num_tokens)
+    starts = positions.cu_seqlens
+    together = block_keys(segments, positions, 3, input_ids=ids, image_hashes=[*"abcd"])
+    alone = []
+    for d, document in enumerate(batch):
+        one = SegmentTable.from_documents([document])
+        some = ids[starts[d] : starts[d + 1]]
+        alone += block_keys(one, place(one), 3, input_ids=some, image_hashes=contents[d])
+    assert together == alone
+    assert [len(keys) for keys in together] == [3, 0, 3, 4]
+    known = [together[0][:1], [], together[2], together[3][:2]]
+    assert block_keys(segments, positions, 3, input_ids=ids, image_hashes=[*"abcd"], known=known) == together
+    assert [len(keys) for keys in known] == [1, 0, 3, 2]
+    nothing = SegmentTable.from_documents([])
+    assert block_keys(nothing, place(nothing), 3) == []
+
+
+def test_known_keys_are_gone_on_from_and_not_computed_again() -> None:
+    segments = SegmentTable.from_documents([[Text(6)]])
+    made_up = bytes(32)
+    first, second = block_keys(segments, place(segments), 3, known=[[made_up]])[0]
+    assert first == made_up
+    assert second not in block_keys(segments, place(segments), 3)[0]
+
+
+def test_sizes_salts_and_what_is_given_tell_keys_apart() -> None:
+    segments = SegmentTable.from_documents([[Text(2), Grid(1, 2)]])
+    positions = place(segments)
+    ids = {"input_ids": [1, 2, 9, 9]}
+    options: list[dict[str, Any]] = [{}, ids, {"image_hashes": ["x"]}, {**ids, "image_hashes": ["x"]}, {"salt": "a"}]
+    keys = [key for option in options for key in block_keys(segments, positions, 2, **option)[0]]
+    keys += [key for option in options for key in block_keys(segments, positions, 1, **option)[0]]
+    assert len({*keys}) == len(keys) == 30
+    assert block_keys(segments, positions, 2, salt=b"a") == block_keys(segments, positions, 2, salt="a")
+    named = [block_keys(segments, positions, 2, image_hashes=[name]) for name in ("x", b"x")]
+    assert named[0] == named[1]
+
+
+def test_an_engine_makes_them_of_its_placeholder_spans() -> None:
+    spans = SegmentTable.from_spans([11], [3], [[1, 2, 3]])
+    documents = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+    assert block_keys(spans, place(spans, "mrope"), 4) == block_keys(documents, place(documents, "mrope"), 4)
+
+
+def sequence(*parts: Any, contents: tuple[str, ...] = ("cat", "dog")) -> Any:
+    built = SequenceBuilder().build(list(parts))
+    return dataclasses.replace(built, image_hashes=contents[: len(built.grid_thw)])
+
+
+def test_a_sequence_knows_its_ids_and_images() -> None:
+    one = sequence("ab", Grid(2, 3), "c", Grid(1, 2))
+    (want,) = block_keys(one.segments, one.positions, 4, input_ids=one.input_ids, image_hashes=["cat", "dog"], salt="s")
+    assert one.block_keys(4, salt="s") == want
+    other = sequence("ab", Grid(2, 3), "c", Grid(1, 2), contents=("cat", "fox"))
+    same = [a == b for a, b in zip(one.block_keys(5), other.block_keys(5), strict=True)]
+    assert same == [True, True, False]
+
+
+def test_generated_tokens_have_the_keys_of_a_sequence_that_held_them() -> None:
+    prompt, whole = sequence("ab", Grid(2, 3), "c"), sequence("ab", Grid(2, 3), "cdefghijk")
+    keys = prompt.block_keys(4)
+    generated = list(b"defghijk")
+    assert prompt.block_keys(4, generated=generated) == whole.block_keys(4)
+    assert prompt.block_keys(4, generated=generated, known=keys) == whole.block_keys(4)
+    assert keys == whole.block_keys(4)[: len(keys)]
+
+
+def test_an_image_known_by_its_size_has_no_content_to_share() -> None:
+    message = r"^image_hashes\[1\]: got None, want the hash of an image that came with its content$"
+    built = dataclasses.replace(sequence("ab", Grid(1, 1), Grid(2, 3)), image_hashes=("cat", None))
+    with pytest.raises(InvalidInputError, match=message):
+        built.block_keys(4)
+
+
+SEGMENTS = SegmentTable.from_documents([[Text(2), Grid(1, 2)], [Text(3)]])
+POSITIONS = place(SEGMENTS)
+PADDED = SegmentTable.from_input_ids([[1, 2, 3], [1, 0, 0]], image_token_id=9, attention_mask=[[1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, "block_size: got 0, want >= 1"),
+        ({"segments": [[Text(2)]]}, "segments: got list, want a SegmentTable"),
+        ({"positions": POSITIONS.dense()}, "positions: got ndarray, want a PositionTable"),
+        ({"positions": POSITIONS.window([0], [0], [4])}, "positions: got 1 documents, want 2 as in segments"),
+        ({"positions": POSITIONS.slice(0, 6)}, "positions: got 2 tokens in document 1, want at least 3 as in segments"),
+        ({"positions": POSITIONS.pad()}, "positions: got padding in segment 3, want documents without"),
+        ({"segments": PADDED}, "segments: got padding in segment 2, want documents without"),
+        ({"input_ids": [1, 2]}, r"input_ids: got shape \(2,\), want \(7,\)"),
+        ({"image_hashes": "x"}, "image_hashes: got str, want a list"),
+        ({"image_hashes": []}, "image_hashes: got 0, want 1, one per grid"),
+        ({"image_hashes": [7]}, r"image_hashes\[0\]: got 7, want str or bytes"),
+        ({"image_hashes": [""]}, r"image_hashes\[0\]: got nothing, want a hash of the content"),
+        ({"salt": None}, "salt: got None, want str or bytes"),
+        ({"salt": "\ud800"}, "salt: got text with a lone surrogate .*, want Unicode text"),
+        ({"known": 1}, "known: got int, want a list"),
+        ({"known": [bytes(32), []]}, r"known\[0\]: got bytes, want a list"),
+        ({"known": [[]]}, "known: got lists for 1 documents, want 2"),
+        ({"known": [[], [bytes(32), bytes(32)]]}, r"known\[1\]: got 2 keys, want at most 1, one per full block"),
+        ({"known": [[b"short"], []]}, r"known\[0\]\[0\]: got b'short', want 32 bytes"),
+        ({"known": [["text"], []]}, r"known\[0\]\[0\]: got 'text', want 32 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> None:
+    fitting: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        block_keys(**(fitting | arguments))
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "v2pe"])
+def test_keys_rotated_for_one_request_serve_every_request_with_equal_keys(scheme: str) -> None:
+    """And would not serve the others: each block's k is rotated in a window of its own, and compared in full."""
+    case = next(case for case in CASES if case.scheme == scheme)
+    base: Document = [Text(3), Grid(2, 3), Text(2), Grid(3, 2), Text(6)]
+    requests = [
+        Request(base, case),
+        Request([Text(1), Text(2), *base[1:]], case),
+        Request([*base[:3], Grid(4, 2), Text(6)], case),
+        Request([Text(3), Grid(3, 2), *base[2:]], case),
+        Request(base, case, texts=(1, 2, 3, 4, 5, 6)),
+        Request(base, case, contents=("cat", "dog")),
+        Request(base, case, start=1),
+    ]
+    rotary = Rotary(head_dim=8, axes=requests[0].positions().axes)
+    cache: dict[bytes, torch.Tensor] = {}
+    hits = 0
+    for request in requests:
+        for b, key in enumerate(request.keys(4)):
+            window = request.positions().window([0], [4 * b], [4])
+            fresh, _ = apply_rotary(_embedded(request)[4 * b : 4 * b + 4], None, window, rotary)
+            hits += key in cache
+            assert torch.equal(cache.setdefault(key, fresh), fresh)
+            others = [k for known, k in cache.items() if known != key]
+            assert not any(torch.equal(k, fresh) for k in others)
+    assert 0 < hits < sum(len(request.keys(4)) for request in requests)
+
+
+def _embedded(request: Request) -> torch.Tensor:
+    """(tokens, 1, 8) keys before rotation, each made of all that its token is, and of what comes before."""
+    rows = []
+    seen = hashlib.sha256()
+    for position, token, grid in request.tokens():
+        del position  # the rotation's part
+        seen.update(repr((token, grid)).encode())
+        rows.append(np.frombuffer(seen.digest(), np.uint8)[:8].astype(np.float32) / 256)
+    return torch.from_numpy(np.array(rows)[:, None])

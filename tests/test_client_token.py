@@ -1,0 +1,184 @@
+"""The token of a client: where it may travel, where it is read, and that it is never shown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmpos import SegmentTable, Text
+from mmpos.__main__ import main
+from mmpos.client import AsyncClient, Client, Tls
+from mmpos.client.channel import channel_options
+from mmpos.client.options import Endpoint
+from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
+from mmpos.queries import PositionsQuery
+from mmpos_server.listening import Listen
+from mmpos_server.listening import Tls as ServerTls
+from mmpos_server.testing import running
+
+TOKEN, OTHER = "secret-secret-secret", "hidden-hidden-hidden"
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    file = tmp_path / "tokens"
+    file.write_text(f"alice {TOKEN}\n")
+    with running(listen=Listen(token_file=file)) as address:
+        yield address
+
+
+def mistake(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(InvalidInputError) as raised:
+        call(*args, **kwargs)
+    assert "secret" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        "10.0.0.1:50051",
+        "example.test:50051",
+        "[2001:db8::1]:50051",
+        "dns:///example.test:50051",
+        ["localhost:1", "b:2"],
+    ],
+)
+def test_a_token_does_not_cross_a_network_in_the_clear(kind: Any, addresses: Any) -> None:
+    i, address = (1, addresses[1]) if isinstance(addresses, list) else (0, addresses)
+    assert mistake(kind, addresses, token=TOKEN) == (
+        f"token: got one for {address!r} (addresses[{i}]) without tls, want tls=Tls(...), or a server on this machine: "
+        "others could read the token on its way"
+    )
+    kind(addresses, token=TOKEN, tls=Tls())
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:1", "127.9.9.9:1", "[::1]:1", "dns:///localhost:1", "dns:localhost:1", "unix:/x", "unix-abstract:x"],
+)
+def test_on_this_machine_a_token_needs_no_tls_and_sees_no_proxy(address: str) -> None:
+    endpoint = Endpoint.checked(address, 1, None, TOKEN)
+    assert dict(channel_options(endpoint))["grpc.enable_http_proxy"] == 0
+    assert "grpc.enable_http_proxy" not in dict(channel_options(Endpoint.checked(address, 1, None)))
+    assert "grpc.enable_http_proxy" not in dict(channel_options(Endpoint.checked(address, 1, Tls(), TOKEN)))
+
+
+def test_what_is_no_token_is_refused_and_not_repeated() -> None:
+    want = "want a-z, A-Z, 0-9 and -._~+/, and = at its end"
+    for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
+        assert mistake(Client, token=wrong) == f"token: got other characters, {want}"
+    assert mistake(Client, token=b"secret") == "token: got bytes, want a token, the path of one, or None"
+    said = "metadata[1]: got 'authorization' beside a token, want one of the two"
+    metadata = [("a", "b"), ("authorization", "Basic secret")]
+    assert mistake(Client, token=TOKEN, metadata=metadata) == said
+    assert mistake(Client(token=TOKEN).with_options, metadata=metadata) == said
+    Client(metadata=metadata)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_token_is_not_shown_and_is_pickled_with_its_client(kind: Any, tmp_path: Path) -> None:
+    for token in (TOKEN, tmp_path / "token"):
+        client = kind(token=token)
+        other = pickle.loads(pickle.dumps(client))
+        assert other._endpoint == client._endpoint != kind()._endpoint
+        for shown in (client, client._endpoint, client._endpoint.token, client.with_options(timeout=1)):
+            assert "secret" not in repr(shown)
+
+
+def test_a_pickled_client_reads_the_file_where_it_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    client = Client(token=file)
+    assert client._metadata() == (("authorization", f"Bearer {TOKEN}"),)
+    raw = pickle.dumps(client)
+    assert TOKEN.encode() not in raw
+    file.write_text(OTHER + OTHER)
+    assert pickle.loads(raw)._metadata() == (("authorization", f"Bearer {OTHER}{OTHER}"),)
+
+
+def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_there_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    client = Client(token=file, metadata=[("a", "b")])
+    assert mistake(client.info) == f"token: got {file} (No such file or directory), want a file with a token"
+    file.write_text("secret secret")
+    assert mistake(client.info) == f"token: got {file} (no token in it), want a file with a token"
+    seen = []
+    for text in (f"{TOKEN}\n", f"{OTHER}\n", "", None, f"  {TOKEN}  "):
+        # Of another inode each time, as the times of files are coarse.
+        (tmp_path / "next").write_text(text or "")
+        os.replace(tmp_path / "next", file)
+        if text is None:
+            file.unlink()
+        seen.append(client._metadata())
+    assert seen == [(("a", "b"), ("authorization", f"Bearer {token}")) for token in (TOKEN, OTHER, OTHER, OTHER, TOKEN)]
+
+
+def test_calls_and_streams_of_both_clients_carry_the_token(server: str) -> None:
+    queries = [PositionsQuery(SEGMENTS)] * 3
+
+    async def awaited(token: str | None) -> tuple[int, int]:
+        async with AsyncClient(server, token=token) as client:
+            placed = await client.place(SEGMENTS)
+            return placed.num_tokens, len([result async for result in client.stream(queries)])
+
+    with Client(server, token=TOKEN) as client:
+        assert (client.place(SEGMENTS).num_tokens, len(list(client.stream(queries)))) == (3, 3)
+        assert client.with_options(timeout=9).place(SEGMENTS).num_tokens == 3
+    assert asyncio.run(awaited(TOKEN)) == (3, 3)
+    said = 'authorization: got no token that is known, want "Bearer TOKEN"'
+    for token in (None, OTHER):
+        with Client(server, token=token) as client:
+            for call in (lambda c: c.place(SEGMENTS), lambda c: list(c.stream(queries))):
+                with pytest.raises(ServiceUnauthenticatedError) as raised:
+                    call(client)
+                assert str(raised.value) == said
+            assert client.healthy()
+        with pytest.raises(ServiceUnauthenticatedError):
+            asyncio.run(awaited(token))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    given = ["--server", server, "--token-file", str(file)]
+    for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
+        assert run(capsys, "remote", *command, *given)[::2] == (0, "")
+    said = 'mmpos: error: authorization: got no token that is known, want "Bearer TOKEN"\n'
+    assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_the_command_line_encrypts_and_shows_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("localhost", "carol"):
+        subprocess.run(
+            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
+            f"-addext subjectAltName=DNS:{name},IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    path = {name: str(tmp_path / name) for name in ("localhost.pem", "carol.pem", "carol.key")}
+    tls = ServerTls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
+    with running(listen=Listen(tls=tls)) as server:
+        ask = ["remote", "positions", "3", "--server", server, "--tls-ca", path["localhost.pem"], "--timeout", "20"]
+        assert run(capsys, *ask, "--tls-cert", path["carol.pem"], "--tls-key", path["carol.key"])[::2] == (0, "")
+        assert run(capsys, *ask)[0] == 2
+    said = "mmpos: error: tls: got a certificate, want its key too\n"
+    assert run(capsys, "remote", "info", "--tls-cert", path["carol.pem"]) == (2, "", said)

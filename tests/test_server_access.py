@@ -1,0 +1,462 @@
+"""Who may call: tokens and their rotation, what is answered without one, and by which name a client is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from mmpos import SegmentTable, Text
+from mmpos.client import Client
+from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
+from mmpos_server import access
+from mmpos_server.access import OPEN
+from mmpos_server.app import Server
+from mmpos_server.clients import client_name
+from mmpos_server.config import ServerConfig, load
+from mmpos_server.launch import Options
+from mmpos_server.listening import Listen, Tls
+from mmpos_server.logs import Logs
+from mmpos_server.testing import running
+from mmpos_server.tokens import Tokens
+from mmpos_server.workers import supervise
+
+ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+PLACE, STREAM = "/mmpos.rpc.v1.PositionService/Place", "/mmpos.rpc.v1.PositionService/StreamPlace"
+UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no token that is known, want "Bearer TOKEN"')
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# who may call\nalice {ALICE}\n\n  bob\t{BOB}\n")
+    return path
+
+
+def bearer(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+def connected(address: str) -> Any:
+    """A channel, of whose methods nothing is known."""
+    return grpc.insecure_channel(address)
+
+
+def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        call(*args, **kwargs)
+    error: Any = raised.value
+    return error.code().name, error.details()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+# The file
+
+
+def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several(file: Path) -> None:
+    file.write_text(f"alice {ALICE}\nbob {BOB}\nalice {ALICE}2\n")
+    tokens = Tokens(file, Logs("error"))
+    asked = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
+    assert [tokens.name(token) for token in asked] == ["alice", "bob", "alice", None, None]
+
+
+def test_tokens_are_not_kept(file: Path) -> None:
+    kept = repr(vars(Tokens(file, Logs("error"))))
+    assert "alice" in kept
+    assert ALICE not in kept
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "{}: got no token, want at least one line with a name and a token"),
+        ("# alice only\n", "{}: got no token, want at least one line with a name and a token"),
+        (f"\n{ALICE}\n", "{}: line 2: got words: 1, want 2: a name and a token"),
+        (f"alice {ALICE} # hers\n", "{}: line 1: got words: 4, want 2: a name and a token"),
+        ("alice short-short-1\n", "{}: line 1: got a token of 13 characters, want >= 16"),
+        (
+            f"alice {ALICE}ß\n",
+            "{}: line 1: got a token with other characters, want a-z, A-Z, 0-9 and -._~+/, and = at its end",
+        ),
+        (
+            f"al,ice {ALICE}\n",
+            "{}: line 1: got a name with other characters, want up to 128 of a-z, A-Z, 0-9 and _.:/+=@-",
+        ),
+        (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: got a token that a line above has, want another one"),
+    ],
+)
+def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    for start in (
+        lambda: Server(load(), Listen(token_file=file)),
+        lambda: supervise(Options(Listen(token_file=file), workers=2), []),
+    ):
+        with pytest.raises(InvalidInputError) as raised:
+            start()
+        assert str(raised.value) == said.format(file)
+
+
+def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        Tokens(file.parent / "none", Logs("error"))
+    said = f"token-file: got {file.parent}/none (No such file or directory), want a file that can be read"
+    assert str(raised.value) == said
+    file.write_bytes(b"alice \xff\n")
+    with pytest.raises(InvalidInputError) as raised:
+        Tokens(file, Logs("error"))
+    assert str(raised.value) == f"{file}: got bytes that are not UTF-8, want text"
+
+
+def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
+    for version, token in (("one", "1" * 16), ("two", "2" * 16)):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "tokens").write_text(f"alice {token}\n")
+        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # of one age and size
+    (tmp_path / "data").symlink_to("one")
+    (tmp_path / "tokens").symlink_to("data/tokens")
+    tokens = Tokens(tmp_path / "tokens", Logs("error"))
+    (tmp_path / "new").symlink_to("two")
+    os.replace(tmp_path / "new", tmp_path / "data")
+    assert tokens.name("1" * 16) == "alice"
+    tokens.refresh()
+    assert [tokens.name("1" * 16), tokens.name("2" * 16)] == [None, "alice"]
+
+
+@pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
+def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
+    file: Path, wrong: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = Tokens(file, Logs("info"))
+    file.unlink()
+    if wrong is not None:
+        file.write_text(wrong)
+    for _ in range(3):
+        tokens.refresh()
+    assert [tokens.name(ALICE), tokens.name(BOB)] == ["alice", "bob"]
+    written = capsys.readouterr().err
+    (line,) = map(json.loads, written.splitlines())
+    assert (line["level"], line["event"]) == ("error", "tokens stay as they were")
+    assert "secret" not in written
+    assert str(file) in line["reason"]
+    file.write_text(f"bob {BOB}\n")
+    tokens.refresh()
+    assert [tokens.name(ALICE), tokens.name(BOB)] == [None, "bob"]
+
+
+# The door
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        [("authorization", "")],
+        [("authorization", ALICE)],
+        [("authorization", "Bearer")],
+        [("authorization", "Bearer wrong-wrong-wrong-wrong")],
+        [("authorization", f"Basic {ALICE}")],
+        [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {BOB}")],
+        [("x-token", f"Bearer {ALICE}")],
+    ],
+)
+def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path, metadata: Any) -> None:
+    with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
+        ask = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
+        assert refusal(ask, b"", metadata=metadata) == UNAUTHENTICATED
+        assert ask(b"", metadata=bearer(ALICE)) == ask(b"", metadata=[("authorization", f"bearer {BOB}")])
+
+
+def reflected(channel: Any) -> Iterator[str]:
+    """The paths of all methods of a server, as it tells them itself."""
+    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = ask(iter([request]), metadata=bearer(ALICE))
+    for service in answer.list_services_response.service:
+        for method in descriptor_pool.Default().FindServiceByName(service.name).methods:
+            yield f"/{service.name}/{method.name}"
+
+
+def test_every_method_of_every_service_is_closed_but_health(file: Path) -> None:
+    with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
+        paths = set(reflected(channel))
+        assert {PLACE, STREAM, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
+        for path in sorted(paths - OPEN | {"/mmpos.rpc.v1.PositionService/None", "/x/y"}):
+            assert refusal(channel.unary_unary(path), b"", timeout=20) == UNAUTHENTICATED, path
+            opened = channel.stream_stream(path)(iter([b""]), timeout=20)
+            assert refusal(list, opened) == UNAUTHENTICATED, path
+
+
+def test_what_is_open_is_health_and_nothing_else() -> None:
+    assert {
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/inference.GRPCInferenceService/ServerLive",
+        "/inference.GRPCInferenceService/ServerReady",
+    } == OPEN
+
+
+def test_health_is_answered_and_watched_without_a_token(file: Path) -> None:
+    with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert next(watching).status == 1
+        watching.cancel()
+    with running(listen=Listen(token_file=file)) as address, Client(address) as client:
+        assert client.healthy()
+
+
+def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
+    config = ServerConfig.model_validate({**load().model_dump(), "limits": {"request_bytes": 1024}})
+    with running(config, listen=Listen(token_file=file)) as address, connected(address) as channel:
+        ask, more = channel.unary_unary(PLACE), threading.Event()
+        assert refusal(ask, bytes(100_000)) == UNAUTHENTICATED
+        assert refusal(ask, bytes(100_000), metadata=bearer(ALICE))[0] == "RESOURCE_EXHAUSTED"
+
+        def items() -> Iterator[bytes]:
+            more.wait(20)
+            yield b""
+
+        # Before the first item: a stream that only waits is no place to stay.
+        assert refusal(list, channel.stream_stream(STREAM)(items(), timeout=20)) == UNAUTHENTICATED
+        more.set()
+
+
+def test_calls_without_a_token_are_counted_apart_and_written_together(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(channel: Any) -> None:
+        with pytest.raises(grpc.RpcError):
+            await channel.unary_unary(PLACE)(b"")
+
+    async def scenario() -> Server:
+        server = Server(load(), Listen(token_file=file), logs=Logs("info"))
+        (address,) = await server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.gather(*(refuse(channel) for _ in range(50)))
+            while capsys_lines(capsys, lines) < 50:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)  # in which there is nothing to say
+        await server.stop(1)
+        return server
+
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(access, "_SECONDS", 0.2)
+    began = time.monotonic()
+    server = asyncio.run(scenario())
+    capsys_lines(capsys, lines)
+    assert len(lines) <= (time.monotonic() - began) / 0.2
+    assert len(lines) < 50
+    assert {(line["level"], line["event"]) for line in lines} == {("warning", "unauthenticated")}
+    assert sum(line["calls"] for line in lines) == 50
+    assert lines[0]["last_peer"].startswith("ipv4:127.0.0.1:")
+    found = server.metrics.registry.get_sample_value
+    assert found("mmpos_unauthenticated_total") == 50
+    assert found("mmpos_request_bytes_total", {"method": "Place"}) == 0
+    assert found("mmpos_in_flight") == 0
+
+
+def capsys_lines(capsys: pytest.CaptureFixture[str], lines: list[dict[str, Any]]) -> int:
+    """Add what was written since to the lines; gives the calls in them."""
+    lines.extend(map(json.loads, capsys.readouterr().err.splitlines()))
+    return sum(line["calls"] for line in lines)
+
+
+def test_tokens_rotate_while_calls_run_and_none_is_lost(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_SECONDS", 0.02)
+    mine, old, new = tmp_path / "mine", "old-old-old-old-old", "new-new-new-new-new"
+
+    def put(path: Path, text: str) -> None:
+        (tmp_path / "next").write_text(text)
+        os.replace(tmp_path / "next", path)
+
+    put(file, f"alice {old}\n")
+    put(mine, f"{old}\n")
+    with running(listen=Listen(token_file=file)) as address, Client(address, token=mine) as client:
+        done, count, lost = threading.Event(), [0], []
+
+        def load() -> None:
+            try:
+                while not done.is_set():
+                    client.place(SEGMENTS)
+                    count[0] += 1
+            except Exception as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        put(file, f"alice {old}\nalice {new}\n")
+        assert eventually(lambda: answered(address, new))
+        assert answered(address, old)
+        put(mine, f"{new}\n")
+        before = count[0]
+        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # one call at most has the old one still
+        put(file, f"alice {new}\n")
+        assert eventually(lambda: not answered(address, old))
+        before = count[0]
+        assert eventually(lambda: count[0] > before or bool(lost))
+        done.set()
+        thread.join()
+    assert lost == []
+
+
+def test_a_look_at_the_file_that_breaks_is_followed_by_the_next_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(access, "_SECONDS", 0.02)
+    refresh, left = Tokens.refresh, [OSError("no thread"), RuntimeError("nor this one")]
+
+    def broken(tokens: Tokens) -> None:
+        if left:
+            raise left.pop()
+        refresh(tokens)
+
+    monkeypatch.setattr(Tokens, "refresh", broken)
+    with running(listen=Listen(token_file=file), logs=Logs("error")) as address:
+        file.write_text(f"bob {BOB}\n")
+        assert eventually(lambda: not answered(address, ALICE))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["tokens stay as they were"] * 2
+
+
+def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        Listen(host, token_file=file)
+    Listen("0.0.0.0", tls=Tls(file, file), token_file=file)
+    Listen("0.0.0.0", tcp=False, token_file=file)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.test"):
+        with pytest.raises(InvalidInputError) as raised:
+            Listen(host, token_file=file)
+        assert str(raised.value) == (
+            f"token-file: got {file} for {host} without TLS, where others could read the tokens, "
+            "want --tls-cert and --tls-key, or a loopback host"
+        )
+
+
+# Names
+
+
+class Context:
+    """What a name is made of."""
+
+    def __init__(self, peer: str, **auth: list[bytes]) -> None:
+        self._peer, self._auth = peer, auth
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return self._auth
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (Context("ipv4:1.2.3.4:5"), "1.2.3.4"),
+        (Context("ipv6:%5B::1%5D:5"), "::1"),
+        (Context("ipv6:%5Bfe80::1%25eth0%5D:5"), "fe80::1%eth0"),
+        (Context("unix:"), "unix"),
+        (Context("unix:/run/x"), "unix"),
+        (Context("ipv4:1.2.3.4:5", x509_common_name=[b"carol"]), "carol"),
+        (
+            Context("ipv4:1.2.3.4:5", x509_common_name=[b""], x509_subject_alternative_name=[b"spiffe://a/b", b"c"]),
+            "spiffe://a/b",
+        ),
+        (Context("ipv4:1.2.3.4:5", x509_common_name=[b""]), "1.2.3.4"),
+    ],
+)
+def test_a_client_is_its_certificate_or_its_address(context: Context, name: str) -> None:
+    assert client_name(context) == name
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
+def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("localhost", "carol"):
+        subprocess.run(
+            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
+            f"-addext subjectAltName=DNS:{name},IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    tls = Tls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
+    carol = grpc.ssl_channel_credentials(pem["localhost.pem"], pem["carol.key"], pem["carol.pem"])
+    nobody = grpc.ssl_channel_credentials(pem["localhost.pem"])
+
+    def ask(address: str, credentials: Any, metadata: Any = ()) -> str:
+        with grpc.secure_channel(address, credentials) as channel:
+            try:
+                info: Any = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
+                info(b"", metadata=metadata, timeout=20)
+            except grpc.RpcError as error:
+                failed: Any = error
+                return str(failed.code().name)
+            return "OK"
+
+    with running(listen=Listen(tls=tls), logs=Logs("info")) as address:
+        assert [ask(address, carol), ask(address, nobody)] == ["OK", "UNAVAILABLE"]
+    both = Listen("0.0.0.0", tls=tls, token_file=file)
+    with running(listen=both, logs=Logs("info")) as address:
+        place = address.replace("0.0.0.0", "127.0.0.1")
+        found = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
+        assert found == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if '"event": "request"' in line]
+    assert [line["client"] for line in lines] == ["carol", "bob"]
+
+
+@pytest.mark.slow
+def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", "2", "--token-file", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+
+            def ask(token: str) -> list[bool]:
+                # The kernel chooses a process by connection: each client has its own.
+                return [answered(address, token) for _ in range(8)]
+
+            assert [ask(ALICE), ask(f"{ALICE}2")] == [[True] * 8, [False] * 8]
+            new = file.with_name("new")
+            new.write_text(f"alice {ALICE}2\n")
+            os.replace(new, file)
+            assert eventually(lambda: [ask(ALICE), ask(f"{ALICE}2")] == [[False] * 8, [True] * 8])
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def answered(address: str, token: str) -> bool:
+    """Whether a client with this token is answered, and not turned away."""
+    with Client(address, token=token) as client:
+        try:
+            client.place(SEGMENTS)
+        except ServiceUnauthenticatedError:
+            return False
+        return True

@@ -1,0 +1,215 @@
+"""What one client may have at once and ask for in a second, while the others go on as if it were not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmpos import SegmentTable, Text
+from mmpos.client import Client
+from mmpos.errors import ServiceOverloadedError
+from mmpos.queries import PositionsQuery
+from mmpos_server import clients
+from mmpos_server.admission import Admission
+from mmpos_server.call import Call
+from mmpos_server.clients import Clients, Rate
+from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
+from mmpos_server.listening import Listen
+from mmpos_server.testing import running
+
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
+
+
+@contextmanager
+def served(tmp_path: Path, **limits: float) -> Iterator[tuple[Client, Client]]:
+    """Alice and Bob, each a client of a server with these limits."""
+    file = tmp_path / "tokens"
+    file.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
+    config = ServerConfig.model_validate({**load().model_dump(), "clients": limits})
+    with (
+        running(config, listen=Listen(token_file=file)) as address,
+        Client(address, token=TOKENS["alice"]) as alice,
+        Client(address, token=TOKENS["bob"]) as bob,
+    ):
+        yield alice, bob
+
+
+def refusal(call: Any, *args: Any) -> tuple[str, float]:
+    """What is said to a client that has or asks for too much, and when it may come back."""
+    with pytest.raises(ServiceOverloadedError) as raised:
+        call(*args)
+    return str(raised.value), raised.value.retry_after
+
+
+def query(length: int) -> PositionsQuery:
+    return PositionsQuery(SegmentTable.from_documents([[Text(length)]]))
+
+
+def lengths(results: Iterable[Any]) -> list[int]:
+    return [result.table.num_tokens for result in results]
+
+
+def calls(limits: ClientLimits) -> Any:
+    """Makes calls of clients by name, all of one server."""
+    admission, found = Admission(Concurrency(), Pools()), Clients(limits)
+    return lambda name: Call("id", admission, found.visit(name)), admission, found
+
+
+def test_a_client_that_asks_too_often_is_told_when_to_come_back_and_no_other(tmp_path: Path) -> None:
+    with served(tmp_path, requests_per_second=0.001, burst=2) as (alice, bob):
+        for _ in range(2):
+            alice.place(SEGMENTS)
+        said, wait = refusal(alice.place, SEGMENTS)
+        assert said == "clients.requests_per_second of 'alice': got more, want <= 0.001 on average"
+        assert 900 < wait <= 1000
+        bob.place(SEGMENTS)
+
+
+def test_items_of_a_stream_wait_for_their_turn_and_calls_wait_for_them(tmp_path: Path) -> None:
+    with served(tmp_path, requests_per_second=20, burst=1) as (alice, bob):
+        begun = time.monotonic()
+        assert lengths(alice.stream(map(query, range(1, 5)))) == [1, 2, 3, 4]
+        assert time.monotonic() - begun >= 3 / 20
+    with served(tmp_path, requests_per_second=0.001, burst=4) as (alice, bob):
+        assert lengths(alice.stream(map(query, range(1, 5)))) == [1, 2, 3, 4]
+        refusal(alice.place, SEGMENTS)
+        bob.place(SEGMENTS)
+
+
+def test_a_client_with_its_number_of_streams_gets_no_other_one_and_others_do(tmp_path: Path) -> None:
+    with served(tmp_path, max_streams=1) as (alice, bob):
+        first = alice.with_options(window=1).stream(map(query, [1, 2]))
+        next(first)
+        said, _ = refusal(list, alice.stream([query(3)]))
+        assert said == "clients.max_streams of 'alice': got 1 taken of 1"
+        alice.place(SEGMENTS)
+        assert lengths(bob.stream([query(3)])) == [3]
+        assert lengths(first) == [2]
+        assert lengths(alice.stream([query(3)])) == [3]
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "said"),
+    [
+        (ClientLimits(max_in_flight=2), 5, "clients.max_in_flight of 'alice': got 2 taken of 2"),
+        (ClientLimits(max_in_flight_bytes=14), 5, "clients.max_in_flight_bytes of 'alice': got 10 taken of 14"),
+    ],
+)
+def test_a_client_with_its_calls_at_work_gets_no_other_one_and_others_do(
+    limits: ClientLimits, size: int, said: str
+) -> None:
+    call, admission, found = calls(limits)
+    begun = [call("alice") for _ in range(2)]
+    for one in begun:
+        one.admit(size)
+    third = call("alice")
+    assert refusal(third.admit, size)[0] == said
+    third.release()
+    bob = call("bob")
+    bob.admit(size)
+    begun[0].release()
+    fourth = call("alice")
+    fourth.admit(size)
+    assert (admission.gates["place"].taken, admission.bytes.taken) == (3, 3 * size)
+    for one in (begun[1], bob, fourth):
+        one.release()
+    # What was taken was given back, of the server's places, too; and nobody is remembered.
+    assert (admission.gates["place"].taken, admission.bytes.taken, len(found)) == (0, 0, 0)
+    call("alice").admit(size)
+
+
+def test_a_call_that_the_server_has_no_place_for_is_no_call_of_its_client() -> None:
+    found = Clients(ClientLimits(max_in_flight=1))
+    admission = Admission(Concurrency(max_in_flight=1), Pools())
+    first, second = (Call("id", admission, found.visit(name)) for name in ("alice", "bob"))
+    first.admit(1)
+    assert refusal(second.admit, 1)[0] == "max_in_flight: got 1 taken of 1"
+    second.release()
+    first.release()
+    Call("id", admission, found.visit("bob")).admit(1)
+
+
+def test_many_clients_leave_nothing_behind_and_those_with_a_rate_a_bounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "_MOST_IDLE", 3)
+    call, _, found = calls(ClientLimits(requests_per_second=0.001, burst=1))
+    for name in "abcdef":
+        one = call(name)
+        one.admit(1)
+        one.release()
+    assert len(found) == 3
+    refusal(call("f").admit, 1)  # among the last ones
+    call("a").admit(1)  # forgotten
+
+
+def test_a_client_at_work_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_MOST_IDLE", 1)
+    call, _, _ = calls(ClientLimits(max_in_flight=1, requests_per_second=0.001, burst=2))
+    call("alice").admit(1)
+    for name in "abcd":
+        one = call(name)
+        one.admit(1)
+        one.release()
+    assert refusal(call("alice").admit, 1)[0] == "clients.max_in_flight of 'alice': got 1 taken of 1"
+
+
+def test_clients_that_have_rested_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(Rate, "__init__", _with_clock(Rate.__init__, lambda: now[0]))
+    call, _, found = calls(ClientLimits(requests_per_second=1, burst=1))
+    for name in "ab":
+        one = call(name)
+        one.admit(1)
+        one.release()
+    assert len(found) == 2
+    now[0] += 1.0
+    one = call("c")
+    one.admit(1)
+    one.release()
+    assert len(found) == 1
+
+
+def _with_clock(init: Any, clock: Any) -> Any:
+    return lambda self, per_second, burst=0: init(self, per_second, burst, clock)
+
+
+def test_a_rate_gives_its_burst_and_then_one_turn_after_the_other() -> None:
+    now = [0.0]
+    rate = Rate(4.0, 2, lambda: now[0])
+    waits = []
+    for _ in range(4):
+        waits.append(rate.wait)
+        now[0] += rate.wait
+        rate.take()
+    assert waits == [0.0, 0.0, 0.25, 0.25]
+    now[0] += 100
+    assert [rate.wait, rate.rested] == [0.0, True]
+    for _ in range(2):
+        rate.take()
+    assert rate.wait == 0.25  # no more than the burst was saved
+
+
+@pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
+def test_the_burst_is_what_is_set_or_that_of_a_second_and_one_at_least(
+    per_second: float, burst: int, at_once: int
+) -> None:
+    rate = Rate(per_second, burst, lambda: 0.0)
+    taken = 0
+    while not rate.wait:
+        rate.take()
+        taken += 1
+    assert taken == at_once
+
+
+def test_without_limits_nothing_is_remembered_or_refused() -> None:
+    call, _, found = calls(ClientLimits(burst=1))
+    for _ in range(100):
+        call("alice").admit(1)
+    assert len(found) == 0

@@ -1,0 +1,181 @@
+"""A server on a unix socket: who may connect, what is at its path before, and what is left there after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmpos import SegmentTable, Text, place
+from mmpos.client import Client
+from mmpos.errors import InvalidInputError
+from mmpos_server.__main__ import main
+from mmpos_server.listening import Listen
+from mmpos_server.testing import running
+from mmpos_server.unix_socket import Uds
+
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "socket"
+
+
+@pytest.fixture
+def generous() -> Iterator[None]:
+    """A process that makes files which all may write."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def mistake(uds: Uds) -> str:
+    with pytest.raises(InvalidInputError) as raised, running(listen=Listen(tcp=False, uds=uds)):
+        pass
+    return str(raised.value)
+
+
+@pytest.mark.usefixtures("generous")
+@pytest.mark.parametrize("asked", [0o600, 0o660, 0o666])
+def test_a_socket_answers_and_has_the_permissions_that_were_asked_for(path: Path, asked: int) -> None:
+    with running(listen=Listen(tcp=False, uds=Uds(path, asked))) as address:
+        assert address == f"unix:{path}"
+        assert mode(path) == asked
+        with Client(address) as client:
+            assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
+        assert list(path.parent.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.usefixtures("generous")
+def test_nobody_else_can_reach_a_socket_before_its_permissions_are_right(path: Path) -> None:
+    seen = []
+    with socket.socket(socket.AF_UNIX) as made:
+
+        def add(address: str) -> None:
+            made.bind(address.removeprefix("unix:"))
+            made.listen()
+            (folder,) = path.parent.iterdir()
+            seen.extend([mode(folder), path.exists()])
+
+        Uds(path).listen(add)
+    assert seen == [0o700, False]
+    assert mode(path) == 0o600
+
+
+def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
+    with running(listen=Listen(uds=Uds(path))) as address:
+        for each in (address, f"unix:{path}"):
+            with Client(each) as client:
+                assert client.healthy()
+
+
+def test_a_path_that_a_live_server_has_is_taken(path: Path) -> None:
+    with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
+        assert mistake(Uds(path)) == f"uds: got {path}, which is taken, want a free one"
+        assert client.healthy()
+
+
+def test_a_socket_that_does_not_say_that_nobody_is_there_is_taken(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        assert mistake(Uds(path)) == f"uds: got {path}, which is taken, want a free one"
+        assert path.is_socket()
+
+
+def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
+        assert client.healthy()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> None:
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("precious")
+    else:
+        path.symlink_to("elsewhere")
+    before = path.lstat()
+    assert mistake(Uds(path)) == f"uds: got {path}, where something else is, want a free path"
+    assert path.lstat() == before
+
+
+def test_a_socket_that_is_no_longer_ours_is_left_alone(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        with running(listen=Listen(tcp=False, uds=Uds(path))):
+            path.unlink()
+            other.bind(str(path))
+        assert path.is_socket()
+    with running(listen=Listen(tcp=False, uds=Uds(path))):
+        path.unlink()
+    assert not path.exists()
+
+
+def test_a_path_that_cannot_be_one_is_refused(path: Path) -> None:
+    none = path.parent / "none" / "socket"
+    assert mistake(Uds(none)) == f"uds: got {none}, want a path in a folder that exists"
+    longest = path.parent / ("x" * (106 - len(str(path.parent))))
+    with running(listen=Listen(tcp=False, uds=Uds(longest))) as address, Client(address) as client:
+        assert client.healthy()
+    long = Path(f"{longest}x")
+    with pytest.raises(InvalidInputError) as raised:
+        Uds(long)
+    assert str(raised.value) == f"uds: got a path of 108 bytes, want <= 107: {long}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--uds", "s", "--workers", "2"],
+            "workers: got 2 with --uds, want 1: processes can share a port, but not a unix socket",
+        ),
+        (["--uds-mode", "0660"], "--uds-mode: got 0660 alone, want --uds"),
+        (["--uds", "s", "--uds-mode", "rw"], "--uds-mode: got 'rw', want octal digits such as 0660"),
+        (["--uds", "s", "--uds-mode", "4755"], "uds-mode: got 4755, want permissions from 0 to 777"),
+        (
+            ["--uds", "s", "--tls-cert", "c", "--tls-key", "k"],
+            "tls-cert: got c with a unix socket alone, which is never encrypted, want --port, too",
+        ),
+        (
+            ["--host", "0.0.0.0", "--token-file", "t"],
+            "token-file: got t for 0.0.0.0 without TLS, where others could read the tokens, want --tls-cert and "
+            "--tls-key, or a loopback host",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
+
+
+@pytest.mark.slow
+def test_the_program_says_where_it_listens_and_takes_the_socket_away(path: Path) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--uds-mode", "0620", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("mmpos_server listening on 127.0.0.1:")
+            assert process.stdout.readline() == f"mmpos_server listening on unix:{path}\n"
+            assert mode(path) == 0o620
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest, _ = process.communicate(timeout=30)
+    assert (process.returncode, rest, path.exists()) == (0, "", False)

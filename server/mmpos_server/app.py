@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.admission import Admission
+from mmpos_server.descriptors import one_pool
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
 from mmpos_server.listening import Listen, address, bind, transport_options
@@ -90,7 +91,9 @@ class Server:
         self._health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server)
+        # Methods of several pools of descriptors, which a reflection knows one of.
+        pool = one_pool(method.request.DESCRIPTOR.file for method in self._methods)
+        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server, pool)
         # Credentials first: a wrong file is worth more words than a taken port.
         credentials = listen.tls.credentials() if listen.tls else None
         # Asked before the transport is, whose own answer is a number and lines on stderr.
@@ -108,6 +111,7 @@ class Server:
 
     def announce_stop(self) -> None:
         """Say NOT_SERVING to those that ask for health, and go on serving."""
+        self._admission.announced = True
         if self._health is not None:
             self._health.stop()
 

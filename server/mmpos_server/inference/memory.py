@@ -55,7 +55,7 @@ def get_place(where: str, parameters: Mapping[str, pb.InferParameter], regions: 
     """The place that the parameters of a tensor tell; None if it is not in shared memory.
 
     Raises:
-        InvalidInputError: no such region, or half of what is needed.
+        InvalidInputError: no such region, bytes outside it, or half of what is needed.
         UnsupportedError: a parameter of another name.
     """
     values = get_parameters(f"{where}.parameters", parameters, _KNOWN)
@@ -65,4 +65,9 @@ def get_place(where: str, parameters: Mapping[str, pb.InferParameter], regions: 
         if name not in values:
             raise InvalidInputError(f"{where}.parameters: got {', '.join(values)}, want {name}, too")
     region = regions.get(f"{where}.parameters[{_REGION!r}]", values[_REGION])
-    return Place(region, values[_REGION], values.get(_OFFSET, 0), values[_SIZE])
+    offset, byte_size = values.get(_OFFSET, 0), values[_SIZE]
+    if offset < 0 or byte_size < 0 or offset + byte_size > region.byte_size:
+        raise InvalidInputError(
+            f"{where}: got bytes {offset} to {offset + byte_size}, want 0 to {region.byte_size} of its region"
+        )
+    return Place(region, values[_REGION], offset, byte_size)

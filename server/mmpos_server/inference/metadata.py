@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from mmpos_server.inference.tensors import DATATYPES
@@ -16,12 +17,14 @@ __all__ = ["PLATFORM", "put_config", "put_metadata"]
 PLATFORM = "mmpos"
 """What runs the models."""
 
+_TOLD = attrgetter("told")
+
 
 def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profile) -> None:
     """Fill a message with the tensors of a version."""
     message.name, message.platform = model.name, PLATFORM
     for field, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
-        for spec in specs:
+        for spec in filter(_TOLD, specs):
             field.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
 
 
@@ -32,5 +35,5 @@ def put_config(message: pb.ModelConfig, model: Model, profile: Profile) -> None:
     for spec in model.inputs(profile):
         data_type = DATATYPES[spec.datatypes[0]].config
         message.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
-    for spec in model.outputs(profile):
+    for spec in filter(_TOLD, model.outputs(profile)):
         message.output.add(name=spec.name, data_type=DATATYPES[spec.datatypes[0]].config, dims=spec.shape)

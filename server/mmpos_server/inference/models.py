@@ -47,12 +47,12 @@ def scheme_of_profile(profile: Profile) -> Scheme:
 
 
 def position_outputs(profile: Profile) -> list[Spec]:
-    """The outputs that tell positions, where a request names no other scheme."""
+    """The outputs that tell positions, as they are where a request names no other scheme."""
     scheme = scheme_of_profile(profile)
     return [
         Spec("position_ids", ("FP64" if scheme.fractional else "INT32",), (scheme.axes, -1)),
-        Spec("next_positions", ("INT64",), (-1,)),
-        Spec("deltas", ("INT64",), (-1,)),
+        Spec("next_positions", ("INT64",), (-1,), told=scheme.resumable),
+        Spec("deltas", ("INT64",), (-1,), told=scheme.resumable),
         Spec("cu_seqlens", ("INT32",), (-1,)),
         Spec("table", ("INT64",), (5 + 4 * scheme.axes, -1)),
         Spec("table_documents", ("INT64",), (4, -1)),

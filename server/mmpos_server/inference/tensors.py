@@ -58,6 +58,7 @@ class Spec:
         shape: its extents as metadata tells them; -1 is any.
         optional: whether an input may be left out.
         ndim: numbers of axes that are taken besides, with any extents.
+        told: whether metadata tells it; not an output that a version has only where a request names another scheme.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Spec:
     shape: tuple[int, ...]
     optional: bool = False
     ndim: tuple[int, ...] = ()
+    told: bool = True
 
     def check(self, datatype: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor of another type or shape.

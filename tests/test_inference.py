@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,15 +22,17 @@ import tritonclient.grpc as triton
 from open_inference import ask, config, given
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from mmpos import Grid, SegmentTable, Text, place
+from mmpos import Grid, SegmentTable, place
 from mmpos_server.app import Server
+from mmpos_server.config import ServerConfig
 from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference import rotate
 from mmpos_server.inference.methods import SERVICE, OpenInference
 from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
-SPANS = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
+SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +150,11 @@ def test_what_is_there_lives_and_is_ready(client: Any) -> None:
     }
 
 
+def test_what_needs_torch_is_not_ready_without_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotate, "device", lambda: "")
+    assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
+
+
 def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
     async def run() -> list[bool]:
         server = Server(config())
@@ -174,7 +185,7 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
 def test_the_server_tells_what_it_offers(client: Any) -> None:
     told = client.get_server_metadata()
     offered = ["binary_tensor_data", "model_configuration", "parameters", "statistics"]
-    assert (told.name, told.version, list(told.extensions)) == ("mmpos", "0.1.0", offered)
+    assert (told.name, told.version, list(told.extensions)) == ("mmpos", metadata.version("mmpos"), offered)
 
 
 TENSORS = {
@@ -365,18 +376,38 @@ def test_statistics_grow_by_what_was_done() -> None:
         assert [entry.execution_count for entry in everything] == [1, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-def test_a_padded_batch_and_a_document_are_different_shapes(client: Any) -> None:
-    padded = ask(
-        client,
-        "positions",
-        {
-            "input_ids": [[9, 5, 5, 9], [0, 0, 9, 9]],
-            "image_grid_thw": [[1, 1, 2]],
-            "attention_mask": [[1] * 4, [0, 0, 1, 1]],
-        },
-        parameters={"image_token_id": 5},
-    )
-    one = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])).dense()
-    assert padded["position_ids"][:, :4].tolist() == one.tolist()
-    assert padded["position_ids"][:, 4:].tolist() == [[0, 0, 0, 1]] * 2
-    assert padded["cu_seqlens"].tolist() == [0, 4, 8]
+def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: Any) -> None:
+    def waited(lengths: list[int], *outputs: str) -> bool:
+        [before] = client.get_inference_statistics("positions", "flat").model_stats
+        image = {"lengths": lengths, "offsets": [0] * len(lengths), "grid_thw": [[1, 1, n] for n in lengths]}
+        ask(client, "positions", {**image, "documents": np.arange(len(lengths))}, outputs, model_version="flat")
+        [after] = client.get_inference_statistics("positions", "flat").model_stats
+        assert after.inference_count == before.inference_count + len(lengths)
+        return bool(after.inference_stats.queue.ns > before.inference_stats.queue.ns)
+
+    assert not waited([3], "position_ids")
+    assert waited([20_000], "position_ids")  # to be written
+    assert waited([1] * 1000, "cu_seqlens")  # to be read
+
+
+# A load.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("perf_analyzer") is None, reason="perf_analyzer is not on the path")
+@pytest.mark.parametrize("flags", [[], ["--streaming", "-a"]], ids=["unary", "stream"])
+def test_perf_analyzer_measures_a_model(tmp_path: Path, flags: list[str]) -> None:
+    data = {
+        name: {"content": np.ravel(values).tolist(), "shape": list(np.shape(values))} for name, values in SPANS.items()
+    }
+    (tmp_path / "data.json").write_text(json.dumps({"data": [data]}))
+    # It reads versions as numbers. Any spread will do: whether it is served is asked, and not how fast.
+    with running(ServerConfig.model_validate({"profiles": {"1": {"images": {"backend": "pillow"}}}})) as address:
+        words = f"-m positions -u {address} -i grpc --input-data data.json --measurement-interval 500 -s 1000 -r 4"
+        command = ["perf_analyzer", *words.split(), *flags, "--concurrency-range", "2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        [answered] = re.findall(r"Successful request count: (\d+)", done.stdout)
+        with triton.InferenceServerClient(address) as client:
+            [found] = client.get_inference_statistics("positions", "1").model_stats
+    assert 0 < int(answered) <= found.inference_count

@@ -141,6 +141,23 @@ def test_random_batches_of_spans_and_of_ids(client: Any) -> None:
         same(ask(client, "positions", ids, parameters=parameters), wanted)
 
 
+def test_a_padded_batch_and_a_document_are_different_shapes(client: Any) -> None:
+    padded = ask(
+        client,
+        "positions",
+        {
+            "input_ids": [[9, 5, 5, 9], [0, 0, 9, 9]],
+            "image_grid_thw": [[1, 1, 2]],
+            "attention_mask": [[1] * 4, [0, 0, 1, 1]],
+        },
+        parameters={"image_token_id": 5},
+    )
+    one = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])).dense()
+    assert padded["position_ids"][:, :4].tolist() == one.tolist()
+    assert padded["position_ids"][:, 4:].tolist() == [[0, 0, 0, 1]] * 2
+    assert padded["cu_seqlens"].tolist() == [0, 4, 8]
+
+
 def test_views_are_those_of_our_own_protocol(client: Any) -> None:
     wanted = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
     spans = {"lengths": [11, 4], "offsets": [3], "grid_thw": [[1, 2, 3]], "documents": [0]}

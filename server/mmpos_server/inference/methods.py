@@ -39,7 +39,11 @@ class OpenInference:
         self._models = {model.name: model for model in models}
         self._profiles, self._limits, self._memory = profiles, limits, memory
         self._regions = Regions(memory)
-        self._statistics = Statistics((name, profile.name) for name in self._models for profile in profiles)
+        versions = [(model, profile) for model in models for profile in profiles]
+        self._statistics = Statistics((model.name, profile.name) for model, profile in versions)
+        self._tensors = {
+            (model.name, profile.name): (model.inputs(profile), model.outputs(profile)) for model, profile in versions
+        }
 
     def methods(self) -> list[Method]:
         """All methods; those that ask whether the server lives are answered however much there is to do."""
@@ -105,7 +109,7 @@ class OpenInference:
         answer.model_name, answer.model_version, answer.id = model.name, profile.name, message.id
         answered = False
         try:
-            inputs, outputs = model.inputs(profile), model.outputs(profile)
+            inputs, outputs = self._tensors[model.name, profile.name]
             with call.stage("read"):
                 request = get_request(message, profile, inputs, outputs, model.parameters, self._regions, self._limits)
             await model.infer(request, answer, call)

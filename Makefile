@@ -35,8 +35,14 @@ format: $(VENV)/dev  ## rewrite the files in the house format
 	$(BIN)/clang-format -i csrc/*.[ch]
 	$(BIN)/ruff check --fix .
 
-proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
-	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
+PROTOC := PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto
+
+# Names of package inference are others', too: in a pool of their own, ours live beside those of any client of theirs.
+proto: $(VENV)/dev  ## generate mmpos/rpc and mmpos_server/inference from proto/
+	$(PROTOC) --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
+	$(PROTOC) --python_out=server/mmpos_server --mypy_out=server/mmpos_server proto/inference/*.proto
+	sed -i -e 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' -e "s/'inference\./'mmpos_server.inference./" \
+	    server/mmpos_server/inference/*_pb2.py
 
 baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb

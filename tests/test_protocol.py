@@ -13,8 +13,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 BASELINE = ROOT / "proto" / "baseline.binpb"
-GENERATED = ROOT / "mmpos" / "rpc" / "v1"
-SOURCES = sorted(path.relative_to(ROOT / "proto") for path in (ROOT / "proto").rglob("*.proto"))
+GENERATED = {"mmpos/rpc/v1": ROOT, "inference": ROOT / "server" / "mmpos_server"}
+"""Folders of proto, and what the folders of the same names lie in that hold their code."""
+
+OWN_POOL = ("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
+OWN_NAME = ("'inference.", "'mmpos_server.inference.")
 
 
 def buf(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -40,7 +43,8 @@ def breaking(copy: Path) -> str:
     return buf("breaking", "--against", str(BASELINE), cwd=copy).stdout
 
 
-def test_generated_code_is_that_of_the_protocol(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", GENERATED)
+def test_generated_code_is_that_of_the_protocol(folder: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -50,13 +54,21 @@ def test_generated_code_is_that_of_the_protocol(tmp_path: Path) -> None:
         f"--mypy_out={tmp_path}",
     ]
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    sources = [str(Path("proto") / source) for source in SOURCES]
+    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto" / folder).glob("*.proto"))]
     subprocess.run([*command, *sources], cwd=ROOT, env=environment, check=True, capture_output=True)
-    fresh = {path.name: path.read_bytes() for path in (tmp_path / "mmpos" / "rpc" / "v1").iterdir()}
-    committed = {path.name: path.read_bytes() for path in GENERATED.glob("*_pb2.py*")}
-    assert len(fresh) == 2 * len(SOURCES)
+    fresh = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
+    if folder == "inference":
+        fresh = {name: text.replace(*OWN_POOL).replace(*OWN_NAME) for name, text in fresh.items()}
+        assert sum(OWN_POOL[1] in text for text in fresh.values()) == len(sources), "names would meet those of others"
+    committed = {path.name: path.read_text() for path in (GENERATED[folder] / folder).glob("*_pb2.py*")}
+    assert len(fresh) == 2 * len(sources)
     assert sorted(committed) == sorted(fresh)
     assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"
+
+
+def test_all_of_the_protocol_is_generated() -> None:
+    folders = {str(path.parent.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto")}
+    assert folders == set(GENERATED)
 
 
 def test_the_style_is_that_of_buf_and_every_name_has_a_comment() -> None:

@@ -75,7 +75,8 @@ def cases(options: Options) -> Iterator[Case]:
         yield from suite.over_documents()
         yield suite.latency(asking.place(1))
         if H2Load.found() and not options.quick:
-            yield from (suite.by_h2load(asking.place(documents)) for documents in (1, sizes.batch))
+            few = (1, sizes.batch)
+            yield from (suite.by_h2load(ask(documents)) for ask in (asking.place, asking.infer) for documents in few)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def get_query(name: str, message: pb.PositionsQuery) -> PositionsQuery:
         scheme=get_scheme(path(name, "scheme"), message.scheme) if message.HasField("scheme") else None,
         start=_one_or_each(name, message, "start", 0),
         strict=optional(message, "strict"),
-        views=[_get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
+        views=[get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
         dense=None if dense is None else _get_dense(path(name, "dense"), dense),
     )
 
@@ -130,7 +130,8 @@ def _put_view(message: pb.View, view: View) -> None:
             _put_one_or_each(message.pad, "length", view.length)
 
 
-def _get_view(name: str, message: pb.View) -> View:
+def get_view(name: str, message: pb.View) -> View:
+    """The view of a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)
     name = path(name, kind)

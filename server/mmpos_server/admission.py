@@ -69,6 +69,8 @@ class Admission:
     """Calls and streams that have come so far."""
     last_arrival: float = -math.inf
     """When the last of them came, by the monotonic clock."""
+    announced: bool = False
+    """Whether the server says that it is about to stop."""
     ending: bool = False
     """Whether what comes now is refused, as the server is about to stop."""
 

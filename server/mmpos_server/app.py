@@ -16,6 +16,7 @@ from mmpos.errors import InvalidInputError
 from mmpos_server.access import Door
 from mmpos_server.admission import Admission
 from mmpos_server.clients import Clients
+from mmpos_server.descriptors import one_pool
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
 from mmpos_server.listening import Listen, address, bind, transport_options
@@ -101,7 +102,9 @@ class Server:
         self._health = Health(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server)
+        # Methods of several pools of descriptors, which a reflection knows one of.
+        pool = one_pool(method.request.DESCRIPTOR.file for method in self._methods)
+        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server, pool)
         places = [self._add_port(server)] if listen.tcp else []
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
@@ -130,6 +133,7 @@ class Server:
 
     def announce_stop(self) -> None:
         """Say NOT_SERVING to those that ask for health, and go on serving."""
+        self._admission.announced = True
         if self._health is not None:
             self._health.stop()
 

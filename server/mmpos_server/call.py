@@ -74,6 +74,11 @@ class Call:
         """Whether the deadline has passed."""
         return self._deadline is not None and monotonic() >= self._deadline
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the server says that it is about to stop."""
+        return self._admission.announced
+
     def checkpoint(self) -> None:
         """Go on only if somebody still waits for the answer; cheap, and callable from any thread.
 

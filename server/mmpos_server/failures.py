@@ -19,7 +19,12 @@ from mmpos.errors import (
 )
 from mmpos.wire.errors import RETRY_AFTER, shortened, to_status
 
-__all__ = ["Failure", "failure", "public"]
+__all__ = ["Failure", "NotFoundError", "failure", "public"]
+
+
+class NotFoundError(InvalidInputError):
+    """A request names what is not here, in a protocol that has a status of its own for it: NOT_FOUND."""
+
 
 _KNOWN = (
     InvalidInputError,
@@ -64,6 +69,8 @@ def failure(error: Exception, request_id: str) -> Failure:
     """The status of an error, cut to what a header holds."""
     seen = public(error, request_id)
     status, message = to_status(seen)
+    if isinstance(seen, NotFoundError):
+        status = "NOT_FOUND"
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(seen, ServiceOverloadedError):
         metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)

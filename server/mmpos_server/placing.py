@@ -13,7 +13,7 @@ from mmpos_server.config import Limits
 from mmpos_server.profiles import Profile, Profiles
 from mmpos_server.refusals import check_message, check_reply, check_segments, check_table, check_view
 
-__all__ = ["Placing"]
+__all__ = ["INLINE_BYTES", "Placing", "complete"]
 
 INLINE_BYTES = 16_384
 """Queries up to this size are answered between two others: a thread would cost more than they do."""

@@ -17,6 +17,7 @@ from mmpos_server.clients import Clients
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
+from mmpos_server.inference import open_inference_pb2
 from mmpos_server.logs import LEVELS, Logs
 from mmpos_server.metrics import Metrics
 from mmpos_server.profiles import Profiles
@@ -39,7 +40,7 @@ _ARGUMENTS = ("config", "num_replicas", "log_level")
 
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
     """Each service and its methods, whose names differ also between services: Serve routes by them alone."""
-    for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2):
+    for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield service, list(service.methods)
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]

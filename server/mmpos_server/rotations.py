@@ -22,7 +22,7 @@ from mmpos_server.refusals import check
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Rotations", "device"]
+__all__ = ["MAX_HEAD_DIM", "Rotations", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
 """Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
@@ -65,7 +65,7 @@ class Rotations:
         await call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        _demand_torch()
+        demand_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"))
@@ -83,7 +83,7 @@ class Rotations:
                 put_tensor(answer.cache, made)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        _demand_torch()
+        demand_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"))
@@ -118,7 +118,11 @@ class Rotations:
             if message.rotary.head_dim > MAX_HEAD_DIM:
                 raise LimitExceededError(f"rotary.head_dim: got {message.rotary.head_dim}, want at most {MAX_HEAD_DIM}")
             return _parsed(message.rotary.SerializeToString(deterministic=True))
-        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+        return self.rotary(message.profile if message.HasField("profile") else None)
+
+    def rotary(self, name: str | None) -> Rotary:
+        """The rotation of a profile; None is the default one."""
+        profile = self._profiles.get(name)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
         return profile.rotary
@@ -145,6 +149,7 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _demand_torch() -> None:
+def demand_torch() -> None:
+    """Refuse rotations where torch is not installed."""
     if find_spec("torch") is None:
         raise UnsupportedError('rotary: got a server without torch, want one installed with pip install "mmpos[all]"')

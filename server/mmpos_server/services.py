@@ -11,6 +11,11 @@ from mmpos.wire.schemes import parameters
 from mmpos_server.building import Building
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
+from mmpos_server.inference.methods import OpenInference
+from mmpos_server.inference.models import Model
+from mmpos_server.inference.positions import Positions
+from mmpos_server.inference.rotate import Rotate
+from mmpos_server.inference.sequences import Sequences
 from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.placing import Placing
 from mmpos_server.profiles import Profile, Profiles
@@ -24,9 +29,10 @@ PACKAGE = "mmpos.rpc.v1"
 
 def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
     """All methods of a server with these profiles, these limits, and what it takes of shared memory."""
-    rotations = Rotations(profiles, limits)
-    place = queried(Placing(profiles, limits).place, "positions")
-    build = queried(Building(profiles, limits).build, "sequences")
+    placing, building, rotations = Placing(profiles, limits), Building(profiles, limits), Rotations(profiles, limits)
+    place = queried(placing.place, "positions")
+    build = queried(building.build, "sequences")
+    models: list[Model] = [Sequences(building, limits), Positions(placing, limits), Rotate(rotations, limits)]
     return [
         Method(
             f"{PACKAGE}.PositionService",
@@ -65,6 +71,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             info_pb2.GetInfoResponse,
             _Info(profiles, limits, device()).get_info,
         ),
+        *OpenInference(models, profiles, limits, memory).methods(),
     ]
 
 

@@ -14,18 +14,20 @@ import numpy as np
 from mmpos.bench.proofs import NotEqualError, equal, holds
 from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.workloads import workload
-from mmpos.queries import Dense, PositionsQuery
+from mmpos.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos.segments import SegmentTable
+from mmpos.segments import GRID, SegmentTable
 from mmpos.wire.parts import put_parts
 from mmpos.wire.positions import get_result, put_query
 from mmpos.wire.sequences import get_sequence
 from mmpos_server.config import load
+from mmpos_server.inference import open_inference_pb2
 from mmpos_server.profiles import Profiles
 
 __all__ = ["Asking", "Question", "counted"]
 
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
+_INFER = "/inference.GRPCInferenceService/ModelInfer"
 _PHOTOS = Path(__file__).parents[2] / "photos"
 
 
@@ -106,6 +108,24 @@ class Asking:
         path = _POSITIONS + ("StreamPlace" if stream else "Place")
         return self._question(name, path, request, documents, segments.num_tokens, prove)
 
+    def infer(self, documents: int) -> Question:
+        """The same of the model of the Open Inference Protocol, from placeholder spans."""
+        segments, request = self.segments(documents), open_inference_pb2.ModelInferRequest(model_name="positions")
+        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), _spans(segments), strict=True))
+        for name, array in inputs.items():
+            request.inputs.add(name=name, datatype="INT64", shape=array.shape)
+            request.raw_input_contents.append(array.astype("<i8").tobytes())
+        request.outputs.add(name="table")
+        wanted = PositionsQuery(Spans(*inputs.values())).run().table
+        assert wanted is not None
+
+        def prove(raw: bytes) -> None:
+            [table] = open_inference_pb2.ModelInferResponse.FromString(raw).raw_output_contents
+            equal(np.frombuffer(table, "<i8").reshape(wanted.table.shape), wanted.table)
+
+        name = f"ModelInfer, {counted(documents)}"
+        return self._question(name, _INFER, request, documents, segments.num_tokens, prove)
+
     def text(self, documents: int) -> Question:
         """Sequences of so many documents of text, a token per letter."""
         return self._build("of text", [["a bird " * max(1, self._sizes[0] // 7)]] * documents)
@@ -137,6 +157,20 @@ class Asking:
         sent = request.SerializeToString()
         raw = _ask(self._channel, path, sent)
         return Question(name, path, sent, raw, documents, tokens, partial(prove, raw))
+
+
+def _spans(segments: SegmentTable) -> tuple[Any, Any, Any, Any]:
+    """Lengths of documents; offsets, grids and documents of their images."""
+    lengths, grid = segments.lengths, segments.kind == GRID
+    first, offsets = np.cumsum(lengths) - lengths, segments.segment_offsets
+    document = np.repeat(np.arange(segments.num_documents), np.diff(offsets))
+    begins = first[offsets[:-1]]
+    return (
+        np.diff(np.append(begins, segments.num_tokens)),
+        (first - begins[document])[grid],
+        segments.extents.T[grid],
+        document[grid],
+    )
 
 
 def counted(documents: int) -> str:

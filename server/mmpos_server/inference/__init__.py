@@ -1,0 +1,1 @@
+"""Open Inference Protocol v2: the same domain behind models by name, tensors in and tensors out."""

@@ -1,0 +1,94 @@
+"""Values beside tensors: each of a name and a kind that is known, and anything else refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from google.protobuf import json_format
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rpc.v1 import positions_pb2, scheme_pb2
+from mmpos.schemes import Scheme
+from mmpos.views import View
+from mmpos.wire.positions import get_view
+from mmpos.wire.schemes import get_scheme
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.refusals import check
+
+if TYPE_CHECKING:
+    from mmpos_server.config import Limits
+
+__all__ = ["Kind", "get_parameters", "loaded", "scheme_of", "views_of"]
+
+Kind = Literal["bool", "int64", "string"]
+
+IGNORED = ("triton_enable_empty_final_response",)
+"""A client's wish to be told of the last answer to a request, which it always is."""
+
+
+def get_parameters(
+    where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]
+) -> dict[str, Any]:
+    """The values of parameters, by name.
+
+    Args:
+        where: what errors call their map.
+        parameters: as they came.
+        known: kind of each that may come.
+
+    Raises:
+        UnsupportedError: one that is not known, since what it asks for would not be done.
+        InvalidInputError: a value of another kind.
+    """
+    unknown = set(parameters) - set(known) - set(IGNORED)
+    if unknown:
+        raise UnsupportedError(f"{where}: got {min(unknown)[:100]!r}, want {' or '.join(known)}")
+    found = {}
+    for name in known:
+        if name in parameters:
+            choice = parameters[name].WhichOneof("parameter_choice")
+            if choice != f"{known[name]}_param":
+                raise InvalidInputError(f"{where}[{name!r}]: got {choice or 'no value'}, want {known[name]}_param")
+            found[name] = getattr(parameters[name], choice)
+    return found
+
+
+def loaded(name: str, text: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
+
+
+def scheme_of(text: str) -> Scheme:
+    """The scheme of a parameter: its name, or message Scheme as JSON."""
+    if not text.lstrip().startswith("{"):
+        return get_scheme("scheme", scheme_pb2.Scheme(name=text))
+    message = _message("scheme", loaded("scheme", text), scheme_pb2.Scheme())
+    return get_scheme("scheme", message)
+
+
+def views_of(text: str, limits: Limits) -> list[View]:
+    """The views of a parameter: a JSON list of messages View."""
+    values = loaded("views", text)
+    if not isinstance(values, list):
+        raise InvalidInputError(f"parameters['views']: got {text[:100]!r}, want a JSON list of views")
+    check("views", len(values), limits)
+    return [
+        get_view(f"views[{i}]", _message(f"views[{i}]", value, positions_pb2.View())) for i, value in enumerate(values)
+    ]
+
+
+def _message(name: str, value: Any, message: Any) -> Any:
+    try:
+        return json_format.ParseDict(value, message)
+    except (json_format.ParseError, AttributeError, TypeError, RecursionError) as error:
+        kind = type(message).__name__
+        raise InvalidInputError(f"{name}: got {str(value)[:100]}, want message {kind} as JSON ({error})") from None

@@ -1,0 +1,154 @@
+"""Model "rotate": q and k that were sent, rotated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmpos.checks import one_of
+from mmpos.columns import DENOMINATOR
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions import PositionTable
+from mmpos.rotary import Rotary
+from mmpos_server.inference.models import scheme_of_profile
+from mmpos_server.inference.parameters import Kind, loaded
+from mmpos_server.inference.requests import Request
+from mmpos_server.inference.responses import Output, put_response
+from mmpos_server.inference.tensors import Spec
+from mmpos_server.refusals import check
+from mmpos_server.rotations import MAX_HEAD_DIM, Rotations, demand_torch, device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmpos_server.call import Call
+    from mmpos_server.config import Limits
+    from mmpos_server.inference import open_inference_pb2 as pb
+    from mmpos_server.profiles import Profile
+
+__all__ = ["Rotate"]
+
+
+class Rotate:
+    """q and k to rotated q and k.
+
+    Args:
+        rotations: what rotates.
+        limits: most that one request may ask for.
+    """
+
+    name = "rotate"
+    parameters: Mapping[str, Kind] = {"layout": "string", "conjugate": "bool", "rotary": "string"}
+
+    def __init__(self, rotations: Rotations, limits: Limits) -> None:
+        self._rotations, self._limits = rotations, limits
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is torch."""
+        return bool(device())
+
+    def inputs(self, profile: Profile) -> Sequence[Spec]:
+        """q, k, and positions as ids or as a table."""
+        ids = ("INT32", "INT64", "FP64")
+        fractional = scheme_of_profile(profile).fractional
+        return [
+            *self._tensors(profile),
+            Spec("position_ids", ids[::-1] if fractional else ids, (-1, -1), optional=True, ndim=(3,)),
+            Spec("table", ("INT64",), (-1, -1), optional=True),
+            Spec("table_documents", ("INT64",), (4, -1), optional=True),
+        ]
+
+    def outputs(self, profile: Profile) -> Sequence[Spec]:
+        """q, and k if it came, of the type that they came in."""
+        return self._tensors(profile)
+
+    async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
+        """Rotate."""
+        await call.run("rotary", self._infer, request, answer, call)
+
+    def _tensors(self, profile: Profile) -> list[Spec]:
+        kinds = ("FP32", "FP16", "BF16")
+        head_dim = -1 if profile.rotary is None else profile.rotary.head_dim
+        return [Spec(name, kinds, (-1, -1, head_dim), optional=name == "k", ndim=(3, 4)) for name in ("q", "k")]
+
+    def _infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
+        demand_torch()
+        with call.stage("read"):
+            values = request.parameters
+            layout = values.get("layout")
+            if layout is not None:
+                one_of("layout", layout, ("thd", "bshd", "bhsd"))
+            rotary = _rotary(values["rotary"]) if "rotary" in values else self._rotations.rotary(request.profile.name)
+            q, k = (_tensor(request, name) for name in ("q", "k"))
+            assert q is not None
+            check("response_bytes", sum(t.numel() * t.element_size() for t in (q, k) if t is not None), self._limits)
+            positions = self._positions(request, q, layout)
+        q, k = self._rotations.turn(
+            q, k, positions, rotary, call, layout=layout, conjugate=values.get("conjugate", False)
+        )
+        with call.stage("write"):
+            datatype = request.inputs["q"].datatype
+            put_response(answer, request, _outputs({"q": q, "k": k}, datatype))
+
+    def _positions(self, request: Request, q: Tensor, layout: str | None) -> Any:
+        ids, table, documents = (request.array(name) for name in ("position_ids", "table", "table_documents"))
+        if (ids is None) == (table is None) or (table is None) != (documents is None):
+            raise InvalidInputError(
+                f"inputs: got {list(request.inputs)}, want position_ids, or table and table_documents, among them"
+            )
+        if ids is not None:
+            import torch
+
+            check("tokens", ids.size, self._limits)
+            return torch.from_numpy(ids.copy())
+        assert table is not None
+        assert documents is not None
+        tokens = q.shape[0] if q.ndim == 3 else q.shape[0] * q.shape[2 if layout == "bhsd" else 1]
+        check("tokens", tokens, self._limits)
+        fractional = len(table) > DENOMINATOR and bool((table[DENOMINATOR] != 1).any())
+        return PositionTable.from_arrays(table, documents, tokens, fractional=fractional, scheme="")
+
+
+def _rotary(text: str) -> Rotary:
+    """The rotation of a parameter."""
+    values = loaded("rotary", text)
+    if not isinstance(values, dict):
+        raise InvalidInputError(
+            f"parameters['rotary']: got {text[:100]!r}, want a JSON object as Rotary.to_dict gives it"
+        )
+    head_dim = values.get("head_dim")
+    if isinstance(head_dim, int) and head_dim > MAX_HEAD_DIM:
+        raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
+    return _parsed(json.dumps(values))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Rotary:
+    """The rotation of a JSON text; its frequencies take milliseconds, and a client sends the same again and again."""
+    return Rotary.from_dict(json.loads(text))
+
+
+def _tensor(request: Request, name: str) -> Tensor | None:
+    """The torch tensor of an input, a copy that may be written to."""
+    array = request.array(name)
+    if array is None:
+        return None
+    import torch
+
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if request.inputs[name].datatype == "BF16" else tensor
+
+
+def _outputs(tensors: Mapping[str, Tensor | None], datatype: str) -> dict[str, Output]:
+    def output(tensor: Tensor) -> tuple[str, Any]:
+        import torch
+
+        host = tensor.detach().cpu().contiguous()
+        return datatype, np.asarray((host.view(torch.uint16) if datatype == "BF16" else host).numpy())
+
+    return {name: lambda tensor=tensor: output(tensor) for name, tensor in tensors.items() if tensor is not None}  # type: ignore[misc]

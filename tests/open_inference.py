@@ -1,0 +1,61 @@
+"""What the tests of the Open Inference Protocol share: servers, and requests by the real client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from mmpos_server.config import ServerConfig
+
+DATATYPES = {
+    "int64": "INT64",
+    "int32": "INT32",
+    "float32": "FP32",
+    "float16": "FP16",
+    "float64": "FP64",
+    "uint8": "UINT8",
+}
+
+
+def config(**tables: Any) -> ServerConfig:
+    """Settings with a profile for each kind of scheme."""
+    images = {"backend": "pillow", "patch_size": 14, "spatial_merge_size": 2}
+    return ServerConfig.model_validate(
+        {
+            "profiles": {
+                "default": {"images": images, "rotary": {"head_dim": 16}},
+                "halves": {"scheme": {"name": "rope-tie-fractional", "axes": 3}, "images": images},
+                "flat": {"scheme": "grid-2d", "images": {**images, "dtype": "float32"}},
+            },
+            **tables,
+        }
+    )
+
+
+def given(name: str, values: Any, datatype: str | None = None) -> Any:
+    """An input of this name: numbers, or bytes."""
+    array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
+    tensor = triton.InferInput(
+        name, array.shape, datatype or ("BYTES" if array.dtype == object else DATATYPES[array.dtype.name])
+    )
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def wanted(names: Iterable[str] | None) -> list[Any] | None:
+    """Outputs of these names."""
+    return None if names is None else [triton.InferRequestedOutput(name) for name in names]
+
+
+def ask(client: Any, model: str, inputs: dict[str, Any], outputs: Sequence[str] | None = None, **options: Any) -> Any:
+    """The arrays of an answer, by name."""
+    tensors = [given(name, values) for name, values in inputs.items()]
+    result = client.infer(model, tensors, outputs=wanted(outputs), **options)
+    return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+
+
+def _is_bytes(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, bytes) for value in values)

@@ -1,0 +1,413 @@
+"""The Open Inference Protocol through the real client: descriptors, readiness, metadata, streams, statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from open_inference import ask, config, given
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from mmpos import Grid, SegmentTable, place
+from mmpos_server.app import Server
+from mmpos_server.config import ServerConfig
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference import rotate
+from mmpos_server.inference.methods import SERVICE, OpenInference
+from mmpos_server.profiles import Profiles
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.testing import running
+
+SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running(config()) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Any]:
+    with triton.InferenceServerClient(address) as client:
+        yield client
+
+
+# Beside the real client.
+
+
+def described(message: Any) -> dict[str, Any]:
+    """What a message type is on the wire and in code, nested types included."""
+    found = {
+        f"{message.full_name}.{field.name}": (
+            field.number,
+            field.type,
+            field.is_repeated,
+            getattr(field.message_type or field.enum_type, "full_name", None),
+            field.containing_oneof and field.containing_oneof.name,
+        )
+        for field in message.fields
+    }
+    for nested in message.nested_types:
+        found |= described(nested)
+    return found
+
+
+def test_every_field_and_value_of_ours_is_theirs() -> None:
+    theirs: dict[str, Any] = {}
+    enums: dict[str, int] = {}
+    for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
+        for message in file.message_types_by_name.values():
+            theirs |= described(message)
+        for enum in file.enum_types_by_name.values():
+            enums |= {f"{enum.full_name}.{value.name}": value.number for value in enum.values}
+    ours: dict[str, Any] = {}
+    for message in pb.DESCRIPTOR.message_types_by_name.values():
+        ours |= described(message)
+    assert len(ours) > 100
+    assert {name: (field, theirs.get(name)) for name, field in ours.items() if theirs.get(name) != field} == {}
+    [data_type] = pb.DESCRIPTOR.enum_types_by_name.values()
+    values = {f"{data_type.full_name}.{value.name}": value.number for value in data_type.values}
+    assert values == {name: number for name, number in enums.items() if name.startswith("inference.DataType.")}
+
+
+def test_every_method_of_ours_is_theirs() -> None:
+    def methods(file: Any) -> dict[str, Any]:
+        return {
+            method.name: (
+                method.input_type.full_name,
+                method.output_type.full_name,
+                method.client_streaming,
+                method.server_streaming,
+            )
+            for method in file.services_by_name["GRPCInferenceService"].methods
+        }
+
+    ours, theirs = methods(pb.DESCRIPTOR), methods(service_pb2.DESCRIPTOR)
+    assert ours == {name: theirs[name] for name in ours}
+    served = OpenInference([], Profiles.from_config(config()), config().limits, SharedMemory()).methods()
+    names = {name for method in served for name in (method.name, method.twin and method.twin.name) if name}
+    assert names == set(ours)
+    assert {method.name for method in served if not method.admitted} == {"ServerLive", "ServerReady", "ModelReady"}
+
+
+IMPORTS = {
+    "theirs": "import tritonclient.grpc as triton",
+    "ours": "from mmpos_server.inference import open_inference_pb2 as pb\nfrom mmpos.client import Client",
+}
+BOTH = """
+import sys
+from mmpos import SegmentTable
+import numpy as np
+
+lengths = triton.InferInput("lengths", [1], "INT64")
+lengths.set_data_from_numpy(np.array([3]))
+with triton.InferenceServerClient(sys.argv[1]) as theirs, Client(sys.argv[1]) as ours:
+    found = theirs.infer("positions", [lengths]).get_response()
+    table = ours.place(SegmentTable.from_spans([3], [], np.empty((0, 3), int)))
+read = pb.ModelInferResponse.FromString(found.SerializeToString())
+print(np.frombuffer(read.raw_output_contents[0], "<i4").tolist() == table.dense().ravel().tolist(), read.model_name)
+"""
+
+
+@pytest.mark.parametrize("order", [("theirs", "ours"), ("ours", "theirs")], ids=["theirs first", "ours first"])
+def test_both_clients_live_in_one_process(address: str, order: tuple[str, str]) -> None:
+    script = "\n".join([*(IMPORTS[name] for name in order), BOTH])
+    command = [sys.executable, "-W", "error", "-c", script, address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout, done.stderr) == ("True positions\n", "")
+
+
+# Readiness.
+
+
+def test_what_is_there_lives_and_is_ready(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    ready = {
+        (name, version): client.is_model_ready(name, version)
+        for name in ("positions", "sequences", "rotate", "nothing")
+        for version in ("", "halves", "nothing")
+    }
+    assert ready == {
+        (name, version): name != "nothing" and version != "nothing"
+        for name in ("positions", "sequences", "rotate", "nothing")
+        for version in ("", "halves", "nothing")
+    }
+
+
+def test_what_needs_torch_is_not_ready_without_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotate, "device", lambda: "")
+    assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
+
+
+def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
+    async def run() -> list[bool]:
+        server = Server(config())
+        port = await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+
+            async def said(method: str, field: str, request: bytes = b"") -> bool:
+                response = getattr(pb, f"{method}Response")
+                call: Any = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=response.FromString)
+                return bool(getattr(await call(request), field))
+
+            model = pb.ModelReadyRequest(name="positions").SerializeToString()
+            server.announce_stop()
+            found = [
+                await said("ServerLive", "live"),
+                await said("ServerReady", "ready"),
+                await said("ModelReady", "ready", model),
+            ]
+        await server.stop(None)
+        return found
+
+    assert asyncio.run(run()) == [True, False, False]
+
+
+# Metadata.
+
+
+def test_the_server_tells_what_it_offers(client: Any) -> None:
+    told = client.get_server_metadata()
+    offered = ["binary_tensor_data", "model_configuration", "parameters", "statistics"]
+    assert (told.name, told.version, list(told.extensions)) == ("mmpos", metadata.version("mmpos"), offered)
+
+
+TENSORS = {
+    ("positions", "halves"): [
+        ("position_ids", "FP64", [3, -1]),
+        ("next_positions", "INT64", [-1]),
+        ("deltas", "INT64", [-1]),
+        ("cu_seqlens", "INT32", [-1]),
+        ("table", "INT64", [17, -1]),
+        ("table_documents", "INT64", [4, -1]),
+    ],
+    ("sequences", "flat"): [
+        ("input_ids", "INT64", [-1]),
+        ("position_ids", "INT32", [2, -1]),
+        ("cu_seqlens", "INT32", [-1]),
+        ("table", "INT64", [13, -1]),
+        ("table_documents", "INT64", [4, -1]),
+        ("grid_thw", "INT64", [-1, 3]),
+        ("image_spans", "INT64", [-1, 2]),
+        ("patches", "FP32", [-1, 14, 14, 3]),
+    ],
+    ("rotate", ""): [("q", "FP32", [-1, -1, 16]), ("k", "FP32", [-1, -1, 16])],
+}
+
+
+@pytest.mark.parametrize(("model", "version"), TENSORS)
+def test_outputs_are_those_of_the_version(client: Any, model: str, version: str) -> None:
+    told = client.get_model_metadata(model, version)
+    assert (told.name, told.platform, list(told.versions)) == (model, "mmpos", ["default", "halves", "flat"])
+    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in told.outputs] == TENSORS[model, version]
+
+
+@pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
+@pytest.mark.parametrize("version", ["", "halves", "flat"])
+def test_configuration_and_metadata_say_the_same(client: Any, model: str, version: str) -> None:
+    told, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
+    names = {value.number: value.name for value in model_config_pb2.DataType.DESCRIPTOR.values}
+    for tensors, configured in ((told.inputs, config.input), (told.outputs, config.output)):
+        assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in tensors] == [
+            (tensor.name, names[tensor.data_type].removeprefix("TYPE_").replace("STRING", "BYTES"), list(tensor.dims))
+            for tensor in configured
+        ]
+    assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
+    assert config.HasField("model_transaction_policy")
+    assert not config.model_transaction_policy.decoupled
+
+
+VALUES: dict[str, Any] = {
+    "lengths": [4],
+    "offsets": [1],
+    "grid_thw": [[1, 1, 2]],
+    "parts": [b"a", b"bc"],
+    "kinds": [b"text", b"text"],
+    "parts_per_document": [1, 1],
+    "q": np.ones((2, 1, 16), np.float32),
+    "k": np.ones((2, 1, 16), np.float32),
+}
+LEFT_OUT = {
+    "positions": {
+        "documents",
+        "input_ids",
+        "image_grid_thw",
+        "video_grid_thw",
+        "attention_mask",
+        "cu_seqlens",
+        "start",
+    },
+    "sequences": set[str](),
+    "rotate": {"table", "table_documents"},
+}
+
+
+# Text has no place in the scheme of "flat": its sequences have nowhere to go, and its documents are an image.
+@pytest.mark.parametrize(
+    ("model", "version"),
+    [
+        (model, version)
+        for model in LEFT_OUT
+        for version in ("", "halves", "flat")
+        if (model, version) != ("sequences", "flat")
+    ],
+)
+def test_models_take_and_give_what_metadata_tells(client: Any, model: str, version: str) -> None:
+    told = client.get_model_metadata(model, version)
+    if model == "rotate" and version:
+        parameters = {"rotary": json.dumps({"head_dim": 16, "axes": 3 if version == "halves" else 2})}
+    else:
+        parameters = None
+    inputs = []
+    for tensor in told.inputs:
+        if tensor.name not in LEFT_OUT[model]:
+            axes = 3 if version == "halves" else 2
+            value = VALUES.get(tensor.name, np.zeros((axes, 2), np.float64 if tensor.datatype == "FP64" else np.int32))
+            value = {"lengths": [2], "offsets": [0]}.get(tensor.name, value) if version == "flat" else value
+            inputs.append(given(tensor.name, value, tensor.datatype))
+    result = client.infer(model, inputs, version, parameters=parameters).get_response()
+    assert [(output.name, output.datatype) for output in result.outputs] == [
+        (output.name, output.datatype) for output in told.outputs
+    ]
+    for found, output in zip(result.outputs, told.outputs, strict=True):
+        assert len(found.shape) == len(output.shape)
+        assert all(want in (-1, got) for got, want in zip(found.shape, output.shape, strict=True)), found.name
+
+
+# Requests.
+
+
+def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: Any) -> None:
+    image = {"lengths": [6], "offsets": [0], "grid_thw": [[1, 2, 3]]}
+    for version, scheme in (("", "rope-tie"), ("default", "rope-tie"), ("flat", "grid-2d")):
+        found = client.infer("positions", [given(name, values) for name, values in image.items()], version)
+        ids = place(SegmentTable.from_documents([[Grid(2, 3)]]), scheme).dense()
+        assert found.as_numpy("position_ids").tolist() == ids.tolist()
+        assert found.get_response().model_version == (version or "default")
+
+
+def test_the_id_of_a_request_comes_back(client: Any) -> None:
+    assert client.infer("positions", [given("lengths", [1])], request_id="a b").get_response().id == "a b"
+    assert client.infer("positions", [given("lengths", [1])]).get_response().id == ""
+
+
+def test_only_wanted_outputs_come_in_the_order_of_the_request(client: Any) -> None:
+    assert list(ask(client, "positions", SPANS, ["deltas", "position_ids"])) == ["deltas", "position_ids"]
+
+
+def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with triton.InferenceServerClient(address) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for i in range(8):
+            bad = i == 3
+            inputs = [given("lengths", [0 if bad else i + 1])]
+            client.async_stream_infer("positions", inputs, request_id=str(i), enable_empty_final_response=i == 5)
+        found = [answers.get(timeout=60) for _ in range(8)]
+        client.stop_stream()
+    for i, (result, error) in enumerate(found):
+        if i == 3:
+            assert (result is None or result.get_response().id == "3", error.message()) == (
+                True,
+                "lengths[0]: got 0, want >= 1",
+            )
+            continue
+        response = result.get_response()
+        assert (error, response.id, response.parameters["triton_final_response"].bool_param) == (None, str(i), True)
+        assert result.as_numpy("position_ids").tolist() == [list(range(i + 1))] * 2
+
+
+# Statistics.
+
+
+def test_statistics_grow_by_what_was_done() -> None:
+    with running(config()) as address, triton.InferenceServerClient(address) as client:
+
+        def statistics(model: str, version: str) -> Any:
+            [found] = client.get_inference_statistics(model, version).model_stats
+            return found
+
+        before = time.time()
+        assert statistics("positions", "halves") == service_pb2.ModelStatistics(
+            name="positions",
+            version="halves",
+            inference_stats={
+                field.name: {} for field in pb.InferStatistics.DESCRIPTOR.fields if not field.name.startswith("cache")
+            },
+        )
+        for _ in range(2):
+            client.infer("positions", [given("lengths", [3, 20_000])], "halves")
+        with pytest.raises(triton.InferenceServerException):
+            client.infer("positions", [given("lengths", [0])], "halves")
+        with pytest.raises(triton.InferenceServerException):
+            client.infer("positions", [given("nothing", [0])], "halves")
+        found = statistics("positions", "halves")
+        assert (found.inference_count, found.execution_count) == (4, 2)
+        assert 1000 * before - 1 <= found.last_inference <= 1000 * time.time()
+        times = found.inference_stats
+        parts = (times.queue, times.compute_input, times.compute_infer, times.compute_output)
+        assert [part.count for part in (times.success, times.fail, *parts)] == [2] * 6
+        assert all(part.ns > 0 for part in parts)
+        assert times.success.ns >= sum(part.ns for part in parts) > 0 < times.fail.ns
+        client.infer("sequences", [given("parts", [b"a"])])
+        assert statistics("sequences", "default").inference_count == 1
+        everything = client.get_inference_statistics().model_stats
+        assert [(entry.name, entry.version) for entry in everything] == [
+            (model, version)
+            for model in ("sequences", "positions", "rotate")
+            for version in ("default", "halves", "flat")
+        ]
+        assert [entry.execution_count for entry in everything] == [1, 0, 0, 0, 2, 0, 0, 0, 0]
+
+
+def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: Any) -> None:
+    def waited(lengths: list[int], *outputs: str) -> bool:
+        [before] = client.get_inference_statistics("positions", "flat").model_stats
+        image = {"lengths": lengths, "offsets": [0] * len(lengths), "grid_thw": [[1, 1, n] for n in lengths]}
+        ask(client, "positions", {**image, "documents": np.arange(len(lengths))}, outputs, model_version="flat")
+        [after] = client.get_inference_statistics("positions", "flat").model_stats
+        assert after.inference_count == before.inference_count + len(lengths)
+        return bool(after.inference_stats.queue.ns > before.inference_stats.queue.ns)
+
+    assert not waited([3], "position_ids")
+    assert waited([20_000], "position_ids")  # to be written
+    assert waited([1] * 1000, "cu_seqlens")  # to be read
+
+
+# A load.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("perf_analyzer") is None, reason="perf_analyzer is not on the path")
+@pytest.mark.parametrize("flags", [[], ["--streaming", "-a"]], ids=["unary", "stream"])
+def test_perf_analyzer_measures_a_model(tmp_path: Path, flags: list[str]) -> None:
+    data = {
+        name: {"content": np.ravel(values).tolist(), "shape": list(np.shape(values))} for name, values in SPANS.items()
+    }
+    (tmp_path / "data.json").write_text(json.dumps({"data": [data]}))
+    # It reads versions as numbers. Any spread will do: whether it is served is asked, and not how fast.
+    with running(ServerConfig.model_validate({"profiles": {"1": {"images": {"backend": "pillow"}}}})) as address:
+        words = f"-m positions -u {address} -i grpc --input-data data.json --measurement-interval 500 -s 1000 -r 4"
+        command = ["perf_analyzer", *words.split(), *flags, "--concurrency-range", "2"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        [answered] = re.findall(r"Successful request count: (\d+)", done.stdout)
+        with triton.InferenceServerClient(address) as client:
+            [found] = client.get_inference_statistics("positions", "1").model_stats
+    assert 0 < int(answered) <= found.inference_count

@@ -1,0 +1,217 @@
+"""The Open Inference Protocol with tensors in shared memory, through the real client and its own regions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.utils.shared_memory as shm
+from open_inference import ask, config, given
+from tritonclient.utils import serialize_byte_tensor
+
+from mmpos import SegmentTable, place
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.testing import running
+
+LIMIT = 4096
+SEGMENTS = SegmentTable.from_spans([11], [3], [[1, 2, 3]])
+NUMBERS = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    settings = config(limits={"request_bytes": LIMIT})
+    with (
+        running(settings, shared_memory=SharedMemory("mmpos-test-")) as address,
+        triton.InferenceServerClient(address) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def region(client: Any) -> Iterator[Callable[..., Any]]:
+    """Make an object by the real client and register it under a name."""
+    with ExitStack() as stack:
+        stack.callback(client.unregister_system_shared_memory)
+
+        def make(name: str, byte_size: int, values: list[Any] | None = None, *, offset: int = 0) -> Any:
+            key = f"/mmpos-test-{os.getpid()}-{name}"
+            handle = shm.create_shared_memory_region(name, key, byte_size)
+            stack.callback(shm.destroy_shared_memory_region, handle)
+            if values:
+                shm.set_shared_memory_region(handle, values)
+            client.register_system_shared_memory(name, key, byte_size - offset, offset)
+            return handle
+
+        yield make
+
+
+def held(name: str, datatype: str, shape: list[int], region: str, byte_size: int, offset: int = 0) -> Any:
+    """An input that lies in a region."""
+    tensor = triton.InferInput(name, shape, datatype)
+    tensor.set_shared_memory(region, byte_size, offset)
+    return tensor
+
+
+def kept(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
+    """An output that is to go to a region."""
+    output = triton.InferRequestedOutput(name)
+    output.set_shared_memory(region, byte_size, offset)
+    return output
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str]:
+    """Status and message of a call that fails."""
+    with pytest.raises(triton.InferenceServerException) as raised:
+        call()
+    return raised.value.status().removeprefix("StatusCode."), raised.value.message()
+
+
+def test_inputs_and_outputs_lie_in_regions(client: Any, region: Any) -> None:
+    region("in", 64, list(NUMBERS.values()))
+    out = region("out", 256)
+    inputs = [
+        held("lengths", "INT64", [1], "in", 8),
+        given("offsets", NUMBERS["offsets"]),
+        held("grid_thw", "INT64", [1, 3], "in", 24, offset=16),
+    ]
+    outputs = [
+        kept("position_ids", "out", 100, 16),
+        triton.InferRequestedOutput("deltas"),
+        kept("cu_seqlens", "out", 8),
+    ]
+    result = client.infer("positions", inputs, outputs=outputs)
+    response = result.get_response()
+    wanted = place(SEGMENTS)
+    assert [output.name for output in response.outputs] == ["deltas", "position_ids", "cu_seqlens"]
+    assert result.as_numpy("deltas").tolist() == wanted.deltas.tolist()
+    assert list(response.raw_output_contents) == [wanted.deltas.astype("<i8").tobytes()]
+    told = dict(response.outputs[1].parameters)
+    assert {name: value.string_param or value.int64_param for name, value in told.items()} == {
+        "shared_memory_region": "out",
+        "shared_memory_byte_size": 88,
+        "shared_memory_offset": 16,
+    }
+    ids = shm.get_contents_as_numpy(out, np.int32, list(response.outputs[1].shape), 16)
+    np.testing.assert_array_equal(ids, wanted.dense(), strict=True)
+    assert shm.get_contents_as_numpy(out, np.int32, [2], 0).tolist() == [0, 11]
+
+
+def test_a_region_begins_where_it_was_registered(client: Any, region: Any) -> None:
+    handle = region("in", 64, [np.array([9, 7])], offset=8)
+    result = client.infer("positions", [held("lengths", "INT64", [1], "in", 8)])
+    assert result.as_numpy("cu_seqlens").tolist() == [0, 7]
+    shm.set_shared_memory_region(handle, [np.array([9, 5])])
+    result = client.infer("positions", [held("lengths", "INT64", [1], "in", 8)])
+    assert result.as_numpy("cu_seqlens").tolist() == [0, 5]
+
+
+def test_parts_and_rotations_lie_in_regions_too(client: Any, region: Any) -> None:
+    region("parts", 64, [serialize_byte_tensor(np.array([b"ab", b"c"], object))])
+    parts = held("parts", "BYTES", [2], "parts", 11)
+    found = client.infer("sequences", [parts], outputs=[triton.InferRequestedOutput("input_ids")])
+    assert found.as_numpy("input_ids").tolist() == list(b"abc")
+    q = np.random.default_rng(3).standard_normal((2, 1, 16)).astype(np.float32)
+    handle = region("q", 256, [q])
+    ids = given("position_ids", np.array([[0, 1], [0, 1]]))
+    client.infer("rotate", [held("q", "FP32", [2, 1, 16], "q", 128), ids], outputs=[kept("q", "q", 128)])
+    wanted = ask(client, "rotate", {"q": q, "position_ids": np.array([[0, 1], [0, 1]])})["q"]
+    np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
+
+
+def test_regions_are_told_and_forgotten(client: Any, region: Any) -> None:
+    region("a", 64, offset=8)
+    region("b", 32)
+
+    def told(name: str = "") -> dict[str, Any]:
+        found = client.get_system_shared_memory_status(name).regions
+        return {
+            name: (status.name, status.key.rpartition("-")[2], status.offset, status.byte_size)
+            for name, status in found.items()
+        }
+
+    assert told() == {"a": ("a", "a", 8, 56), "b": ("b", "b", 0, 32)}
+    assert told("b") == {"b": ("b", "b", 0, 32)}
+    client.unregister_system_shared_memory("a")
+    assert told() == {"b": ("b", "b", 0, 32)}
+    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want one that is registered")
+    client.unregister_system_shared_memory()
+    assert told() == {}
+
+
+REFUSED = {
+    "no such region": (
+        held("lengths", "INT64", [1], "x", 8),
+        "inputs[0].parameters['shared_memory_region']: got region 'x', want one that is registered",
+    ),
+    "bytes of another shape": (
+        held("lengths", "INT64", [1], "in", 16),
+        "lengths: got 16 bytes, want 8 for INT64 of shape (1,)",
+    ),
+    "bytes outside": (
+        held("lengths", "INT64", [1], "in", 8, 60),
+        "inputs[0]: got bytes 60 to 68, want 0 to 64 of its region",
+    ),
+    "bytes before": (
+        held("lengths", "INT64", [1], "in", 8, -8),
+        "inputs[0]: got bytes -8 to 0, want 0 to 64 of its region",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_with_an_input_is_refused(client: Any, region: Any, tensor: Any, message: str) -> None:
+    region("in", 64)
+    assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
+
+
+def test_half_a_place_is_refused(client: Any, region: Any) -> None:
+    region("in", 64)
+    tensor = held("lengths", "INT64", [1], "in", 8)
+    del tensor._get_tensor().parameters["shared_memory_byte_size"]
+    message = "inputs[0].parameters: got shared_memory_region, want shared_memory_byte_size, too"
+    assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
+
+
+def test_contents_beside_a_place_are_refused(client: Any, region: Any) -> None:
+    region("in", 64)
+    tensor = held("lengths", "INT64", [1], "in", 8)
+    tensor._get_tensor().contents.int64_contents.append(1)
+    message = "lengths: got contents and shared memory, want one of them"
+    assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
+
+
+def test_bytes_in_shared_memory_count_as_bytes_of_the_request(client: Any, region: Any) -> None:
+    region("in", 2 * LIMIT)
+    status, message = refusal(lambda: client.infer("positions", [held("lengths", "INT64", [512], "in", LIMIT)]))
+    assert (status, message.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "request_bytes")
+
+
+def test_nothing_is_written_where_one_output_has_no_room(client: Any, region: Any) -> None:
+    handle = region("out", 256, [np.full(64, 7, np.int32)])
+    outputs = [kept("cu_seqlens", "out", 8), kept("position_ids", "out", 80, 16)]
+    inputs = [given(name, values) for name, values in NUMBERS.items()]
+    message = "position_ids: got shared_memory_byte_size 80, want >= 88"
+    assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
+    assert shm.get_contents_as_numpy(handle, np.int32, [64]).tolist() == [7] * 64
+    outputs = [kept("position_ids", "out", 88, 200)]
+    message = "outputs[0]: got bytes 200 to 288, want 0 to 256 of its region"
+    assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
+
+
+def test_a_server_that_takes_none_says_so() -> None:
+    with running(config()) as address, triton.InferenceServerClient(address) as client:
+        message = "region: got shared memory, want a server started with --shared-memory"
+        assert refusal(lambda: client.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
+        assert "system_shared_memory" not in client.get_server_metadata().extensions
+        assert json.loads(json.dumps(client.get_system_shared_memory_status(as_json=True))) == {}
+
+
+def test_a_server_that_takes_some_says_so(client: Any) -> None:
+    assert "system_shared_memory" in client.get_server_metadata().extensions

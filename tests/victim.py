@@ -19,9 +19,11 @@ from mmpos.rpc.v1 import error_pb2
 SERVE = """
 import sys
 from mmpos_server.config import ServerConfig
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}
-with running(ServerConfig.model_validate({"profiles": {"default": profile}})) as address:
+memory = SharedMemory(*sys.argv[1:])
+with running(ServerConfig.model_validate({"profiles": {"default": profile}}), shared_memory=memory) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -114,9 +116,10 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim() -> Iterator[Victim]:
-    """A server while inside."""
-    process = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def victim(*prefix: str) -> Iterator[Victim]:
+    """A server while inside, which takes shared memory objects whose names begin with a prefix if there is one."""
+    command = [sys.executable, "-c", SERVE, *prefix]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdout, process.stdin:

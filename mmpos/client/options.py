@@ -7,11 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import integer
 from mmpos.client.tls import Tls
 from mmpos.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from mmpos.client.shared_memory import Lease
 
 MAX_ATTEMPTS = 5
 """Most attempts that gRPC makes, whatever it is told."""
@@ -29,9 +32,12 @@ class Endpoint:
     addresses: tuple[str, ...]
     attempts: int
     tls: Tls | None
+    shared_memory: int = 0
 
     @classmethod
-    def checked(cls, addresses: str | Sequence[str], attempts: int, tls: Tls | None) -> Endpoint:
+    def checked(
+        cls, addresses: str | Sequence[str], attempts: int, tls: Tls | None, shared_memory: int = 0
+    ) -> Endpoint:
         """The endpoint, or what is wrong with it.
 
         Raises:
@@ -47,17 +53,19 @@ class Endpoint:
             _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
         if not isinstance(tls, Tls | None):
             raise InvalidInputError(f"tls: got {type(tls).__name__}, want Tls or None")
-        return cls(tuple(addresses), integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS), tls)
+        attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
+        return cls(tuple(addresses), attempts, tls, integer("shared_memory", shared_memory, minimum=0))
 
 
 @dataclass(frozen=True)
 class Options:
-    """How calls are made."""
+    """How calls are made; memory is the shared memory of the one call that is about to be made, if there is any."""
 
     profile: str | None
     timeout: float
     metadata: Metadata
     window: int
+    memory: Lease | None = None
 
     @classmethod
     def checked(cls, profile: str | None, timeout: float, metadata: Any, window: int) -> Options:

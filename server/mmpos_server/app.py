@@ -45,7 +45,8 @@ class Server:
         methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
 
     Raises:
-        InvalidInputError: a profile is wrong; the message names file and field.
+        InvalidInputError: a profile is wrong; the message names file and field. Or others than this machine could
+            reach what it takes of shared memory.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class Server:
             from mmpos_server.services import methods as all_methods
 
             methods = all_methods
-        self._methods = methods(Profiles.from_config(config), config.limits, shared_memory or SharedMemory())
+        memory = shared_memory or SharedMemory()
+        memory.check(self.listen)
+        self._methods = methods(Profiles.from_config(config), config.limits, memory)
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(config, self._admission, self.metrics, self.logs)
+        around = Surroundings(config, self._admission, self.metrics, self.logs, memory)
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         self._server: grpc.aio.Server | None = None

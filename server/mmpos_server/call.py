@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
-from mmpos.errors import ServiceTimeoutError
+from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
+from mmpos_server.exchange import Exchange
 
 if TYPE_CHECKING:
     from mmpos_server.admission import Admission, Gate, Pool
@@ -27,12 +28,24 @@ class Call:
         deadline: of the monotonic clock; None is none.
     """
 
-    __slots__ = ("_admission", "_began", "_bytes", "_cancelled", "_deadline", "_gate", "counts", "request_id", "stages")
+    __slots__ = (
+        "_admission",
+        "_began",
+        "_bytes",
+        "_cancelled",
+        "_deadline",
+        "_gate",
+        "counts",
+        "memory",
+        "request_id",
+        "stages",
+    )
 
     def __init__(self, request_id: str, admission: Admission, deadline: float | None = None) -> None:
         self.request_id = request_id
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
+        self.memory = Exchange()
         self._admission = admission
         self._deadline = deadline
         self._cancelled = False
@@ -124,6 +137,23 @@ class Call:
         self._gate = gate
         self._admission.bytes.enter(size)
         self._bytes = size
+
+    async def weigh(self, size: int) -> None:
+        """Take room for so many bytes besides those of the request; an item of a stream waits until there is.
+
+        Raises:
+            ServiceOverloadedError: there is none.
+        """
+        while size:
+            try:
+                self._admission.bytes.enter(size)
+                self._bytes += size
+                return
+            except ServiceOverloadedError as error:
+                if self._gate is not None:
+                    raise
+                await asyncio.sleep(error.retry_after)
+                self.checkpoint()
 
     def release(self) -> None:
         """Give back what was taken."""

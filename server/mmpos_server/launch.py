@@ -17,6 +17,7 @@ from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen, address
 from mmpos_server.logs import Logs, adopt_standard_logging
+from mmpos_server.shared_memory import SharedMemory
 
 __all__ = ["Options", "serve"]
 
@@ -36,6 +37,7 @@ class Options:
         drain_seconds: how long calls at work have to end.
         log_level: lowest level that is written.
         log_format: "json" or "console".
+        shared_memory: how names of shared memory objects of clients begin; None takes none.
         worker: whether a supervisor holds the standard input, and its end is the end.
     """
 
@@ -49,6 +51,7 @@ class Options:
     drain_seconds: float = 30.0
     log_level: str = "info"
     log_format: Any = "json"
+    shared_memory: str | None = None
     worker: bool = False
 
     def settings(self) -> ServerConfig:
@@ -57,6 +60,16 @@ class Options:
         concurrency = Concurrency(**{**config.concurrency.model_dump(), **(self.concurrency or {})})
         pools = Pools(**{**config.pools.model_dump(), **(self.pools or {})})
         return config.model_copy(update={"concurrency": concurrency, "pools": pools})
+
+    def memory(self) -> SharedMemory:
+        """What it takes of shared memory.
+
+        Raises:
+            InvalidInputError: a wrong prefix, or others than this machine can reach the server.
+        """
+        memory = SharedMemory(self.shared_memory)
+        memory.check(self.listen)
+        return memory
 
 
 def serve(options: Options) -> None:
@@ -74,7 +87,7 @@ def serve(options: Options) -> None:
 
 
 async def _serve(options: Options, logs: Logs) -> None:
-    server = Server(options.settings(), options.listen, logs=logs)
+    server = Server(options.settings(), options.listen, logs=logs, shared_memory=options.memory())
     first, second = asyncio.Event(), asyncio.Event()
     with ExitStack() as closing:
         if options.metrics_port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 
-__all__ = ["Listen", "Tls", "address", "bind", "transport_options"]
+__all__ = ["Listen", "Tls", "address", "bind", "local", "transport_options"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ class Listen:
 def address(host: str, port: int) -> str:
     """HOST:PORT, as clients write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local(listen: Listen) -> bool:
+    """Whether only this machine can reach what listens there.
+
+    Raises:
+        InvalidInputError: the host is not known.
+    """
+    try:
+        entries = socket.getaddrinfo(listen.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InvalidInputError(
+            f"host: got {listen.host!r} ({error.strerror}), want an address of this machine"
+        ) from None
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in entries)
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

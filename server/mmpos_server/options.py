@@ -68,6 +68,14 @@ def serve(
     image_threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads that decode images.", show_default="the file's")
     ] = None,
+    shared_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Take tensors in shared memory objects whose names begin so, from clients on this machine.",
+            show_default="off",
+        ),
+    ] = None,
     notice_seconds: Annotated[
         float, typer.Option(min=0, help="At SIGTERM, how long to serve on as NOT_SERVING, for balancers to see it.")
     ] = 0.0,
@@ -92,6 +100,7 @@ def serve(
         drain_seconds=drain_seconds,
         log_level=log_level.value,
         log_format=log_format.value,
+        shared_memory=shared_memory,
         worker=worker,
     )
     if workers == 1:
@@ -129,5 +138,6 @@ def _words(options: Options) -> Sequence[str]:
         "drain-seconds": options.drain_seconds,
         "log-level": options.log_level,
         "log-format": options.log_format,
+        "shared-memory": options.shared_memory,
     }
     return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]

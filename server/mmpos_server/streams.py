@@ -110,6 +110,7 @@ class StreamEndpoint:
             call.cancel()
             raise
         finally:
+            call.release()
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, len(encoded))
 
@@ -118,6 +119,7 @@ class StreamEndpoint:
         twin = self._twin
         request, response = decode(twin.request, raw, call), twin.response()
         try:
+            await self._around.share(raw, request, call)
             await twin.run(request, response, call)
             return encode(response, call, self._around.config.limits.response_bytes), "OK"
         except ServiceTimeoutError:

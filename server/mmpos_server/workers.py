@@ -41,6 +41,7 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
     listen = options.listen
     # What is wrong with a file is said once, and not by every worker.
     Profiles.from_config(options.settings())
+    options.memory()
     if listen.tls:
         listen.tls.credentials()
     # Without sharing first: with it, two servers that both share would not see each other.

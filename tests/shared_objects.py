@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.rpc.v1 import tensor_pb2
+
 FOLDER = Path("/dev/shm")
 """Where Linux keeps them."""
 
@@ -31,6 +36,20 @@ def shared(data: bytes, name: str = "object") -> Iterator[str]:
 def content(key: str) -> bytes:
     """What an object holds."""
     return (FOLDER / key[1:]).read_bytes()
+
+
+class Objects:
+    """All objects as a Memory of the wire: what a client needs to read an answer."""
+
+    def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor."""
+        part = content(shared.key)[shared.offset :][: shared.byte_size]
+        assert len(part) == shared.byte_size, name
+        return np.frombuffer(bytearray(part), np.uint8)
+
+    def put(self, message: tensor_pb2.Tensor, data: npt.NDArray[np.uint8]) -> bool:
+        """Nothing is taken."""
+        return False
 
 
 def names(prefix: str = PREFIX) -> set[str]:

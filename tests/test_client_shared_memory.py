@@ -241,7 +241,7 @@ def test_regions_of_a_call_that_failed_are_given_up(client: Client) -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
-    refused = []
+    refused: list[str] = []
 
     def failing(*given: Any) -> list[Method]:
         """All methods; the first rotation fails as if the server were about to stop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,20 +15,24 @@ from message_strategies import tensor
 from shared_objects import PREFIX, content, names, shared
 from victim import Answer, Victim, victim
 
-from mmpos.errors import ServiceOverloadedError
+from mmpos.client import Client
+from mmpos.errors import InvalidInputError, ServiceOverloadedError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos.wire.errors import OUTPUT_BYTES, OutputError
+from mmpos_server.__main__ import main
 from mmpos_server.admission import Admission
+from mmpos_server.app import Server
 from mmpos_server.call import Call
-from mmpos_server.config import Concurrency, Pools
+from mmpos_server.config import Concurrency, Limits, Pools, load
 from mmpos_server.exchange import Exchange, claimed, mentions
+from mmpos_server.listening import Listen
 from mmpos_server.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
 
 IDS = [1, 2, *[9] * 4, 3]
 Q = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
-TURNS: dict[str, Any] = {"ids": tensor([[0, 1, 2, 3]] * 2)}
+TURNS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +135,8 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
 
 def test_a_tensor_without_numbers_lies_nowhere(server: Victim) -> None:
     with shared(bytes(64)) as key:
-        request = positions_pb2.PlaceRequest(
-            query=positions_pb2.PositionsQuery(segments={}, dense={}, **output(key, 64))
-        )
+        fields: dict[str, Any] = {"segments": {}, "dense": {}, **output(key, 64)}
+        request = positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**fields))
         found = positions_pb2.PlaceResponse.FromString(server.call("PositionService/Place", request).data)
     assert found.positions.dense == tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[2, 0])
 
@@ -245,10 +249,41 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
         rotary_pb2.RotateRequest(q=negative, k=ids),
         rotary_pb2.RotateRequest(),
     ]
-    assert [claimed(message) for message in messages] == [400, 300, 400, 200, 100, 0]
+    assert [claimed(message, Limits()) for message in messages] == [400, 300, 400, 200, 100, 0]
     takes = SharedMemory(PREFIX)
     assert [mentions(message.SerializeToString(), takes) for message in messages] == [True] * 5 + [False]
     assert not mentions(messages[0].SerializeToString(), SharedMemory())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "got host '0.0.0.0', want one that only this machine reaches, such as 127.0.0.1"),
+        (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
+    ],
+)
+def test_a_wrong_command_line_is_said_before_workers_start(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2
+    assert capsys.readouterr().err == f"mmpos_server: error: shared-memory: {said}\n"
+
+
+def test_a_server_that_others_can_reach_takes_no_shared_memory() -> None:
+    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want one that only this machine"):
+        Server(load(), Listen("0.0.0.0"), shared_memory=SharedMemory(PREFIX))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_command_line_turns_it_on_for_all_workers(workers: str) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", workers, "--shared-memory", PREFIX]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with Client(address, timeout=60) as client:
+            assert client.info().shared_memory_prefix == PREFIX
+        process.terminate()
 
 
 def test_an_answer_is_expected_at_its_places() -> None:

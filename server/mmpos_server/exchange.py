@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 
+from mmpos.errors import LimitExceededError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.wire.errors import OutputError
 from mmpos.wire.memory import aligned
@@ -17,6 +18,8 @@ from mmpos_server.shared_memory import Region, SharedMemory
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+    from mmpos_server.config import Limits
 
 __all__ = ["Exchange", "claimed", "mentions"]
 
@@ -106,21 +109,29 @@ def mentions(raw: bytes, memory: SharedMemory) -> bool:
     return memory.prefix is not None and b"/" + memory.prefix.encode() in raw
 
 
-def claimed(message: Message) -> int:
-    """Bytes of shared memory that a message names, in all; they may be any number."""
-    return sum(max(shared.byte_size, 0) for shared in _named(message))
+def claimed(message: Message, limits: Limits) -> int:
+    """Bytes of shared memory that a message names, in all; they may be any number.
 
-
-def _named(message: Any) -> Iterator[pb.SharedMemory]:
-    if isinstance(message, pb.SharedMemory):
-        yield message
-        return
-    for name, repeated in _leading(message.DESCRIPTOR):
-        if repeated:
-            for entry in getattr(message, name):
-                yield from _named(entry)
-        elif message.HasField(name):
-            yield from _named(getattr(message, name))
+    Raises:
+        LimitExceededError: more documents and parts than may be looked at.
+    """
+    size, entries, most = 0, 0, limits.documents + limits.segments
+    waiting: list[Any] = [message]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, pb.SharedMemory):
+            size += max(found.byte_size, 0)
+            continue
+        for name, repeated in _leading(found.DESCRIPTOR):
+            if repeated:
+                several = getattr(found, name)
+                entries += len(several)
+                if entries > most:
+                    raise LimitExceededError(f"segments: got {entries} documents and parts, want at most {most}")
+                waiting.extend(several)
+            elif found.HasField(name):
+                waiting.append(getattr(found, name))
+    return size
 
 
 @lru_cache(maxsize=256)

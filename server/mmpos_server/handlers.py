@@ -85,14 +85,14 @@ class Surroundings:
         """Give the call what its request has in shared memory; all of it is weighed before any is read.
 
         Raises:
-            LimitExceededError: more bytes than one request may name.
+            LimitExceededError: more bytes, documents or parts than one request may name.
             ServiceOverloadedError: the requests at work hold too many.
             UnsupportedError: the answer is to go there, and this server takes no shared memory.
             InvalidInputError: it is to go where nothing can.
         """
         if mentions(raw, self.shared_memory):
             # In a thread: a request may have a million parts to look at.
-            size = await call.run("place", claimed, request)
+            size = await call.run("place", claimed, request, self.config.limits)
             check("shared_bytes", size, self.config.limits)
             await call.weigh(size)
         call.memory = Exchange(self.shared_memory, request)

@@ -176,8 +176,13 @@ def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
         ):
             client.apply_rotary(*tensors(), TABLE, ROTARY)
         assert names() == set()
-        # What an answer needs is not known: it has what there is.
-        assert client.build(["A ", Path(PHOTOS[0])]).patches is not None
+        # What an answer needs is not known: it has what the documents leave.
+        array = np.full((500, 500, 3), 7, np.uint8)
+        assert client.build(["A ", array]).patches is not None
+        with pytest.raises(
+            LimitExceededError, match=r"^shared_memory: got \d+ bytes besides 786432 in use, want at most"
+        ):
+            client.build(["A ", array, *[Path(PHOTOS[0])] * 6])
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1"])

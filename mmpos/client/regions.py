@@ -1,8 +1,7 @@
-"""Shared memory objects of this process, taken by calls and given back; and where errors name what is too much."""
+"""Shared memory objects of this process, taken by calls and given back."""
 
 from __future__ import annotations
 
-import _posixshmem
 import mmap
 import os
 import secrets
@@ -33,6 +32,8 @@ class Region:
     """
 
     def __init__(self, prefix: str, size: int) -> None:
+        import _posixshmem  # not everywhere, and clients without shared memory are
+
         self.key, self.size = f"/{prefix}{os.getpid()}-{secrets.token_hex(8)}", size
         try:
             descriptor = _posixshmem.shm_open(self.key, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
@@ -52,6 +53,8 @@ class Region:
 
 
 def _remove(key: str, process: int) -> None:
+    import _posixshmem
+
     if os.getpid() == process:  # a forked child has a copy of all this, and no say in it
         with suppress(FileNotFoundError):
             _posixshmem.shm_unlink(key)

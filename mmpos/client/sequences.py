@@ -118,6 +118,7 @@ class BuildSettings:
         def ask(message: Any) -> Callable[[Any], InterleavedSequence]:
             self._put(message)
             hashes = put_parts(message.documents.add(), parts, self.memory)
+            self._share(message)
 
             def decode(answer: Any) -> InterleavedSequence:
                 (found,) = _results(answer, 1)
@@ -139,6 +140,7 @@ class BuildSettings:
                 put.append(self._document(f"documents[{d}]", message, parts))
                 if isinstance(put[-1], MmposError) and self.errors == "raise":
                     break  # those before it may have errors of their own, and the first is raised
+            self._share(message)
 
             def decode(answer: Any) -> Built:
                 found = zip(_results(answer, len(put)), put, strict=True)
@@ -154,6 +156,9 @@ class BuildSettings:
         if self.scheme is not None:
             put_scheme(message.scheme, self.scheme)
         message.start, message.patches = self.start, self.patches
+
+    def _share(self, message: Any) -> None:
+        """Have the answer put into what shared memory the documents have left."""
         if self.memory is not None and self.patches:
             self.memory.answer(message)
 

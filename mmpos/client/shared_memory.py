@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,11 +36,12 @@ class Lease:
 
     Args:
         pool: whose regions it takes.
+        needed: bytes of the answer, if an earlier try was told; 0 if not.
         last: whether an answer that does not fit is an error to be raised; otherwise it is noted, and suppressed.
     """
 
-    def __init__(self, pool: Pool, *, last: bool) -> None:
-        self._pool, self._last = pool, last
+    def __init__(self, pool: Pool, needed: int = 0, *, last: bool) -> None:
+        self._pool, self.needed, self._last = pool, needed, last
         self._taken: list[Region] = []
         self._output: Region | None = None
         self._kind: Any = None
@@ -62,15 +64,15 @@ class Lease:
         """Have the tensors of the answer put into a region.
 
         Args:
-            request: the message that says so.
-            size: their bytes; None is what an earlier answer to such a request needed.
+            request: the message that says so; its own tensors have their regions already.
+            size: their bytes; None is what earlier answers to such requests needed, or what is left.
 
         Raises:
             LimitExceededError: there is no room for them.
         """
         self._kind = type(request)
         if size is None:
-            size = min(self._pool.expected.get(self._kind, GUESS), self._pool.regions.free)
+            size = self.needed or min(self._pool.expected.get(self._kind, GUESS), self._pool.regions.free)
         if size >= LEAST:
             self._output = self._take(size)
             request.output.key, request.output.byte_size = self._output.key, size
@@ -103,7 +105,7 @@ class Lease:
         if not isinstance(error, OutputError):
             return False
         # A little more: a first refusal knows the patches, and not yet how many ids there will be.
-        self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
+        self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
     def _take(self, size: int) -> Region:
@@ -120,10 +122,12 @@ class Pool:
         info: what the server says of itself.
 
     Raises:
-        UnsupportedError: it takes no shared memory.
+        UnsupportedError: it takes no shared memory, or this system has none of the kind.
     """
 
     def __init__(self, budget: int, info: ServerInfo) -> None:
+        if sys.platform != "linux":
+            raise UnsupportedError(f"shared_memory: got {sys.platform}, want Linux")
         if not info.shared_memory_prefix:
             raise UnsupportedError(
                 "shared_memory: got a server that takes none, want one on this machine, started with --shared-memory"
@@ -133,8 +137,11 @@ class Pool:
 
     def leases(self) -> Iterator[Lease]:
         """Leases for a call, until one of them succeeds or fails."""
+        needed = 0
         for tried in range(1, TRIES + 1):
-            yield Lease(self, last=tried == TRIES)
+            lease = Lease(self, needed, last=tried == TRIES)
+            yield lease
+            needed = lease.needed
 
 
 class Pools:

@@ -63,7 +63,7 @@ def _rotate(plain: Client, shares: Client, tokens: int, budget: Budget) -> Case:
     rotary, side = Rotary(128), 4
     table = place(SegmentTable.from_documents([[Text(tokens - side**2 - 1), Grid(side, side), Text(1)]]))
     asked = (q, k, table, rotary)
-    want = apply_rotary(*asked)
+    want: Any = apply_rotary(*asked)
 
     def prove(call: Callable[[], Any]) -> None:
         for got, wanted in zip(call(), want, strict=True):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -68,6 +72,15 @@ def rotate(q: tensor_pb2.Tensor, **fields: Any) -> Any:
 
 def output(key: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
     return {"output": {"key": key, "offset": offset, "byte_size": byte_size}}
+
+
+def opened(server: Victim) -> list[str]:
+    """The objects that a server has open."""
+    found = []
+    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return [name for name in found if name.startswith("/dev/shm/")]
 
 
 def told(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, Any]]:
@@ -236,6 +249,22 @@ def test_items_of_a_stream_have_their_own(server: Victim) -> None:
         assert [content(at)[:56] for at in (one, two)] == [want.positions.dense.data] * 2
 
 
+def test_nothing_stays_open(server: Victim) -> None:
+    array = np.array(IDS)
+    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as there:
+        wrong = place(elsewhere(array, key, key=f"{key}x"), dense={}, **output(there, 64))
+        requests = [place(elsewhere(array, key), dense={}, **output(there, size)) for size in (64, 9)] + [wrong]
+        items = [positions_pb2.StreamPlaceRequest(query=request.query).SerializeToString() for request in requests]
+        for request in requests * 10:
+            server.call("PositionService/Place", request)
+        server.stream("PositionService/StreamPlace", items * 10)
+        # A status is sent before all is put away.
+        end = time.monotonic() + 30
+        while (left := opened(server)) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert left == []
+
+
 def test_all_shared_memory_of_a_message_is_counted() -> None:
     part = tensor_pb2.SharedMemory(key=f"/{PREFIX}", byte_size=100)
     ids = tensor_pb2.Tensor(shared=part)
@@ -318,7 +347,7 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
         one.release()
         await waiting
         assert admission.bytes.taken == 125
-        item.release()
+        item.forget_memory()
 
     asyncio.run(scenario())
     assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)

@@ -35,6 +35,7 @@ class Call:
         "_cancelled",
         "_deadline",
         "_gate",
+        "_weighed",
         "counts",
         "memory",
         "request_id",
@@ -50,7 +51,7 @@ class Call:
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
-        self._bytes = 0
+        self._bytes = self._weighed = 0
         self._began = perf_counter()
 
     @property
@@ -147,7 +148,7 @@ class Call:
         while size:
             try:
                 self._admission.bytes.enter(size)
-                self._bytes += size
+                self._weighed = size
                 return
             except ServiceOverloadedError as error:
                 if self._gate is not None:
@@ -155,9 +156,17 @@ class Call:
                 await asyncio.sleep(error.retry_after)
                 self.checkpoint()
 
+    def forget_memory(self) -> None:
+        """Close what is open of shared memory, and give back the room that it took."""
+        self.memory = Exchange()
+        if self._weighed:
+            self._admission.bytes.leave(self.seconds, self._weighed)
+        self._weighed = 0
+
     def release(self) -> None:
         """Give back what was taken."""
         seconds = self.seconds
+        self.forget_memory()
         if self._gate is not None:
             self._gate.leave(seconds)
         if self._bytes:

@@ -110,7 +110,7 @@ class StreamEndpoint:
             call.cancel()
             raise
         finally:
-            call.release()
+            call.forget_memory()
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, len(encoded))
 

@@ -33,7 +33,7 @@ Claim = tuple[Callable[[], Any], str, str]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Victim]:
-    with victim(PREFIX) as found:
+    with victim(shared_memory=PREFIX) as found:
         found.call("PositionService/Place", place(spans={"lengths": [1]}))
         found.call("SequenceService/Build", build({"text": "a"}))
         yield found

@@ -23,7 +23,7 @@ QUICK, LONG = 60, 1500
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Victim]:
-    with shared(bytes(8192)), victim(PREFIX) as found:
+    with shared(bytes(8192)), victim(shared_memory=PREFIX) as found:
         # The first rotation imports torch, which is not to be counted.
         first = rotary_pb2.CosSinRequest()
         first.positions.ids.CopyFrom(tensor([[0], [0]]))

@@ -41,7 +41,7 @@ TURNS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Victim]:
-    with victim(PREFIX) as found:
+    with victim(shared_memory=PREFIX) as found:
         yield found
 
 

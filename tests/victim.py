@@ -116,9 +116,13 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(*prefix: str) -> Iterator[Victim]:
-    """A server while inside, which takes shared memory objects whose names begin with a prefix if there is one."""
-    command = [sys.executable, "-c", SERVE, *prefix]
+def victim(*, shared_memory: str | None = None) -> Iterator[Victim]:
+    """A server while inside.
+
+    Args:
+        shared_memory: how names of the objects begin that it takes; None takes none.
+    """
+    command = [sys.executable, "-c", SERVE, *filter(None, [shared_memory])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -69,7 +69,7 @@ class Server:
         memory.check(self.listen)
         self._methods = methods(Profiles.from_config(config), config.limits, memory)
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(config, self._admission, self.metrics, self.logs, memory)
+        around = Surroundings(config, self._admission, self.metrics, self.logs, shared_memory=memory)
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         self._server: grpc.aio.Server | None = None

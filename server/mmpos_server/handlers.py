@@ -62,7 +62,7 @@ class Surroundings:
     admission: Admission
     metrics: Metrics
     logs: Logs
-    shared_memory: SharedMemory
+    shared_memory: SharedMemory = field(default_factory=SharedMemory)
     ids: Iterator[str] = field(default_factory=_ids)
 
     def call(self, context: Any) -> Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from shared_objects import PREFIX
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
@@ -33,7 +34,12 @@ STREAMS: Mapping[str, tuple[type[Any], type[Any]]] = {
 
 Fields = dict[str, Any]
 
-_NAMES = st.sampled_from(["", "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES])
+OBJECT = f"/{PREFIX}object"
+"""Key of the shared memory object that messages name: zeros, if there is one."""
+
+_NAMES = st.sampled_from(
+    ["", OBJECT, "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES]
+)
 _EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
 _NEEDED = {
@@ -219,12 +225,46 @@ def tables(rotate: rotary_pb2.RotateRequest) -> rotary_pb2.CosSinRequest:
     return rotary_pb2.CosSinRequest(positions=rotate.positions, rotary=rotate.rotary)
 
 
+_parts_of_objects = st.builds(
+    tensor_pb2.SharedMemory,
+    key=st.sampled_from([OBJECT] * 9 + [f"{OBJECT}-not"]),
+    offset=st.integers(0, 9),
+    byte_size=st.sampled_from([4096] * 9 + [1]),
+)
+
+
+def _tensors(message: Any) -> Iterator[tensor_pb2.Tensor]:
+    """All tensors of a message."""
+    if isinstance(message, tensor_pb2.Tensor):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for entry in value if field.is_repeated else [value]:
+                yield from _tensors(entry)
+
+
+@st.composite
+def sharing(draw: st.DrawFn, requests: st.SearchStrategy[Any]) -> Any:
+    """These requests; some of them with tensors in shared memory, there or back."""
+    request = draw(requests)
+    for message in _tensors(request):
+        if message.data and draw(st.booleans()):
+            message.shared.CopyFrom(draw(_parts_of_objects))
+            message.shared.byte_size = len(message.data)
+            message.ClearField("data")
+    holder = getattr(request, "query", request)
+    if draw(st.booleans()):
+        holder.output.CopyFrom(draw(_parts_of_objects))
+    return request
+
+
 LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
     "InfoService/GetInfo": st.just(info_pb2.GetInfoRequest()),
-    "PositionService/Place": places(),
-    "SequenceService/Build": builds(),
-    "RotaryService/CosSin": rotations().map(tables),
-    "RotaryService/Rotate": rotations(),
+    "PositionService/Place": places() | sharing(places()),
+    "SequenceService/Build": builds() | sharing(builds()),
+    "RotaryService/CosSin": rotations().map(tables) | sharing(rotations().map(tables)),
+    "RotaryService/Rotate": rotations() | sharing(rotations()),
 }
 """Requests that are mostly right, by call."""
 

@@ -172,12 +172,17 @@ def test_the_service_suite_takes_every_path_on_toy_sizes() -> None:
         ],
         "Place over documents": places,
         "latency at one in flight": places[:1],
+        "large tensors, one call at a time": [
+            "Rotate, 64 tokens of 32 + 8 heads of 128 in bfloat16",
+            "Build, 2 documents with 2 photographs",
+        ],
     }
     assert {group: [e.name for e in found.group(group)[0].entries] for group in found.groups} == {
         "server CPU of a call": ["echo", "mmpos", "mmpos, requests logged"],
         "calls at once": ["echo", "mmpos"],
         "Place over documents": ["echo", "mmpos"],
         "latency at one in flight": ["echo, plain stub", "plain stub", "mmpos.client"],
+        "large tensors, one call at a time": ["in process", "mmpos, messages", "mmpos, shared memory"],
     }
     rates = found.group("calls at once")[0]
     assert rates.facts["documents per second"] == pytest.approx(1 / rates["mmpos"].timing.median, rel=0.5)

@@ -26,7 +26,7 @@ NUMBERS = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.a
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    settings = config(limits={"request_bytes": LIMIT})
+    settings = config(limits={"shared_bytes": LIMIT})
     with (
         running(settings, shared_memory=SharedMemory("mmpos-test-")) as address,
         triton.InferenceServerClient(address) as client,
@@ -187,10 +187,10 @@ def test_contents_beside_a_place_are_refused(client: Any, region: Any) -> None:
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_bytes_in_shared_memory_count_as_bytes_of_the_request(client: Any, region: Any) -> None:
+def test_bytes_in_shared_memory_have_a_limit(client: Any, region: Any) -> None:
     region("in", 2 * LIMIT)
-    status, message = refusal(lambda: client.infer("positions", [held("lengths", "INT64", [512], "in", LIMIT)]))
-    assert (status, message.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "request_bytes")
+    status, message = refusal(lambda: client.infer("positions", [held("lengths", "INT64", [513], "in", LIMIT + 8)]))
+    assert (status, message.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "shared_bytes")
 
 
 def test_nothing_is_written_where_one_output_has_no_room(client: Any, region: Any) -> None:

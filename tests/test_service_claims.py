@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from message_strategies import tensor
+from shared_objects import PREFIX, shared
 from victim import STATUSES, Answer, Victim, victim
 
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
@@ -32,7 +33,7 @@ Claim = tuple[Callable[[], Any], str, str]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Victim]:
-    with victim() as found:
+    with victim(shared_memory=PREFIX) as found:
         found.call("PositionService/Place", place(spans={"lengths": [1]}))
         found.call("SequenceService/Build", build({"text": "a"}))
         yield found
@@ -208,6 +209,78 @@ TURN: dict[str, Claim] = {
         "positions.table.axes: got 2147483647, want 1 to 16",
     ),
 }
+
+
+def elsewhere(byte_size: int, key: str = f"/{PREFIX}claims", offset: int = 0, **tensor: Any) -> Any:
+    """A tensor that lies in an object."""
+    part = tensor_pb2.SharedMemory(key=key, offset=offset, byte_size=byte_size)
+    return tensor_pb2.Tensor(**{"dtype": 1, "shape": [byte_size], **tensor}, shared=part)
+
+
+def rotate(q: Any, **fields: Any) -> Any:
+    return rotary_pb2.RotateRequest(q=q, positions={"ids": tensor([[0], [0]])}, **fields)  # type: ignore[arg-type]
+
+
+SHARED: dict[str, tuple[str, Claim]] = {
+    "q of 2^60 bytes": (
+        "Rotary/Rotate",
+        (lambda: rotate(elsewhere(2**60)), MUCH, "shared_bytes: got 1152921504606846976"),
+    ),
+    "an answer of 2^60 bytes": (
+        "Rotary/Rotate",
+        (lambda: rotate(tensor([0]), output=elsewhere(2**60).shared), MUCH, "shared_bytes: got 1152921504606846976"),
+    ),
+    "bytes beyond 64 bits": (
+        "Rotary/Rotate",
+        (lambda: rotate(elsewhere(INT64), k=elsewhere(INT64)), MUCH, "shared_bytes: got 184467440737095516"),
+    ),
+    "many parts of a little": (
+        "Sequence/Build",
+        (lambda: build(*[{"pixels": elsewhere(2**20)}] * 1025), MUCH, "shared_bytes: got 1074790400"),
+    ),
+    "a million parts": (
+        "Sequence/Build",
+        (lambda: build(*[{"text": f"/{PREFIX}"}] + [{}] * 10**6), MUCH, "segments: got 1000002"),
+    ),
+    "less than nothing": (
+        "Rotary/Rotate",
+        (lambda: rotate(elsewhere(-(2**63), shape=[0])), BAD, "q.shared.byte_size: got -9223372036854775808 bytes"),
+    ),
+    "a place beyond 64 bits": (
+        "Rotary/Rotate",
+        (
+            lambda: rotate(elsewhere(2**27, offset=INT64)),
+            BAD,
+            "q.shared: got bytes 9223372036854775807 to 92233720369889",
+        ),
+    ),
+    "more than there is": (
+        "Rotary/Rotate",
+        (lambda: rotate(elsewhere(2**27)), BAD, "q.shared: got bytes 0 to 134217728 of"),
+    ),
+    "pixels that are not there": (
+        "Sequence/Build",
+        (
+            lambda: build({"pixels": elsewhere(3 * 2**28, shape=[2**14, 2**14, 3])}, patches=True),
+            BAD,
+            "parts[0].pixels.shared: got bytes 0 to 805306368 of",
+        ),
+    ),
+    "a reply beyond its room": (
+        "Position/Place",
+        (
+            lambda: place(spans={"lengths": [16 * 10**6]}, dense={}, output=elsewhere(100).shared),
+            BAD,
+            "query.output.byte_size: got 100, want >= 128000000",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "claim"), SHARED.values(), ids=SHARED)
+def test_a_claim_about_shared_memory_is_refused_cheaply(server: Victim, method: str, claim: Claim) -> None:
+    with shared(bytes(1000), "claims"):
+        refused(server, method.replace("/", "Service/"), claim)
 
 
 def refused(server: Victim, method: str, claim: Claim) -> None:

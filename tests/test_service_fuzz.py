@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
 from mutations import broken
+from shared_objects import PREFIX, Objects, shared
 from victim import STATUSES, Answer, Victim, victim
 
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
@@ -22,7 +23,7 @@ QUICK, LONG = 60, 1500
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Victim]:
-    with victim() as found:
+    with shared(bytes(8192)), victim(shared_memory=PREFIX) as found:
         # The first rotation imports torch, which is not to be counted.
         first = rotary_pb2.CosSinRequest()
         first.positions.ids.CopyFrom(tensor([[0], [0]]))
@@ -40,14 +41,14 @@ def check(method: str, answer: Answer) -> None:
         return
     response = REQUESTS[method][1].FromString(answer.data)
     if method == "PositionService/Place":
-        found = get_result("positions", response.positions)
+        found = get_result("positions", response.positions, Objects())
         assert (found.table is None) != (found.dense is None)
     if method == "SequenceService/Build":
         for result in response.sequences.results:
             if result.WhichOneof("outcome") == "error":
                 assert STATUSES[result.error.code] in FAULTS
             else:
-                get_sequence("sequence", result.sequence)
+                get_sequence("sequence", result.sequence, memory=Objects())
 
 
 def ask(server: Victim, method: str, strategy: Any, number: int) -> None:

@@ -19,8 +19,10 @@ from mmpos.rpc.v1 import error_pb2
 SERVE = """
 import json, sys
 from mmpos_server.config import ServerConfig
+from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
-with running(ServerConfig.model_validate(json.loads(sys.argv[1]))) as address:
+memory = SharedMemory(*sys.argv[2:])
+with running(ServerConfig.model_validate(json.loads(sys.argv[1])), shared_memory=memory) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -122,15 +124,17 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(backend: str = "pillow", **tables: dict[str, int]) -> Iterator[Victim]:
+def victim(backend: str = "pillow", shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
     """A server while inside.
 
     Args:
         backend: of images; with Pillow nothing but rotations imports torch.
+        shared_memory: how names of the objects begin that it takes; None takes none.
         tables: of its settings, such as limits.
     """
     profile = {"images": {"backend": backend}, "rotary": {"head_dim": 8}}
-    command = [sys.executable, "-c", SERVE, json.dumps({"profiles": {"default": profile}, **tables})]
+    settings = json.dumps({"profiles": {"default": profile}, **tables})
+    command = [sys.executable, "-c", SERVE, settings, *filter(None, [shared_memory])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

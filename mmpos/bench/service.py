@@ -24,6 +24,7 @@ try:
     from mmpos.bench.serving.orders import OPTIONS, Kind, Order
     from mmpos.bench.serving.processes import ServerProcess, echo, service, started
     from mmpos.bench.serving.questions import Asking, Question
+    from mmpos.bench.serving.sharing import sharing
 except ModuleNotFoundError as error:
     raise ImportError(f'the service suite needs {error.name}: pip install "mmpos[server]"', name=error.name) from error
 
@@ -77,6 +78,7 @@ def cases(options: Options) -> Iterator[Case]:
         if H2Load.found() and not options.quick:
             few = (1, sizes.batch)
             yield from (suite.by_h2load(ask(documents)) for ask in (asking.place, asking.infer) for documents in few)
+    yield from sharing(options.malloc, sizes.tokens, sizes.photographs, sizes.budget)
 
 
 @dataclass(frozen=True)

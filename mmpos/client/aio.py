@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ from mmpos.client.calls import Call, Errors
 from mmpos.client.failures import error_of
 from mmpos.client.options import Options
 from mmpos.client.sequences import Built
+from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Stream, Window
 from mmpos.client.tracing import traced
 from mmpos.errors import InvalidInputError, MmposError
@@ -32,12 +34,12 @@ T = TypeVar("T")
 
 
 def _async(
-    function: Callable[Concatenate[Options, P], Call[T]],
+    function: Callable[Concatenate[Options, P], Call[T]], *, shares: bool = False
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """The method that makes this call and is awaited."""
+    """The method that makes this call and is awaited; shares: its tensors may lie in shared memory."""
 
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await client._send(function(client._options, *args, **kwargs))
+        return await client._send(lambda options: function(options, *args, **kwargs), shares=shares)
 
     presented(method, function)
     return method
@@ -50,13 +52,13 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
     """
 
-    place = _async(calls.place)
-    query = _async(calls.query)
-    build = _async(sequences.build)
-    build_batch = _async(sequences.build_batch)
+    place = _async(calls.place, shares=True)
+    query = _async(calls.query, shares=True)
+    build = _async(sequences.build, shares=True)
+    build_batch = _async(sequences.build_batch, shares=True)
     cos_sin = _async(rotations.cos_sin)
     angles = _async(rotations.angles)
-    apply_rotary = _async(rotations.apply_rotary)
+    apply_rotary = _async(rotations.apply_rotary, shares=True)
     info = _async(calls.info)
     healthy = _async(calls.healthy)
 
@@ -104,6 +106,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     async def close(self) -> None:
         """Close the channel of this event loop; calls and streams under way fail, a later call opens a new one."""
+        self._pools.close()
         channel = self._channels.pop(asyncio.get_running_loop())
         if channel is not None:
             await channel.close()
@@ -125,16 +128,29 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             asyncio.get_running_loop(),
         )
 
-    async def _send(self, call: Call[T]) -> T:
+    async def _send(self, make: Callable[[Options], Call[T]], *, shares: bool) -> T:
+        if not shares or not self._pools.budget:
+            return await self._ask(make(self._options))
+        pool = self._pools.get() or self._pools.open(await self._ask(calls.info(self._options)))
+        for lease in pool.leases():
+            with lease:
+                return await self._ask(make(replace(self._options, memory=lease)), lease)
+        raise AssertionError("the last lease raises")
+
+    async def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
+        asked = method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
         try:
-            answer = await method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
+            answer = await asked
+            trailing = await asked.trailing_metadata() if lease is not None else None
         except grpc.RpcError as error:
             return call.refused(error_of(error))
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
             return call.refused(closed())
+        if lease is not None:
+            lease.arrived(trailing)
         return call.decode(answer)
 
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:

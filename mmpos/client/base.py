@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client.channel import Channels, channel_options, target
 from mmpos.client.options import Endpoint, Metadata, Options
+from mmpos.client.shared_memory import Pools
 
 if TYPE_CHECKING:
     from typing import Self
@@ -44,6 +45,10 @@ class BaseClient(Generic[C]):
             which is read again when it changes. Without tls only to servers on this machine.
         metadata: pairs of name and value sent with every call.
         window: most requests of a stream that wait for an answer.
+        shared_memory: most bytes of shared memory that all calls at work in a process may use for their tensors, and
+            that are kept for the next ones; a server on this machine must have been started with --shared-memory, and
+            any other is refused at the first call (UnsupportedError). 0: tensors travel in messages, as those of
+            streams, cos_sin and angles always do.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -60,11 +65,13 @@ class BaseClient(Generic[C]):
         token: str | os.PathLike[str] | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         window: int = 8,
+        shared_memory: int = 0,
     ) -> None:
-        self._endpoint = Endpoint.checked(addresses, attempts, tls, token)
+        self._endpoint = Endpoint.checked(addresses, attempts, tls, token, shared_memory)
         self._options = Options.checked(profile, timeout, metadata, window)
         self._endpoint.check_metadata(self._options)
         self._channels: Channels[C] = Channels()
+        self._pools = Pools(shared_memory)
 
     def with_options(
         self,
@@ -85,7 +92,7 @@ class BaseClient(Generic[C]):
             **{name: getattr(old, name) if value is _KEEP else value for name, value in new.items()}
         )
         self._endpoint.check_metadata(options)
-        return _made(type(self), self._endpoint, options, self._channels)
+        return _made(type(self), self._endpoint, options, self._channels, self._pools)
 
     def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
         endpoint = self._endpoint
@@ -120,9 +127,16 @@ def presented(method: Callable[..., Any], call: Callable[..., Any]) -> None:
 K = TypeVar("K", bound=BaseClient[Any])
 
 
-def _made(kind: type[K], endpoint: Endpoint, options: Options, channels: Channels[Any] | None = None) -> K:
+def _made(
+    kind: type[K],
+    endpoint: Endpoint,
+    options: Options,
+    channels: Channels[Any] | None = None,
+    pools: Pools | None = None,
+) -> K:
     """A client of parts that were checked before."""
     client = kind.__new__(kind)
     client._endpoint, client._options = endpoint, options
     client._channels = Channels() if channels is None else channels
+    client._pools = Pools(endpoint.shared_memory) if pools is None else pools
     return client

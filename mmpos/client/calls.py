@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mmpos.positions import PositionTable
     from mmpos.schemes import Scheme
+    from mmpos.wire.memory import Memory
 
 T = TypeVar("T")
 
@@ -178,9 +179,13 @@ def ask_positions(options: Options, query: PositionsQuery) -> Ask[PositionsResul
     if not isinstance(query, PositionsQuery):
         raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
 
+    memory = options.memory
+
     def ask(message: Any) -> Callable[[Any], PositionsResult]:
-        put_query(message, query, options.profile)
-        return lambda answer: _read_positions(answer)
+        put_query(message, query, options.profile, memory)
+        if memory is not None and query.dense is not None:
+            memory.answer(message)
+        return lambda answer: _read_positions(answer, memory)
 
     return ask
 
@@ -207,6 +212,6 @@ def serialised(message: Any) -> bytes:
     return data
 
 
-def _read_positions(answer: Any) -> PositionsResult:
+def _read_positions(answer: Any, memory: Memory | None) -> PositionsResult:
     with trusting():
-        return get_result("positions", answer)
+        return get_result("positions", answer, memory)

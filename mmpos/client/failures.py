@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from mmpos.errors import MmposError, ServiceError, ServiceUnavailableError
-from mmpos.wire.errors import RETRY_AFTER, from_status
+from mmpos.wire.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
 
 # What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
 # (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
@@ -22,15 +22,20 @@ def error_of(error: grpc.RpcError) -> MmposError:
         return ServiceError(f"UNKNOWN: {failed.details()}")
     if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
         return ServiceUnavailableError("stream: got a connection that broke while a request was written")
-    return from_status(code.name, failed.details() or "", _retry_after(failed.trailing_metadata()))
+    details, trailing = failed.details() or "", failed.trailing_metadata()
+    needed = _number(trailing, OUTPUT_BYTES)
+    if needed is not None:
+        return OutputError(details, needed)
+    wait = _number(trailing, RETRY_AFTER)
+    return from_status(code.name, details, None if wait is None else wait / 1000)
 
 
-def _retry_after(metadata: Any) -> float | None:
-    """Seconds after which to come back, if the server said so."""
+def _number(metadata: Any, name: str) -> int | None:
+    """What a server says in trailing metadata, if it does: a number that is not negative."""
     for key, value in metadata or ():
-        if key == RETRY_AFTER:
+        if key == name:
             try:
-                return max(int(value), 0) / 1000
+                return max(int(value), 0)
             except ValueError:
                 return None
     return None

@@ -42,6 +42,7 @@ class Limits:
         images: images and videos.
         pixels: pixels of all images before resizing.
         views: views of a query.
+        shared_bytes: bytes of tensors in shared memory, there and back.
     """
 
     request_bytes: int
@@ -52,6 +53,7 @@ class Limits:
     images: int
     pixels: int
     views: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class ServerInfo:
         limits: per request.
         profiles: all profiles; the first is the default.
         device: where it rotates: "cuda", "cpu", or empty if it does not.
+        shared_memory_prefix: how names of shared memory objects must begin; empty if it takes none.
     """
 
     version: str
@@ -96,6 +99,7 @@ class ServerInfo:
     limits: Limits
     profiles: tuple[ProfileInfo, ...]
     device: str
+    shared_memory_prefix: str
 
 
 def get_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -106,6 +110,7 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
         limits=_same(Limits, message.limits),
         profiles=tuple(_same(ProfileInfo, profile) for profile in message.profiles),
         device=message.device,
+        shared_memory_prefix=message.shared_memory_prefix,
     )
 
 

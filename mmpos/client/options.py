@@ -7,13 +7,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import integer
 from mmpos.client.tls import Tls
 from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import AUTHORIZATION, is_loopback
+
+if TYPE_CHECKING:
+    from mmpos.client.shared_memory import Lease
 
 MAX_ATTEMPTS = 5
 """Most attempts that gRPC makes, whatever it is told."""
@@ -33,9 +36,17 @@ class Endpoint:
     attempts: int
     tls: Tls | None
     token: Token | None = None
+    shared_memory: int = 0
 
     @classmethod
-    def checked(cls, addresses: str | Sequence[str], attempts: int, tls: Tls | None, token: Any = None) -> Endpoint:
+    def checked(
+        cls,
+        addresses: str | Sequence[str],
+        attempts: int,
+        tls: Tls | None,
+        token: Any = None,
+        shared_memory: int = 0,
+    ) -> Endpoint:
         """The endpoint, or what is wrong with it.
 
         Raises:
@@ -55,7 +66,8 @@ class Endpoint:
         if checked_token is not None and tls is None:
             _check_clear(addresses)
         attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
-        return cls(tuple(addresses), attempts, tls, checked_token)
+        most = integer("shared_memory", shared_memory, minimum=0)
+        return cls(tuple(addresses), attempts, tls, checked_token, most)
 
     def metadata(self, options: Options) -> Metadata:
         """What is sent with a call that begins now.
@@ -79,12 +91,13 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Options:
-    """How calls are made."""
+    """How calls are made; memory is the shared memory of the one call that is about to be made, if there is any."""
 
     profile: str | None
     timeout: float
     metadata: Metadata
     window: int
+    memory: Lease | None = None
 
     @classmethod
     def checked(cls, profile: str | None, timeout: float, metadata: Any, window: int) -> Options:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmpos.rotary import Rotary
     from mmpos.rotary.apply import Layout
     from mmpos.rotary.tables import TableLayout
+    from mmpos.wire.memory import Memory
 
 _TABLES = {
     "pairs": pb.COS_SIN_LAYOUT_PAIRS,
@@ -109,6 +110,7 @@ def apply_rotary(
         UnsupportedError: q or k requires gradients.
         ServiceError: no answer.
     """
+    from mmpos.wire.memory import aligned
     from mmpos.wire.tensors import put_tensor
 
     if layout is not None:
@@ -116,12 +118,16 @@ def apply_rotary(
     _check_tensors(q, k)
     request = pb.RotateRequest(layout=_LAYOUTS[layout], conjugate=boolean("conjugate", conjugate))
     _fill(request, options, rotary, positions)
-    put_tensor(request.q, q)
+    memory = options.memory
+    put_tensor(request.q, q, memory)
     if k is not None:
-        put_tensor(request.k, k)
+        put_tensor(request.k, k, memory)
+    if memory is not None:
+        memory.answer(request, sum(aligned(x.nbytes) for x in (q, k) if x is not None))
 
     def decode(answer: pb.RotateResponse) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _tensor("q", answer.q, q), _tensor("k", answer.k, q) if answer.HasField("k") else None
+        turned = _tensor("q", answer.q, q, memory)
+        return turned, _tensor("k", answer.k, q, memory) if answer.HasField("k") else None
 
     return Call("/mmpos.rpc.v1.RotaryService/Rotate", serialised(request), pb.RotateResponse, decode)
 
@@ -157,12 +163,12 @@ def _check_tensors(q: Any, k: Any) -> None:
         raise InvalidInputError(f"k: got a tensor on {k.device}, want {q.device} as q")
 
 
-def _tensor(name: str, message: Any, like: Any) -> torch.Tensor:
+def _tensor(name: str, message: Any, like: Any, memory: Memory | None = None) -> torch.Tensor:
     """The tensor of an answer, where the caller's are."""
     import torch
 
     from mmpos.wire.tensors import get_torch
 
     with trusting():
-        found = get_torch(name, message)
+        found = get_torch(name, message, memory)
     return found.to(like.device) if isinstance(like, torch.Tensor) else found

@@ -18,6 +18,7 @@ from mmpos.wire.schemes import put_scheme
 from mmpos.wire.sequences import get_sequence
 
 if TYPE_CHECKING:
+    from mmpos.client.shared_memory import Lease
     from mmpos.schemes import Scheme
     from mmpos.sequence import InterleavedSequence
 
@@ -100,6 +101,7 @@ class BuildSettings:
     scheme: str | Scheme | None
     start: int
     patches: bool
+    memory: Lease | None = None
 
     @classmethod
     def checked(
@@ -108,18 +110,19 @@ class BuildSettings:
         """The settings, or what is wrong with them."""
         one_of("errors", errors, ("raise", "return"))
         start = integer("start", start, minimum=-(2**63), maximum=2**63 - 1)
-        return cls(options.profile, errors, scheme, start, boolean("patches", patches))
+        return cls(options.profile, errors, scheme, start, boolean("patches", patches), options.memory)
 
     def ask_one(self, parts: Sequence[Any]) -> Ask[InterleavedSequence]:
         """What asks for one document."""
 
         def ask(message: Any) -> Callable[[Any], InterleavedSequence]:
             self._put(message)
-            hashes = put_parts(message.documents.add(), parts)
+            hashes = put_parts(message.documents.add(), parts, self.memory)
+            self._share(message)
 
             def decode(answer: Any) -> InterleavedSequence:
                 (found,) = _results(answer, 1)
-                return _one(found, hashes)
+                return _one(found, hashes, self.memory)
 
             return decode
 
@@ -137,6 +140,7 @@ class BuildSettings:
                 put.append(self._document(f"documents[{d}]", message, parts))
                 if isinstance(put[-1], MmposError) and self.errors == "raise":
                     break  # those before it may have errors of their own, and the first is raised
+            self._share(message)
 
             def decode(answer: Any) -> Built:
                 found = zip(_results(answer, len(put)), put, strict=True)
@@ -153,11 +157,16 @@ class BuildSettings:
             put_scheme(message.scheme, self.scheme)
         message.start, message.patches = self.start, self.patches
 
+    def _share(self, message: Any) -> None:
+        """Have the answer put into what shared memory the documents have left."""
+        if self.memory is not None and self.patches:
+            self.memory.answer(message)
+
     def _document(self, name: str, message: Any, parts: Any) -> dict[int, str] | MmposError:
         document = message.documents.add()
         try:
             with _naming(name):
-                return put_parts(document, parts)
+                return put_parts(document, parts, self.memory)
         except MmposError as error:
             # An empty document holds its place; what the server says of it is not looked at.
             document.Clear()
@@ -168,7 +177,7 @@ class BuildSettings:
             if isinstance(put, MmposError):
                 raise put
             with _naming(name):
-                return _one(found, put)
+                return _one(found, put, self.memory)
         except MmposError as error:
             if self.errors == "raise":
                 raise
@@ -192,9 +201,9 @@ def _results(answer: Any, count: int) -> Any:
     return answer.results
 
 
-def _one(found: Any, hashes: dict[int, str]) -> InterleavedSequence:
+def _one(found: Any, hashes: dict[int, str], memory: Lease | None) -> InterleavedSequence:
     """The sequence of one document, or its error raised."""
     if found.WhichOneof("outcome") == "error":
         raise get_error(found.error)
     with trusting():
-        return get_sequence("sequence", found.sequence, hashes)
+        return get_sequence("sequence", found.sequence, hashes, memory)

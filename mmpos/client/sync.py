@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ from mmpos.client.calls import Call, Errors
 from mmpos.client.failures import error_of
 from mmpos.client.options import Options
 from mmpos.client.sequences import Built
+from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Stream, Window
 from mmpos.client.sync_streams import Link, results
 from mmpos.client.tracing import traced
@@ -30,11 +32,13 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 
-def _sync(function: Callable[Concatenate[Options, P], Call[T]]) -> Callable[Concatenate[Client, P], T]:
-    """The method that makes this call and waits."""
+def _sync(
+    function: Callable[Concatenate[Options, P], Call[T]], *, shares: bool = False
+) -> Callable[Concatenate[Client, P], T]:
+    """The method that makes this call and waits; shares: its tensors may lie in shared memory."""
 
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return client._send(function(client._options, *args, **kwargs))
+        return client._send(lambda options: function(options, *args, **kwargs), shares=shares)
 
     presented(method, function)
     return method
@@ -47,13 +51,13 @@ class Client(BaseClient[grpc.Channel]):
     Client('localhost:50051', profile='qwen-vl', timeout=30)
     """
 
-    place = _sync(calls.place)
-    query = _sync(calls.query)
-    build = _sync(sequences.build)
-    build_batch = _sync(sequences.build_batch)
+    place = _sync(calls.place, shares=True)
+    query = _sync(calls.query, shares=True)
+    build = _sync(sequences.build, shares=True)
+    build_batch = _sync(sequences.build_batch, shares=True)
     cos_sin = _sync(rotations.cos_sin)
     angles = _sync(rotations.angles)
-    apply_rotary = _sync(rotations.apply_rotary)
+    apply_rotary = _sync(rotations.apply_rotary, shares=True)
     info = _sync(calls.info)
     healthy = _sync(calls.healthy)
 
@@ -101,6 +105,7 @@ class Client(BaseClient[grpc.Channel]):
 
     def close(self) -> None:
         """Close the channel of this process; calls and streams under way fail, a later call opens a new one."""
+        self._pools.close()
         channel = self._channels.pop()
         if channel is not None:
             channel.close()
@@ -118,12 +123,25 @@ class Client(BaseClient[grpc.Channel]):
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )
 
-    def _send(self, call: Call[T]) -> T:
+    def _send(self, make: Callable[[Options], Call[T]], *, shares: bool) -> T:
+        if not shares or not self._pools.budget:
+            return self._ask(make(self._options))
+        pool = self._pools.get() or self._pools.open(self._ask(calls.info(self._options)))
+        for lease in pool.leases():
+            with lease:
+                return self._ask(make(replace(self._options, memory=lease)), lease)
+        raise AssertionError("the last lease raises")
+
+    def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
         try:
-            answer = method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
+            answer, done = method.with_call(
+                call.request, timeout=self._options.timeout, metadata=traced(self._metadata())
+            )
         except grpc.RpcError as error:
             return call.refused(error_of(error))
+        if lease is not None:
+            lease.arrived(done.trailing_metadata())
         return call.decode(answer)
 
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:

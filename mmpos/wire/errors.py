@@ -30,6 +30,13 @@ STATUS: dict[type[MmposError], str] = {
 RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of a refusal for overload: milliseconds after which to try again."""
 
+OUTPUT_BYTES = "mmpos-output-bytes"
+"""Trailing metadata of a refusal because the tensors of the answer do not fit their region: the bytes they need."""
+
+RETRIED = "mmpos-previous-attempts"
+"""Trailing metadata of an answer to a request that was sent before: how often. An earlier attempt may still be at work,
+and use the shared memory that the request named."""
+
 LONGEST = 1500
 """Bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
 
@@ -43,6 +50,19 @@ _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
     LimitExceededError: pb.ERROR_CODE_LIMIT_EXCEEDED,
     ServiceError: pb.ERROR_CODE_INTERNAL,
 }
+
+
+class OutputError(InvalidInputError):
+    """The tensors of an answer do not fit the region that they are to go to.
+
+    Args:
+        message: what, got and want.
+        needed: the bytes they need.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 def to_status(error: MmposError) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,11 +17,15 @@ from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.wire.fields import chosen, get_rational, path, put_rational
 from mmpos.wire.tensors import get_tensor, put_tensor
 
+if TYPE_CHECKING:
+    from mmpos.wire.memory import Memory
 
-def put_parts(message: pb.Document, parts: Any) -> dict[int, str]:
+
+def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> dict[int, str]:
     """Fill a message with the parts of a document, as SequenceBuilder.build takes them.
 
-    A path travels as the bytes of its file, and an image without a file as its upright pixels.
+    A path travels as the bytes of its file, and an image without a file as its upright pixels; memory: as for
+    ``put_tensor``.
 
     Returns:
         content hashes of those images, by index among the images of the document, whose pixels alone do not give it.
@@ -38,10 +42,10 @@ def put_parts(message: pb.Document, parts: Any) -> dict[int, str]:
         if isinstance(part, str):
             entry.text = text(name, part)
         elif isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
-            put_tensor(entry.token_ids, int_array(name, part, (None,)))
+            put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
         else:
             try:
-                content_hash = _put_image(entry, part)
+                content_hash = _put_image(entry, part, memory)
             except MmposError as error:
                 raise type(error)(f"{name}: {error}") from error
             if content_hash is not None:
@@ -50,12 +54,12 @@ def put_parts(message: pb.Document, parts: Any) -> dict[int, str]:
     return hashes
 
 
-def get_parts(name: str, message: pb.Document) -> list[Any]:
-    """The parts of a document, as SequenceBuilder.build takes them."""
-    return [_get_part(path(name, f"parts[{i}]"), part) for i, part in enumerate(message.parts)]
+def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
+    """The parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
+    return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
 
 
-def _put_image(entry: pb.Part, image: Any) -> str | None:
+def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:
     if isinstance(image, ImageSize):
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
@@ -68,7 +72,7 @@ def _put_image(entry: pb.Part, image: Any) -> str | None:
         with open_source(image) as source:
             _ = source.size  # refuses an image without pixels
             samples, content_hash = source.read("pillow")
-        put_tensor(entry.pixels, np.asarray(samples))
+        put_tensor(entry.pixels, np.asarray(samples), memory)
         return content_hash
     return None
 
@@ -90,13 +94,13 @@ def _file(image: os.PathLike[Any]) -> bytes:
         raise InvalidInputError(f"image: got {os.fspath(image)!r}, want a file that can be read ({error})") from error
 
 
-def _get_part(name: str, part: pb.Part) -> Any:
+def _get_part(name: str, part: pb.Part, memory: Memory | None) -> Any:
     kind = chosen(name, part, "content")
     value = getattr(part, kind)
     if kind == "token_ids":
-        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,))
+        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), memory)
     if kind == "pixels":
-        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3))
+        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), memory)
     if kind == "image_size":
         return ImageSize(
             _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)

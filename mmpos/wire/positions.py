@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,14 +36,19 @@ from mmpos.wire.sources import get_source, put_source
 from mmpos.wire.tables import get_table, put_table
 from mmpos.wire.tensors import DATA_TYPES, get_tensor, put_tensor
 
+if TYPE_CHECKING:
+    from mmpos.wire.memory import Memory
+
 _LAYOUTS: dict[Any, Any] = {pb.SHARD_LAYOUT_ZIGZAG: "zigzag", pb.SHARD_LAYOUT_CONTIGUOUS: "contiguous"}
 _SIDES: dict[Any, Any] = {pb.SIDE_LEFT: "left", pb.SIDE_RIGHT: "right"}
 _IDS = {tensor_pb2.DATA_TYPE_UNSPECIFIED: None} | {DATA_TYPES[name]: name for name in ("int32", "int64", "float64")}
 
 
-def put_query(message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None) -> None:
-    """Fill a message with a query."""
-    put_source(message, query.source)
+def put_query(
+    message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None, memory: Memory | None = None
+) -> None:
+    """Fill a message with a query; memory: as for ``put_tensor``."""
+    put_source(message, query.source, memory)
     if profile is not None:
         message.profile = profile
     if query.scheme is not None:
@@ -63,8 +68,8 @@ def put_query(message: pb.PositionsQuery, query: PositionsQuery, profile: str | 
         put_integers(message.dense.axes, query.dense.axes or ())
 
 
-def get_query(name: str, message: pb.PositionsQuery) -> PositionsQuery:
-    """The query of a message; what it leaves to a profile is None.
+def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
+    """The query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
 
     Raises:
         InvalidInputError: naming the field that is missing, unknown or wrong.
@@ -72,7 +77,7 @@ def get_query(name: str, message: pb.PositionsQuery) -> PositionsQuery:
     """
     dense = optional(message, "dense")
     return PositionsQuery(
-        source=get_source(name, message),
+        source=get_source(name, message, memory),
         scheme=get_scheme(path(name, "scheme"), message.scheme) if message.HasField("scheme") else None,
         start=_one_or_each(name, message, "start", 0),
         strict=optional(message, "strict"),
@@ -81,27 +86,27 @@ def get_query(name: str, message: pb.PositionsQuery) -> PositionsQuery:
     )
 
 
-def put_result(message: pb.Positions, result: PositionsResult) -> None:
-    """Fill a message with an answer."""
+def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | None = None) -> None:
+    """Fill a message with an answer; memory: as for ``put_tensor``."""
     if result.table is not None:
         put_table(message.table, result.table)
     if result.dense is not None:
-        put_tensor(message.dense, result.dense)
+        put_tensor(message.dense, result.dense, memory)
     if result.next_positions is not None and result.deltas is not None:
         put_integers(message.next_positions, result.next_positions)
         put_integers(message.deltas, result.deltas)
     put_integers(message.cu_seqlens, result.cu_seqlens)
 
 
-def get_result(name: str, message: pb.Positions) -> PositionsResult:
-    """The answer of a message; its arrays may be views of the message's bytes."""
+def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
+    """The answer of a message; its arrays may be views of the message's bytes; memory: as for ``get_tensor``."""
     if not message.HasField("table") and not message.HasField("dense"):
         raise InvalidInputError(f"{name}: got neither table nor dense, want one of them")
     documents = len(message.cu_seqlens) - 1
     known = len(message.next_positions) == documents
     return PositionsResult(
         table=get_table(path(name, "table"), message.table) if message.HasField("table") else None,
-        dense=get_tensor(path(name, "dense"), message.dense) if message.HasField("dense") else None,
+        dense=get_tensor(path(name, "dense"), message.dense, memory=memory) if message.HasField("dense") else None,
         next_positions=integers(message.next_positions) if known else None,
         deltas=integers(message.deltas) if known else None,
         cu_seqlens=np.array(message.cu_seqlens, np.int32),

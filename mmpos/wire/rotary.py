@@ -15,6 +15,8 @@ from mmpos.wire.tensors import get_torch, put_tensor
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmpos.wire.memory import Memory
+
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
 _PLAIN = ("head_dim", "axes", "rotary_dim", "length")
@@ -96,9 +98,11 @@ def put_rotary_positions(message: pb.RotaryPositions, positions: Any) -> None:
         )
 
 
-def get_rotary_positions(name: str, message: pb.RotaryPositions) -> PositionTable | Tensor:
-    """The positions of a message, ids as a torch tensor."""
+def get_rotary_positions(
+    name: str, message: pb.RotaryPositions, memory: Memory | None = None
+) -> PositionTable | Tensor:
+    """The positions of a message, ids as a torch tensor; memory: as for ``get_tensor``."""
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)
-    return get_torch(path(name, "ids"), message.ids)
+    return get_torch(path(name, "ids"), message.ids, memory)

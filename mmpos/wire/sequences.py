@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,17 +16,20 @@ from mmpos.sequence import InterleavedSequence
 from mmpos.wire.fields import integers, path, put_integers, required
 from mmpos.wire.positions import get_result, put_result
 from mmpos.wire.tables import get_segments, put_segments
-from mmpos.wire.tensors import get_tensor, put_tensor
+from mmpos.wire.tensors import get_tensor, owned, put_tensor
+
+if TYPE_CHECKING:
+    from mmpos.wire.memory import Memory
 
 
-def put_sequence(message: pb.Sequence, sequence: InterleavedSequence) -> None:
-    """Fill a message with a sequence."""
+def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Memory | None = None) -> None:
+    """Fill a message with a sequence; memory: as for ``put_tensor``."""
     narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
-    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids)
+    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, memory)
     put_segments(message.segments, sequence.segments)
     put_result(message.positions, PositionsResult.of(sequence.positions))
     if sequence.patches is not None:
-        put_tensor(message.patches, sequence.patches)
+        put_tensor(message.patches, sequence.patches, memory)
     put_integers(message.grid_thw, sequence.grid_thw)
     put_integers(message.image_spans, sequence.image_spans)
     put_integers(message.part_offsets, sequence.part_offsets)
@@ -33,7 +37,10 @@ def put_sequence(message: pb.Sequence, sequence: InterleavedSequence) -> None:
 
 
 def get_sequence(
-    name: str, message: pb.Sequence, hashes: Mapping[int, str] = MappingProxyType({})
+    name: str,
+    message: pb.Sequence,
+    hashes: Mapping[int, str] = MappingProxyType({}),
+    memory: Memory | None = None,
 ) -> InterleavedSequence:
     """The sequence of a message.
 
@@ -41,20 +48,23 @@ def get_sequence(
         name: of the field, for errors.
         message: the sequence.
         hashes: content hashes that are known better here, by index of the image.
+        memory: as for ``get_tensor``.
 
     Raises:
         InvalidInputError: parts of the message do not fit each other.
     """
     segments = get_segments(path(name, "segments"), required(name, message, "segments"))
     positions = get_result(path(name, "positions"), required(name, message, "positions")).table
-    input_ids = get_tensor(path(name, "input_ids"), message.input_ids, ("int32", "int64"), (1,))
+    input_ids = get_tensor(path(name, "input_ids"), message.input_ids, ("int32", "int64"), (1,), memory)
     if positions is None or not input_ids.size == positions.num_tokens == segments.num_tokens:
         got = None if positions is None else positions.num_tokens
         raise InvalidInputError(
             f"{path(name, 'input_ids')}: got {input_ids.size} tokens, {segments.num_tokens} in segments and "
             f"{got} in positions, want the same"
         )
-    patches = get_tensor(path(name, "patches"), message.patches).copy() if message.HasField("patches") else None
+    patches = None
+    if message.HasField("patches"):
+        patches = owned(get_tensor(path(name, "patches"), message.patches, memory=memory))
     return InterleavedSequence(
         input_ids=input_ids.astype(np.int64),
         token_type_ids=np.repeat(segments.kind, segments.lengths),

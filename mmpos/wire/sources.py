@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,21 +16,28 @@ from mmpos.wire.fields import chosen, get_seconds, integers, optional, path, put
 from mmpos.wire.tables import get_segments, put_segments
 from mmpos.wire.tensors import DATA_TYPES, get_tensor, put_tensor
 
+if TYPE_CHECKING:
+    from mmpos.wire.memory import Memory
 
-def put_source(message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds) -> None:
-    """Fill the source of a query."""
+
+def put_source(
+    message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
+) -> None:
+    """Fill the source of a query; memory: as for ``put_tensor``."""
     if isinstance(source, SegmentTable):
         message.segments.SetInParent()
         put_segments(message.segments, source)
     elif isinstance(source, Spans):
         _put_spans(message.spans, source)
     else:
-        _put_input_ids(message.input_ids, source)
+        _put_input_ids(message.input_ids, source, memory)
 
 
-def get_source(name: str, message: pb.PositionsQuery) -> SegmentTable | Spans | InputIds:
-    """The source of a query."""
+def get_source(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> SegmentTable | Spans | InputIds:
+    """The source of a query; memory: as for ``get_tensor``."""
     source = chosen(path(name, "source"), message, "source")
+    if source == "input_ids":
+        return _get_input_ids(message.input_ids, memory)
     found: SegmentTable | Spans | InputIds = _GET[source](getattr(message, source))
     return found
 
@@ -57,8 +64,8 @@ def _get_spans(message: pb.Spans) -> Spans:
     )
 
 
-def _put_input_ids(message: pb.InputIds, source: InputIds) -> None:
-    put_tensor(message.input_ids, _whole("input_ids", source.input_ids))
+def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None) -> None:
+    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), memory)
     for field in ("image_grid_thw", "video_grid_thw"):
         grids = getattr(source, field)
         if grids is not None:
@@ -70,22 +77,22 @@ def _put_input_ids(message: pb.InputIds, source: InputIds) -> None:
     if source.cu_seqlens is not None:
         put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
     if source.attention_mask is not None:
-        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask))
+        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), memory)
     _put_seconds(message, source.seconds_per_frame)
     message.frames_apart = boolean("frames_apart", source.frames_apart)
 
 
-def _get_input_ids(message: pb.InputIds) -> InputIds:
+def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
     mask = optional(message, "attention_mask")
     return InputIds(
-        get_tensor("input_ids", required("", message, "input_ids")),
+        get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
         integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
         integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
         image_token_id=optional(message, "image_token_id"),
         video_token_id=optional(message, "video_token_id"),
         spatial_merge_size=optional(message, "spatial_merge_size"),
         cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
-        attention_mask=None if mask is None else get_tensor("attention_mask", mask),
+        attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
     )
@@ -107,5 +114,4 @@ def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Any) -> None:
 _GET: dict[str, Callable[[Any], Any]] = {
     "segments": lambda message: get_segments("", message),
     "spans": _get_spans,
-    "input_ids": _get_input_ids,
 }

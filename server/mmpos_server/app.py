@@ -52,7 +52,8 @@ class Server:
         methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
 
     Raises:
-        InvalidInputError: a profile or the file of tokens is wrong; the message names file and field or line.
+        InvalidInputError: a profile or the file of tokens is wrong; the message names file and field or line. Or others
+            than this machine could reach what it takes of shared memory.
     """
 
     def __init__(
@@ -72,9 +73,19 @@ class Server:
             from mmpos_server.services import methods as all_methods
 
             methods = all_methods
-        self._methods = methods(Profiles.from_config(config), config.limits, shared_memory or SharedMemory())
+        memory = shared_memory or SharedMemory()
+        memory.check(self.listen)
+        self._methods = methods(Profiles.from_config(config), config.limits, memory)
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(config, self._admission, Clients(config.clients), self.metrics, self.logs, tracing)
+        around = Surroundings(
+            config,
+            self._admission,
+            Clients(config.clients),
+            self.metrics,
+            self.logs,
+            tracing,
+            memory,
+        )
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         tokens = self.listen.token_file

@@ -63,7 +63,7 @@ class Building:
         profile = message.profile if message.HasField("profile") else None
         scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
         builder = self.builder(profile, scheme, message.start)
-        documents = await self.solve(lambda: self._read(message), builder, call, patches=message.patches)
+        documents = await self.solve(lambda: self._read(message, call), builder, call, patches=message.patches)
         found = await call.run("place", self._write, documents, answer, call)
         call.count(documents=found[0], tokens=found[1], images=found[2])
 
@@ -94,11 +94,11 @@ class Building:
         await asyncio.gather(*(call.run("image", self._build, builder, group, call) for group in work))
         return documents
 
-    def _read(self, message: pb.SequencesQuery) -> list[Document]:
+    def _read(self, message: pb.SequencesQuery, call: Call) -> list[Document]:
         check("documents", len(message.documents), self._limits)
         check("segments", sum(len(document.parts) for document in message.documents), self._limits)
         check("images", sum(_images(document) for document in message.documents), self._limits)
-        return [_read(document) for document in message.documents]
+        return [_read(document, call) for document in message.documents]
 
     def _weighed(
         self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, patches: bool
@@ -112,8 +112,12 @@ class Building:
             for document in documents:
                 call.checkpoint()
                 weight += _weight(document, images, patches=patches)
-            for name, got in zip(("pixels", "tokens", "response_bytes", "segments"), weight, strict=True):
-                check(name, got, self._limits)
+            pixels, tokens, reply, segments = weight
+            call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
+            check("pixels", pixels, self._limits)
+            check("tokens", tokens, self._limits)
+            check("response_bytes", 0 if call.memory.answers else reply, self._limits)
+            check("segments", segments, self._limits)
             return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[Document], call: Call) -> None:
@@ -146,7 +150,7 @@ class Building:
                 if isinstance(document.outcome, MmposError):
                     put_error(result.error, document.outcome)
                 elif document.outcome is not None:
-                    put_sequence(result.sequence, document.outcome)
+                    put_sequence(result.sequence, document.outcome, call.memory)
                 document.outcome = None if document.decodes else document.outcome  # patches are held once
         return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
 
@@ -168,9 +172,9 @@ def _images(document: pb.Document) -> int:
     return sum(part.WhichOneof("content") not in (None, "text", "token_ids") for part in document.parts)
 
 
-def _read(message: pb.Document) -> Document:
+def _read(message: pb.Document, call: Call) -> Document:
     try:
-        return Document(get_parts("", message))
+        return Document(get_parts("", message, call.memory))
     except MmposError as error:
         return Document(outcome=error)
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmpos.errors import ServiceTimeoutError
+from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
+from mmpos_server.exchange import Exchange
 
 if TYPE_CHECKING:
     from mmpos_server.admission import Admission, Gate, Pool
@@ -36,7 +37,9 @@ class Call:
         "_cancelled",
         "_deadline",
         "_gate",
+        "_weighed",
         "counts",
+        "memory",
         "request_id",
         "span",
         "stages",
@@ -49,11 +52,12 @@ class Call:
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
+        self.memory = Exchange()
         self._admission = admission
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
-        self._bytes = 0
+        self._bytes = self._weighed = 0
         self._began = perf_counter()
 
     @property
@@ -155,9 +159,34 @@ class Call:
         self._admission.bytes.enter(size)
         self._bytes = size
 
+    async def weigh(self, size: int) -> None:
+        """Take room for so many bytes besides those of the request; an item of a stream waits until there is.
+
+        Raises:
+            ServiceOverloadedError: there is none.
+        """
+        while size:
+            try:
+                self._admission.bytes.enter(size)
+                self._weighed = size
+                return
+            except ServiceOverloadedError as error:
+                if self._gate is not None:
+                    raise
+                await asyncio.sleep(error.retry_after)
+                self.checkpoint()
+
+    def forget_memory(self) -> None:
+        """Close what is open of shared memory, and give back the room that it took."""
+        self.memory = Exchange()
+        if self._weighed:
+            self._admission.bytes.leave(self.seconds, self._weighed)
+        self._weighed = 0
+
     def release(self) -> None:
         """Give back what was taken."""
         seconds = self.seconds
+        self.forget_memory()
         if self._gate is not None:
             self._gate.leave(seconds)
         if self._bytes:

@@ -41,6 +41,7 @@ class Limits(_Settings):
     images: int = Field(default=4096, ge=1)
     pixels: int = Field(default=1_000_000_000, ge=1)
     views: int = Field(default=16, ge=1)
+    shared_bytes: int = Field(default=1024 * _MIB, ge=1024)
 
 
 class Concurrency(_Settings):
@@ -50,7 +51,7 @@ class Concurrency(_Settings):
         max_in_flight: cheap calls.
         max_in_flight_images: calls that decode images.
         max_in_flight_rotary: calls that rotate.
-        max_in_flight_bytes: bytes of the requests of all these calls.
+        max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
         max_streams: open streams.
         stream_window: items of one stream that are read and not yet answered.
         stream_bytes: bytes of these items; a stream that holds so many reads no further.

@@ -17,7 +17,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.wire.errors import RETRY_AFTER, shortened, to_status
+from mmpos.wire.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, shortened, to_status
 
 __all__ = ["Failure", "NotFoundError", "failure", "public"]
 
@@ -74,4 +74,6 @@ def failure(error: Exception, request_id: str) -> Failure:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(seen, ServiceOverloadedError):
         metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
+    if isinstance(seen, OutputError):
+        metadata = ((OUTPUT_BYTES, str(seen.needed)),)
     return Failure(status, shortened(message), metadata)

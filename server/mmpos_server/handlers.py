@@ -11,10 +11,14 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
+from mmpos.wire.errors import RETRIED
 from mmpos_server.call import Call
 from mmpos_server.clients import client_name
+from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
+from mmpos_server.refusals import check
+from mmpos_server.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +37,8 @@ __all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
 
 REQUEST_ID = "x-request-id"
 """Metadata in which a client may send an id, and in which it gets it back."""
+
+_ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that send a request again
 
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -53,6 +59,7 @@ class Surroundings:
         metrics: what is counted.
         logs: what is written.
         tracing: what makes spans; None: nothing does.
+        shared_memory: what it takes of it.
         ids: ids of requests that came without one.
     """
 
@@ -62,20 +69,40 @@ class Surroundings:
     metrics: Metrics
     logs: Logs
     tracing: Tracing | None = None
+    shared_memory: SharedMemory = field(default_factory=SharedMemory)
     ids: Iterator[str] = field(default_factory=_ids)
 
     def call(self, context: Any) -> Call:
         """The call of a context, with its id and deadline."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
-        request_id = None
+        request_id: str | None = None
+        retried: tuple[tuple[str, str], ...] = ()
         for key, value in context.invocation_metadata():
             if key == REQUEST_ID and _SANE.fullmatch(value):
                 request_id = value
+            elif key == _ATTEMPTS:
+                retried = ((RETRIED, str(value)),)
         if request_id is None:
             request_id = next(self.ids)
-        context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        context.set_trailing_metadata(((REQUEST_ID, request_id), *retried))
         return Call(request_id, self.admission, self.clients.visit(client_name(context)), deadline)
+
+    async def share(self, raw: bytes, request: Message, call: Call) -> None:
+        """Give the call what its request has in shared memory; all of it is weighed before any is read.
+
+        Raises:
+            LimitExceededError: more bytes, documents or parts than one request may name.
+            ServiceOverloadedError: the requests at work hold too many.
+            UnsupportedError: the answer is to go there, and this server takes no shared memory.
+            InvalidInputError: it is to go where nothing can.
+        """
+        if mentions(raw, self.shared_memory):
+            # In a thread: a request may have a million parts to look at.
+            size = await call.run("place", claimed, request, self.config.limits)
+            check("shared_bytes", size, self.config.limits)
+            await call.weigh(size)
+        call.memory = Exchange(self.shared_memory, request)
 
 
 class Endpoint:
@@ -122,6 +149,7 @@ class Endpoint:
     async def _answer(self, raw: bytes, call: Call) -> bytes:
         limits = self._around.config.limits
         request = decode(self.method.request, raw, call, limits.request_bytes)
+        await self._around.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
         return encode(response, call, limits.response_bytes)
@@ -178,8 +206,10 @@ def encode(response: Message, call: Call, limit: int) -> bytes:
 
     Raises:
         LimitExceededError: more than the limit.
+        OutputError: its tensors went to shared memory, and did not fit.
     """
     call.checkpoint()
+    call.memory.finish()
     began = perf_counter()
     raw = response.SerializeToString()
     call.stages.append(("encode", perf_counter() - began))

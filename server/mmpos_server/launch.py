@@ -17,6 +17,7 @@ from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen
 from mmpos_server.logs import Logs, adopt_standard_logging
+from mmpos_server.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
@@ -40,6 +41,7 @@ class Options:
         log_level: lowest level that is written.
         log_format: "json" or "console".
         otel: whether calls become spans of OpenTelemetry.
+        shared_memory: how names of shared memory objects of clients begin; None takes none.
         worker: whether a supervisor holds the standard input, and its end is the end.
     """
 
@@ -54,6 +56,7 @@ class Options:
     log_level: str = "info"
     log_format: Any = "json"
     otel: bool = False
+    shared_memory: str | None = None
     worker: bool = False
 
     def settings(self) -> ServerConfig:
@@ -62,6 +65,16 @@ class Options:
         concurrency = Concurrency(**{**config.concurrency.model_dump(), **(self.concurrency or {})})
         pools = Pools(**{**config.pools.model_dump(), **(self.pools or {})})
         return config.model_copy(update={"concurrency": concurrency, "pools": pools})
+
+    def memory(self) -> SharedMemory:
+        """What it takes of shared memory.
+
+        Raises:
+            InvalidInputError: a wrong prefix, or others than this machine can reach the server.
+        """
+        memory = SharedMemory(self.shared_memory)
+        memory.check(self.listen)
+        return memory
 
 
 def serve(options: Options) -> None:
@@ -79,7 +92,8 @@ def serve(options: Options) -> None:
 
 
 async def _serve(options: Options, logs: Logs) -> None:
-    server = Server(options.settings(), options.listen, logs=logs, tracing=_tracing() if options.otel else None)
+    tracing = _tracing() if options.otel else None
+    server = Server(options.settings(), options.listen, logs=logs, shared_memory=options.memory(), tracing=tracing)
     first, second = asyncio.Event(), asyncio.Event()
     with ExitStack() as closing:
         if options.metrics_port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import is_loopback
 from mmpos_server.unix_socket import Uds
 
-__all__ = ["Listen", "Tls", "address", "bind", "transport_options"]
+__all__ = ["Listen", "Tls", "address", "bind", "local", "transport_options"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,21 @@ class Listen:
 def address(host: str, port: int) -> str:
     """HOST:PORT, as clients write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local(listen: Listen) -> bool:
+    """Whether only this machine can reach what listens there.
+
+    Raises:
+        InvalidInputError: the host is not known.
+    """
+    try:
+        entries = socket.getaddrinfo(listen.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InvalidInputError(
+            f"host: got {listen.host!r} ({error.strerror}), want an address of this machine"
+        ) from None
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in entries)
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

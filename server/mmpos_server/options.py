@@ -87,6 +87,14 @@ def serve(
     image_threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads that decode images.", show_default="the file's")
     ] = None,
+    shared_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Take tensors in shared memory objects whose names begin so, from clients on this machine.",
+            show_default="off",
+        ),
+    ] = None,
     notice_seconds: Annotated[
         float, typer.Option(min=0, help="At SIGTERM, how long to serve on as NOT_SERVING, for balancers to see it.")
     ] = 0.0,
@@ -123,6 +131,7 @@ def serve(
         log_level=log_level.value,
         log_format=log_format.value,
         otel=otel,
+        shared_memory=shared_memory,
         worker=worker,
     )
     if otel:
@@ -176,6 +185,7 @@ def _words(options: Options) -> Sequence[str]:
         "drain-seconds": options.drain_seconds,
         "log-level": options.log_level,
         "log-format": options.log_format,
+        "shared-memory": options.shared_memory,
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     return [*words, "--otel"] if options.otel else words

@@ -57,12 +57,12 @@ class Placing:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = complete(get_query("query", message), profile, named=message.HasField("profile"))
+            query = complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
         positions, images = self.solve(query, call)
         call.checkpoint()
         with call.stage("write"):
-            check_reply(positions, query.dense, self._limits)
-            put_result(answer, PositionsResult.of(positions, query.dense))
+            check_reply(positions, query.dense, self._limits, call.memory)
+            put_result(answer, PositionsResult.of(positions, query.dense), call.memory)
         return positions.num_documents, positions.num_tokens, images
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mmpos.checks import IntArray
@@ -12,8 +14,9 @@ from mmpos.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
 from mmpos.segments import GRID, SegmentTable
 from mmpos_server.config import Limits
+from mmpos_server.exchange import Exchange
 
-__all__ = ["check", "check_message", "check_reply", "check_segments", "check_table", "check_view"]
+__all__ = ["check", "check_message", "check_reply", "check_segments", "check_table", "check_tensors", "check_view"]
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -82,14 +85,28 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
             check("tokens", lengths.astype(np.float64).sum(), limits)
 
 
-def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits) -> None:
+def check_tensors(sizes: Sequence[float], limits: Limits, memory: Exchange) -> None:
+    """Compare the tensors of an answer, before they are made, with what they go to: the client's memory, or a reply.
+
+    Args:
+        sizes: bytes of each.
+        limits: of a reply.
+        memory: of the client, if they go there.
+    """
+    if memory.answers:
+        memory.expect(sizes)
+    else:
+        check("response_bytes", sum(sizes), limits)
+
+
+def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, memory: Exchange) -> None:
     """Compare the bytes of a reply with the limit, before they are made."""
-    size = positions.table.nbytes + positions.documents.nbytes
-    if dense is not None:
+    if dense is None:
+        check("response_bytes", positions.table.nbytes + positions.documents.nbytes, limits)
+    else:
         rows = positions.axes if dense.axes is None else len(dense.axes)
         item = 4 if not positions.fractional and dense.dtype in (None, "int32") else 8
-        size = rows * positions.num_tokens * item
-    check("response_bytes", size, limits)
+        check_tensors([rows * positions.num_tokens * item], limits, memory)
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:

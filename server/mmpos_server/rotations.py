@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,12 +13,13 @@ from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.wire.fields import enum, required
+from mmpos.wire.memory import holds
 from mmpos.wire.rotary import get_rotary, get_rotary_positions
 from mmpos.wire.tensors import get_torch, put_tensor
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check
+from mmpos_server.refusals import check, check_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,34 +70,37 @@ class Rotations:
         demand_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
-            positions, tokens = self._positions(required("", message, "positions"))
+            positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
-            check("response_bytes", 8.0 * tokens * rotary.rotary_dim, self._limits)
+            numbers = float(tokens * rotary.rotary_dim)
+            call.memory.expect([4 * numbers])  # or twice as much, as the layout has it
+            if not call.memory.answers:
+                check("response_bytes", 8 * numbers, self._limits)
         call.checkpoint()
         with call.stage("rotate"):
             made = rotary.angles(positions) if layout is None else rotary.cos_sin(positions, layout)  # type: ignore[arg-type]
         call.checkpoint()
         with call.stage("write"):
             if isinstance(made, tuple):
-                put_tensor(answer.cos, made[0])
-                put_tensor(answer.sin, made[1])
+                put_tensor(answer.cos, made[0], call.memory)
+                put_tensor(answer.sin, made[1], call.memory)
             else:
-                put_tensor(answer.cache, made)
+                put_tensor(answer.cache, made, call.memory)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
         demand_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
-            positions, _ = self._positions(required("", message, "positions"))
+            positions, _ = self._positions(required("", message, "positions"), call)
             layout: Any = enum("", message, "layout", _LAYOUTS)
-            check("response_bytes", len(message.q.data) + len(message.k.data), self._limits)
-            q = get_torch("q", required("", message, "q"))
-            k = get_torch("k", message.k) if message.HasField("k") else None
+            check_tensors([holds(message.q), holds(message.k)], self._limits, call.memory)
+            q = get_torch("q", required("", message, "q"), call.memory)
+            k = get_torch("k", message.k, call.memory) if message.HasField("k") else None
         q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate)
         with call.stage("write"):
-            put_tensor(answer.q, q)
+            put_tensor(answer.q, q, call.memory)
             if k is not None:
-                put_tensor(answer.k, k)
+                put_tensor(answer.k, k, call.memory)
 
     def turn(
         self, q: Tensor, k: Tensor | None, positions: Any, rotary: Rotary, call: Call, *, layout: Any, conjugate: bool
@@ -127,11 +132,13 @@ class Rotations:
             raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
         return profile.rotary
 
-    def _positions(self, message: pb.RotaryPositions) -> tuple[Any, int]:
-        positions = get_rotary_positions("positions", message)
-        tokens = positions.num_tokens if isinstance(positions, PositionTable) else positions.numel()
-        check("tokens", tokens, self._limits)
-        return positions, tokens
+    def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[Any, int]:
+        positions = get_rotary_positions("positions", message, call.memory)
+        if isinstance(positions, PositionTable):
+            check("tokens", positions.num_tokens, self._limits)
+            return positions, positions.num_tokens
+        check("tokens", positions.numel(), self._limits)
+        return positions, math.prod(positions.shape[1:])
 
 
 @lru_cache(maxsize=64)

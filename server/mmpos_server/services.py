@@ -69,7 +69,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             "GetInfo",
             info_pb2.GetInfoRequest,
             info_pb2.GetInfoResponse,
-            _Info(profiles, limits, device()).get_info,
+            _Info(profiles, limits, device(), memory).get_info,
         ),
         *OpenInference(models, profiles, limits, memory).methods(),
     ]
@@ -80,6 +80,7 @@ class _Info:
     profiles: Profiles
     limits: Limits
     device: str
+    memory: SharedMemory
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Version, schemes, limits and profiles."""
@@ -94,6 +95,7 @@ class _Info:
         for profile in self.profiles:
             _put_profile(answer.profiles.add(), profile)
         answer.device = self.device
+        answer.shared_memory_prefix = self.memory.prefix or ""
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

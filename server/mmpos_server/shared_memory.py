@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from weakref import finalize
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos_server.listening import Listen, local
 
 __all__ = ["Region", "Regions", "SharedMemory"]
 
@@ -18,6 +19,7 @@ MAX_REGIONS = 256
 """Most that are registered at once: each holds a file of this process open."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Region:
@@ -68,6 +70,25 @@ class Region:
             raise InvalidInputError(f"{name}: got {len(data)} bytes of {self.key!r}, want {byte_size}")
         return data
 
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Copy bytes of the part, as many as there is room for.
+
+        Args:
+            name: what errors call them.
+            offset: first of them, counted from that of the part.
+            buffer: where they go.
+
+        Raises:
+            InvalidInputError: bytes outside the part, or of an object that has shrunk.
+        """
+        at = self._within(name, offset, len(buffer))
+        self._check(name)
+        while buffer:  # the system reads 2 GiB at once, at most
+            done = os.preadv(self._descriptor, [buffer], at)
+            if not done:
+                raise InvalidInputError(f"{name}: got an object {self.key!r} that shrinks, want one that stays")
+            at, buffer = at + done, buffer[done:]
+
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the part.
 
@@ -93,7 +114,7 @@ class Region:
     def _check(self, name: str) -> None:
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise InvalidInputError(f"{name}.key: got {self.key!r} of another user, want one of this server's user")
+            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a plain object of this server's user")
         if self.offset + self.byte_size > found.st_size:
             raise InvalidInputError(
                 f"{name}: got bytes {self.offset} to {self.offset + self.byte_size} of {self.key!r}, "
@@ -116,9 +137,29 @@ class SharedMemory:
     Args:
         prefix: how names of objects must begin, so that clients reach nothing else of the server's user; None takes
             no shared memory.
+
+    Raises:
+        InvalidInputError: a prefix that names of objects cannot have.
     """
 
     prefix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix is not None and not _PREFIX.fullmatch(self.prefix):
+            raise InvalidInputError(
+                f"shared-memory: got {self.prefix[:300]!r}, want 1 to 64 letters, digits, '_', '.' and '-'"
+            )
+
+    def check(self, listen: Listen) -> None:
+        """Refuse to take shared memory from where others than this machine can ask for it.
+
+        Raises:
+            InvalidInputError: such an address.
+        """
+        if self.prefix is not None and not local(listen):
+            raise InvalidInputError(
+                f"shared-memory: got host {listen.host!r}, want one that only this machine reaches, such as 127.0.0.1"
+            )
 
     def open(self, name: str, key: str, offset: int, byte_size: int) -> Region:
         """A part of an object, checked.

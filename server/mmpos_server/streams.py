@@ -123,6 +123,7 @@ class StreamEndpoint:
             status = failure(error, call.request_id).status
             raise
         finally:
+            call.forget_memory()
             if tracing is not None:
                 tracing.end(call, status, request_bytes=len(raw), response_bytes=len(encoded))
             call.stages.append(("total", call.seconds))
@@ -133,6 +134,7 @@ class StreamEndpoint:
         twin, limits = self._twin, self._around.config.limits
         request, response = decode(twin.request, raw, call, limits.request_bytes), twin.response()
         try:
+            await self._around.share(raw, request, call)
             await twin.run(request, response, call)
             return encode(response, call, limits.response_bytes), "OK"
         except ServiceTimeoutError:

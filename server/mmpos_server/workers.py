@@ -46,6 +46,7 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         )
     # What is wrong with a file is said once, and not by every worker.
     Profiles.from_config(options.settings())
+    options.memory()
     if listen.tls:
         listen.tls.credentials()
     logs = Logs(options.log_level, options.log_format)

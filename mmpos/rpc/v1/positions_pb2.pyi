@@ -462,6 +462,7 @@ class PositionsQuery(_message.Message):
     STRICT_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     DENSE_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
     """Settings of a model; left out, the server's default profile."""
     start: _builtins.int
@@ -496,6 +497,15 @@ class PositionsQuery(_message.Message):
     def dense(self) -> Global___Dense:
         """Set for ids instead of the table."""
 
+    @_builtins.property
+    def output(self) -> _tensor_pb2.SharedMemory:
+        """Where the tensors of the answer go instead of into data; left out, into data. They lie there one after the
+        other, each at a multiple of 64 bytes from the first byte, and their shared says where; one without numbers has no
+        place there. If they do not fit, the request is refused with the bytes they need in the message, and in
+        trailing metadata "mmpos-output-bytes" of a call. Nothing else may use the part until the answer is there; without an answer nobody knows when the
+        server is done with it, and what it then holds means nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -509,13 +519,16 @@ class PositionsQuery(_message.Message):
         strict: _builtins.bool | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         dense: Global___Dense | None = ...,
+        output: _tensor_pb2.SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "output", b"output", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "start_per_document", b"start_per_document", "strict", b"strict", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "output", b"output", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "start_per_document", b"start_per_document", "strict", b"strict", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dense: _TypeAlias = _typing.Literal["dense"]  # noqa: Y015
     _WhichOneofArgType__dense: _TypeAlias = _typing.Literal["_dense", b"_dense"]  # noqa: Y015
+    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
+    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
     _WhichOneofReturnType__profile: _TypeAlias = _typing.Literal["profile"]  # noqa: Y015
     _WhichOneofArgType__profile: _TypeAlias = _typing.Literal["_profile", b"_profile"]  # noqa: Y015
     _WhichOneofReturnType__scheme: _TypeAlias = _typing.Literal["scheme"]  # noqa: Y015
@@ -528,6 +541,8 @@ class PositionsQuery(_message.Message):
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dense) -> _WhichOneofReturnType__dense | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__profile) -> _WhichOneofReturnType__profile | None: ...
     @_typing.overload

@@ -72,6 +72,40 @@ DATA_TYPE_UINT16: DataType.ValueType  # 9
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
+class SharedMemory(_message.Message):
+    """A part of a POSIX shared memory object on the machine that client and server share. The object is the client's, who
+    made it and who removes it; it belongs to the user of the server. Taken by a server that tells a
+    shared_memory_prefix, and refused with UNIMPLEMENTED by every other one that knows this message; one that does not
+    know it ignores it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    BYTE_SIZE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Name of the object, as shm_open takes it: "/", then the prefix, then what the client likes."""
+    offset: _builtins.int
+    """First byte of the part."""
+    byte_size: _builtins.int
+    """Bytes of the part, at least 1."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        byte_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_size", b"byte_size", "key", b"key", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+
+@_typing.final
 class Tensor(_message.Message):
     """An array of numbers."""
 
@@ -80,6 +114,7 @@ class Tensor(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     dtype: Global___DataType.ValueType
     """How its numbers are written."""
     data: _builtins.bytes
@@ -88,17 +123,26 @@ class Tensor(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its extents; none for a single number."""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedMemory:
+        """Where the same bytes lie instead of in data, as many as byte_size says. The client must leave them alone until it
+        has the answer to the request; a request without an answer may be read for as long as the server likes.
+        """
+
     def __init__(
         self,
         *,
         dtype: Global___DataType.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         data: _builtins.bytes = ...,
+        shared: Global___SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shared", b"_shared", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared", b"_shared", "data", b"data", "dtype", b"dtype", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shared: _TypeAlias = _typing.Literal["shared"]  # noqa: Y015
+    _WhichOneofArgType__shared: _TypeAlias = _typing.Literal["_shared", b"_shared"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared) -> _WhichOneofReturnType__shared | None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015

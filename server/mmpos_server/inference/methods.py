@@ -112,6 +112,7 @@ class OpenInference:
             inputs, outputs = self._tensors[model.name, profile.name]
             with call.stage("read"):
                 request = get_request(message, profile, inputs, outputs, model.parameters, self._regions, self._limits)
+            await call.weigh(request.shared_bytes)
             await model.infer(request, answer, call)
             answered = True
         finally:

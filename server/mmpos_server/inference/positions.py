@@ -76,7 +76,7 @@ class Positions:
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Place a batch."""
-        if request.byte_size <= INLINE_BYTES:
+        if request.byte_size + request.shared_bytes <= INLINE_BYTES:
             positions, images = self._solve(request, call)
         else:
             positions, images = await call.run("place", self._solve, request, call)
@@ -93,7 +93,7 @@ class Positions:
 
     def _write(self, positions: PositionTable, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         with call.stage("write"):
-            check_outputs(positions, request, self._limits)
+            check_outputs(positions, request, call, self._limits)
             put_response(answer, request, outputs_of(positions))
 
     def _query(self, request: Request) -> PositionsQuery:
@@ -142,12 +142,12 @@ def _only(request: Request, kind: str, others: Sequence[str]) -> None:
             raise InvalidInputError(f"inputs: got {name!r} beside {kind!r}, want one or the other")
 
 
-def check_outputs(positions: PositionTable, request: Request, limits: Limits) -> None:
+def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
     """Compare the bytes of the wanted outputs with the limit, before they are made."""
     if request.wants("position_ids"):
-        check_reply(positions, Dense(), limits)
+        check_reply(positions, Dense(), limits, call.memory)
     if request.wants("table") or request.wants("table_documents"):
-        check_reply(positions, None, limits)
+        check_reply(positions, None, limits, call.memory)
 
 
 def outputs_of(positions: PositionTable) -> dict[str, Output]:

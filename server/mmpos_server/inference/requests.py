@@ -60,7 +60,8 @@ class Request:
         parameters: values by name.
         inputs: tensors by name.
         outputs: names of those that are wanted, each with its place if it is to go to shared memory; None: all.
-        byte_size: of all that came, in the message and in shared memory.
+        byte_size: of the message.
+        shared_bytes: of what came in shared memory.
     """
 
     profile: Profile
@@ -69,6 +70,7 @@ class Request:
     inputs: Mapping[str, Input]
     outputs: Mapping[str, Place | None] | None
     byte_size: int
+    shared_bytes: int
 
     def wants(self, output: str) -> bool:
         """Whether this output is wanted."""
@@ -101,7 +103,7 @@ def get_request(
         outputs: what it gives.
         parameters: which ones it knows.
         regions: those that are registered.
-        limits: most bytes, those in shared memory included.
+        limits: most bytes in shared memory.
 
     Raises:
         InvalidInputError: a name that is not known, not there or there twice; a tensor without its numbers, with
@@ -110,16 +112,16 @@ def get_request(
         LimitExceededError: too many bytes in shared memory.
     """
     given = _inputs(message, {spec.name: spec for spec in inputs}, regions)
-    held = (tensor.source.byte_size for tensor in given.values() if isinstance(tensor.source, Place))
-    byte_size = message.ByteSize() + sum(held)
-    check("request_bytes", byte_size, limits)
+    shared_bytes = sum(tensor.source.byte_size for tensor in given.values() if isinstance(tensor.source, Place))
+    check("shared_bytes", shared_bytes, limits)
     return Request(
         profile,
         bool(message.model_version),
         get_parameters("parameters", message.parameters, parameters),
         given,
         _outputs(message, [spec.name for spec in outputs], regions),
-        byte_size,
+        message.ByteSize(),
+        shared_bytes,
     )
 
 

@@ -113,7 +113,7 @@ class Sequences:
             nothing = place(SegmentTable.from_documents([]), builder.scheme)
             positions = PositionTable.concatenate([sequence.positions for sequence in sequences] or [nothing])
             call.checkpoint()
-            check_outputs(positions, request, self._limits)
+            check_outputs(positions, request, call, self._limits)
             put_response(answer, request, _outputs(sequences, positions, _images(request.profile)))
         return positions.num_tokens, sum(len(sequence.grid_thw) for sequence in sequences)
 

@@ -1,0 +1,57 @@
+"""Shared memory objects as clients of any language make them, for tests of the server's side."""
+
+from __future__ import annotations
+
+import _posixshmem
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.rpc.v1 import tensor_pb2
+
+FOLDER = Path("/dev/shm")
+"""Where Linux keeps them."""
+
+PREFIX = f"mmpos-test-{os.getpid()}-"
+"""Of the names of all objects of this process of tests."""
+
+
+@contextmanager
+def shared(data: bytes, name: str = "object") -> Iterator[str]:
+    """An object that holds these bytes; gives its key. It must be there at the end: nobody else may remove it."""
+    key = f"/{PREFIX}{name}"
+    descriptor = _posixshmem.shm_open(key, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    try:
+        os.write(descriptor, data)
+        yield key
+    finally:
+        os.close(descriptor)
+        _posixshmem.shm_unlink(key)
+
+
+def content(key: str) -> bytes:
+    """What an object holds."""
+    return (FOLDER / key[1:]).read_bytes()
+
+
+class Objects:
+    """All objects as a Memory of the wire: what a client needs to read an answer."""
+
+    def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor."""
+        part = content(shared.key)[shared.offset :][: shared.byte_size]
+        assert len(part) == shared.byte_size, name
+        return np.frombuffer(bytearray(part), np.uint8)
+
+    def put(self, message: tensor_pb2.Tensor, data: npt.NDArray[np.uint8]) -> bool:
+        """Nothing is taken."""
+        return False
+
+
+def names(prefix: str = PREFIX) -> set[str]:
+    """Names of the objects that there are."""
+    return {path.name for path in FOLDER.glob(f"{prefix}*")}

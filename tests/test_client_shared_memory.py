@@ -1,0 +1,446 @@
+"""Clients that share memory with a server of this machine: the same results, and regions that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shared_objects import PREFIX, names
+from test_congruence import same
+
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.client import AsyncClient, Client, shared_memory
+from mmpos.client.regions import LEAST, Regions
+from mmpos.client.shared_memory import Lease
+from mmpos.errors import (
+    InvalidInputError,
+    LimitExceededError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+from mmpos.queries import Dense, InputIds, PositionsQuery
+from mmpos.rotary import Rotary, apply_rotary
+from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
+from mmpos.wire.errors import OutputError
+from mmpos_server.call import Call
+from mmpos_server.config import ServerConfig
+from mmpos_server.methods import Method
+from mmpos_server.services import methods
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.testing import running
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+
+CONFIG = ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})
+TAKES = SharedMemory(PREFIX)
+MIB = 2**20
+PHOTOS = [str(path) for path in (Path(str(resources.files("mmpos"))) / "photos").glob("*.jpg")]
+SEGMENTS = SegmentTable.from_documents([[Text(500), Grid(20, 20), Text(124)]])
+TABLE, ROTARY = place(SEGMENTS), Rotary(64)
+
+
+def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of a megabyte and of a quarter."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(TABLE.num_tokens, heads, 64, generator=generator).bfloat16() for heads in (8, 2))
+    return q, k
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with running(CONFIG, shared_memory=TAKES) as address:
+        yield address
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[Client]:
+    with Client(server, shared_memory=64 * MIB, timeout=60) as client:
+        yield client
+    assert names() == set()
+
+
+def kept(client: Client) -> list[int]:
+    """Sizes of the regions that a client keeps."""
+    pool = client._pools.get()
+    return [] if pool is None else sorted(region.size for region in pool.regions._idle)
+
+
+IDS = np.arange(200_000) % 7
+CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "rotations": ("apply_rotary", (*tensors(), TABLE, ROTARY), {}),
+    "rotations of q": ("apply_rotary", (tensors()[0].float(), None, TABLE, ROTARY), {"conjugate": True}),
+    "small rotations": ("apply_rotary", (torch.ones(1024, 1, 16), None, TABLE, Rotary(16)), {}),
+    "photographs": ("build", (["A ", Path(PHOTOS[0]), " and ", np.full((300, 400, 3), 7, np.uint8)],), {}),
+    "sizes": ("build", (["A ", Path(PHOTOS[0])],), {"patches": False}),
+    "a batch": ("build_batch", ([["a", Path(PHOTOS[0])], [b"x"], [IDS, None], ["é"]], "return"), {}),
+    "dense ids": ("query", (PositionsQuery(SEGMENTS, dense=Dense("int64")),), {}),
+    "input ids": ("place", (InputIds(IDS, image_token_id=9),), {}),
+    "a wrong query": ("query", (PositionsQuery(SEGMENTS, "rows", dense=Dense(axes=(9,))),), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_errors_are_those_of_messages(server: str, client: Client, name: str) -> None:
+    method, arguments, options = CALLS[name]
+
+    async def awaited() -> Any:
+        async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as other:
+            return await getattr(other, method)(*arguments, **options)
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except InvalidInputError as error:
+            return error
+
+    with Client(server, timeout=60) as plain:
+        want = outcome(lambda: getattr(plain, method)(*arguments, **options))
+    same(outcome(lambda: getattr(client, method)(*arguments, **options)), want)
+    same(outcome(lambda: asyncio.run(awaited())), want)
+
+
+def test_large_tensors_travel_beside_the_messages(server: str) -> None:
+    config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"request_bytes": MIB})})
+    q, k = tensors()
+    with running(config, shared_memory=TAKES) as address:
+        with Client(address, timeout=60) as plain, pytest.raises(LimitExceededError, match="message larger than max"):
+            plain.apply_rotary(q, k, TABLE, ROTARY)
+        with Client(address, shared_memory=64 * MIB, timeout=60) as client:
+            same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+
+
+def test_results_are_the_callers_own(client: Client) -> None:
+    first, second = tensors(1), tensors(2)
+    found = client.apply_rotary(*first, TABLE, ROTARY)
+    client.apply_rotary(*second, TABLE, ROTARY)
+    same(found, apply_rotary(*first, TABLE, ROTARY))
+    found[0].zero_()
+    patches = client.build([Path(PHOTOS[0])]).patches
+    assert patches is not None
+    patches[:] = 0
+
+
+def test_regions_are_used_again(client: Client) -> None:
+    client.apply_rotary(*tensors(), TABLE, ROTARY)
+    first = names()
+    client.apply_rotary(*tensors(1), TABLE, ROTARY)
+    assert (names(), len(first), len(kept(client))) == (first, 3, 3)
+
+
+def test_few_bytes_need_no_region(client: Client) -> None:
+    client.apply_rotary(torch.ones(1024, 1, 8), None, TABLE, Rotary(8))
+    client.build(["abc"], patches=False)
+    client.place(SEGMENTS)
+    assert names() == set()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
+    want = "^shared_memory: got a server that takes none, want one on this machine, started with --shared-memory$"
+    with running(CONFIG) as address:
+        if kind == "sync":
+            with Client(address, shared_memory=MIB) as client:
+                assert client.info().shared_memory_prefix == ""
+                with pytest.raises(UnsupportedError, match=want):
+                    client.place(SEGMENTS)
+            return
+
+        async def scenario() -> None:
+            async with AsyncClient(address, shared_memory=MIB) as client:
+                assert await client.healthy()
+                with pytest.raises(UnsupportedError, match=want):
+                    await client.place(SEGMENTS)
+
+        asyncio.run(scenario())
+
+
+def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
+    with Client(server, shared_memory=2 * MIB, timeout=60) as client:
+        with pytest.raises(
+            LimitExceededError, match=r"^shared_memory: got \d+ bytes besides \d+ in use, want at most 2097"
+        ):
+            client.apply_rotary(*tensors(), TABLE, ROTARY)
+        assert names() == set()
+        # What an answer needs is not known: it has what the documents leave.
+        array = np.full((500, 500, 3), 7, np.uint8)
+        assert client.build(["A ", array]).patches is not None
+        with pytest.raises(
+            LimitExceededError, match=r"^shared_memory: got \d+ bytes besides 786432 in use, want at most"
+        ):
+            client.build(["A ", array, *[Path(PHOTOS[0])] * 6])
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "1"])
+def test_bytes_are_a_number(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match="shared_memory: got"):
+        Client(shared_memory=value)
+
+
+def test_an_answer_that_needs_more_than_was_guessed_is_asked_for_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "GUESS", LEAST)
+    parts = ["A ", Path(PHOTOS[0])]
+    first = client.build(parts)
+    assert first.patches is not None
+    pool = client._pools.get()
+    assert pool is not None
+    needed = first.patches.nbytes
+    assert pool.expected == {sequences_pb2.SequencesQuery: needed + needed // 8 + LEAST}
+    assert [size >= needed for size in kept(client)] == [True]
+
+
+def test_an_answer_that_never_fits_is_an_error() -> None:
+    pool = shared_memory.Pool(MIB, told())
+    seen = []
+
+    def call() -> None:
+        for lease in pool.leases():
+            with lease:
+                request = sequences_pb2.SequencesQuery()
+                lease.answer(request)
+                seen.append(request.output.byte_size)
+                raise OutputError("output.byte_size: got 1, want >= 2", 100_000)
+
+    with pytest.raises(OutputError, match=r"^output.byte_size: got 1, want >= 2$"):
+        call()
+    assert seen == [MIB, 178_036, 178_036]
+    pool.regions.close()
+    assert names() == set()
+
+
+def told() -> Any:
+    """What a server says of itself, as far as pools look at it."""
+    return SimpleNamespace(shared_memory_prefix=PREFIX)
+
+
+def test_regions_of_a_call_that_failed_are_given_up(client: Client) -> None:
+    client.apply_rotary(*tensors(), TABLE, ROTARY)
+    before = names()
+    with pytest.raises(ServiceTimeoutError):
+        client.with_options(timeout=1e-6).apply_rotary(*tensors(), TABLE, ROTARY)
+    assert names() == set()
+    q, k = tensors(3)
+    with pytest.raises(InvalidInputError, match=r"^k: got shape"):
+        client.apply_rotary(q[1:], k, TABLE, ROTARY)
+    assert names() == set()
+    same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+    assert len(names()) == 3
+    assert not names() & before
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
+    refused: list[str] = []
+
+    def failing(*given: Any) -> list[Method]:
+        """All methods; the first rotation fails as if the server were about to stop."""
+
+        def once(run: Any) -> Any:
+            async def rotate(request: Any, answer: Any, call: Call) -> None:
+                if not refused:
+                    refused.append(call.request_id)
+                    raise ServiceUnavailableError("the server is about to stop")
+                await run(request, answer, call)
+
+            return rotate
+
+        found = methods(*given)
+        return [replace(method, run=once(method.run)) if method.name == "Rotate" else method for method in found]
+
+    q, k = tensors()
+    want = apply_rotary(q, k, TABLE, ROTARY)
+    counts = []
+    with running(CONFIG, shared_memory=TAKES, methods=failing) as address:
+        if kind == "sync":
+            with Client(address, shared_memory=64 * MIB, timeout=60) as client:
+                for _ in range(2):
+                    same(client.apply_rotary(q, k, TABLE, ROTARY), want)
+                    counts.append(len(names()))
+        else:
+
+            async def scenario() -> None:
+                async with AsyncClient(address, shared_memory=64 * MIB, timeout=60) as client:
+                    for _ in range(2):
+                        same(await client.apply_rotary(q, k, TABLE, ROTARY), want)
+                        counts.append(len(names()))
+
+            asyncio.run(scenario())
+    assert (len(refused), counts) == (1, [0, 3])
+
+
+def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
+    pool = shared_memory.Pool(MIB, told())
+    with Lease(pool, last=True) as lease:
+        part = tensor_pb2.SharedMemory(key=f"/{PREFIX}x", byte_size=1)
+        with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 1 of '/.*x', want those of the request$"):
+            lease.get("q", part)
+        request = sequences_pb2.SequencesQuery()
+        lease.answer(request, 100_000)
+        for offset, size in ((-1, 2), (2**62, 2**62), (2 * LEAST, 1), (0, -1)):
+            part.CopyFrom(tensor_pb2.SharedMemory(key=request.output.key, offset=offset, byte_size=size))
+            with pytest.raises(InvalidInputError, match="want those of the request"):
+                lease.get("q", part)
+    pool.regions.close()
+
+
+def test_many_threads_at_once(client: Client) -> None:
+    def turn(seed: int) -> bool:
+        q, k = tensors(seed)
+        found = client.apply_rotary(q, k, TABLE, ROTARY)
+        want = apply_rotary(q, k, TABLE, ROTARY)
+        return torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(turn, range(24))) == [True] * 24
+    assert len(kept(client)) <= 24
+
+
+def test_many_tasks_at_once(server: str) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
+            pairs = [tensors(seed) for seed in range(6)]
+            found = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
+            same(list(found), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
+
+    asyncio.run(scenario())
+    assert names() == set()
+
+
+def test_a_copy_has_regions_of_its_own_and_one_with_other_options_has_the_same(client: Client) -> None:
+    client.apply_rotary(*tensors(), TABLE, ROTARY)
+    mine = names()
+    client.with_options(timeout=50).apply_rotary(*tensors(), TABLE, ROTARY)
+    assert names() == mine
+    with pickle.loads(pickle.dumps(client)) as other:
+        other.apply_rotary(*tensors(), TABLE, ROTARY)
+        assert (len(names()), names() >= mine) == (6, True)
+    assert names() == mine
+
+
+def test_regions_go_with_their_client(server: str) -> None:
+    client = Client(server, shared_memory=64 * MIB, timeout=60)
+    client.apply_rotary(*tensors(), TABLE, ROTARY)
+    assert len(names()) == 3
+    client.close()
+    assert names() == set()
+    client.apply_rotary(*tensors(), TABLE, ROTARY)
+    assert len(names()) == 3
+    channel = client._channels.pop()
+    assert channel is not None
+    channel.close()
+    del client
+    gc.collect()
+    assert names() == set()
+
+
+def test_regions_in_use_when_the_client_closes_go_when_they_are_given_back() -> None:
+    regions = Regions(PREFIX, 64 * MIB)
+    one = regions.take(MIB)
+    regions.close()
+    assert len(names()) == 1
+    regions.give(one, keep=True)
+    assert names() == set()
+
+
+def test_regions_make_room_for_each_other_and_fit() -> None:
+    regions = Regions(PREFIX, 10 * LEAST)
+    one, two = regions.take(3 * LEAST), regions.take(1)
+    assert (one.size, two.size, regions.free) == (3 * LEAST, LEAST, 6 * LEAST)
+    with pytest.raises(
+        LimitExceededError, match=r"^shared_memory: got 458752 bytes besides 262144 in use, want at most"
+    ):
+        regions.take(7 * LEAST)
+    for region in (one, two):
+        regions.give(region, keep=True)
+    assert regions.take(3 * LEAST - 1) is one  # not the first that is there
+    regions.give(one, keep=True)
+    whole = regions.take(10 * LEAST)
+    assert names() == {whole.key[1:]}  # the idle ones have made room
+    regions.close()
+
+
+def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions = Regions(PREFIX, 2**60)
+    with pytest.raises(
+        LimitExceededError, match=r"^shared_memory: got no object of \d+ bytes \(No space left on device\)"
+    ):
+        regions.take(2**50)
+    assert names() == set()
+
+
+SCRIPT = """
+import os, sys
+from mmpos.client.regions import Regions
+regions = Regions(sys.argv[1], 2**24)
+region = regions.take(2**20)
+region.data[:] = 7
+"""
+
+
+def script(*lines: str) -> subprocess.CompletedProcess[str]:
+    program = "\n".join([SCRIPT, *lines])
+    return subprocess.run([sys.executable, "-c", program, PREFIX], capture_output=True, text=True, check=False)
+
+
+def test_regions_go_at_exit() -> None:
+    assert script("print(os.path.exists('/dev/shm' + region.key))").stdout == "True\n"
+    assert names() == set()
+
+
+def test_a_forked_child_removes_nothing_of_its_parent() -> None:
+    done = script(
+        "child = os.fork()",
+        "if not child:",
+        "    regions.give(region, keep=False)",
+        "    regions.close()",
+        "    sys.exit()",
+        "os.waitpid(child, 0)",
+        "print(os.path.exists('/dev/shm' + region.key), region.data.sum() == 7 * 2**20)",
+    )
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+    assert names() == set()
+
+
+KILLED = """
+import sys, threading, torch
+from mmpos import SegmentTable, Text, place
+from mmpos.client import Client
+from mmpos.rotary import Rotary
+client = Client(sys.argv[1], shared_memory=2**28, timeout=60)
+q = torch.ones(4096, 32, 128)
+table = place(SegmentTable.from_documents([[Text(4096)]]))
+client.apply_rotary(q[:1024], None, table.slice(0, 1024), Rotary(128))
+print("ready", flush=True)
+while True:
+    client.apply_rotary(q, None, table, Rotary(128))
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_is_killed_harms_nobody(client: Client, server: str) -> None:
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", KILLED, server], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGKILL)
+        q, k = tensors()
+        same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+        # Nobody is left to remove what it had; its names hold the id of its process.
+        for name in names(f"{PREFIX}{process.pid}-"):
+            Path("/dev/shm", name).unlink()

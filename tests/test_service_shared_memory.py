@@ -1,0 +1,356 @@
+"""Tensors in shared memory through a real server: read where they lie, put where they are wanted, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from message_strategies import tensor
+from shared_objects import PREFIX, content, names, shared
+from victim import Answer, Victim, victim
+
+from mmpos.client import Client
+from mmpos.errors import InvalidInputError, ServiceOverloadedError
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+from mmpos.wire.errors import OUTPUT_BYTES, OutputError
+from mmpos_server.__main__ import main
+from mmpos_server.admission import Admission
+from mmpos_server.app import Server
+from mmpos_server.call import Call
+from mmpos_server.clients import Clients
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, load
+from mmpos_server.exchange import Exchange, claimed, mentions
+from mmpos_server.listening import Listen
+from mmpos_server.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+
+IDS = [1, 2, *[9] * 4, 3]
+Q = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
+TURNS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Victim]:
+    with victim(shared_memory=PREFIX) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def without() -> Iterator[Victim]:
+    with victim() as found:
+        yield found
+
+
+def elsewhere(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
+    """The message of an array whose bytes lie in an object."""
+    message = tensor(array, array.dtype.name)
+    message.ClearField("data")
+    part: dict[str, Any] = {"key": where, "offset": offset, "byte_size": array.nbytes, **fields}
+    message.shared.CopyFrom(tensor_pb2.SharedMemory(**part))
+    return message
+
+
+def place(ids: tensor_pb2.Tensor, **query: Any) -> Any:
+    source = positions_pb2.InputIds(input_ids=ids, image_token_id=9, image_grid_thw=[1, 2, 2], spatial_merge_size=1)
+    return positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(input_ids=source, **query))
+
+
+def rotate(q: tensor_pb2.Tensor, **fields: Any) -> Any:
+    rotary = rotary_pb2.RotarySettings(rotary=rotary_pb2.Rotary(head_dim=8))
+    return rotary_pb2.RotateRequest(q=q, positions=TURNS, rotary=rotary, **fields)
+
+
+def output(key: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
+    return {"output": {"key": key, "offset": offset, "byte_size": byte_size}}
+
+
+def opened(server: Victim) -> list[str]:
+    """The objects that a server has open."""
+    found = []
+    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return [name for name in found if name.startswith("/dev/shm/")]
+
+
+def told(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, Any]]:
+    """How a call failed, and what trailing metadata said."""
+    with pytest.raises(grpc.RpcError) as raised:
+        server.channel.unary_unary(f"/mmpos.rpc.v1.{method}")(request.SerializeToString(), timeout=60)
+    error: Any = raised.value
+    return Answer(error.code().name, error.details()), dict(error.trailing_metadata())
+
+
+def test_the_server_tells_the_prefix_and_the_limit(server: Victim, without: Victim) -> None:
+    found, other = (
+        info_pb2.GetInfoResponse.FromString(it.call("InfoService/GetInfo", b"").data) for it in (server, without)
+    )
+    assert (found.shared_memory_prefix, found.limits.shared_bytes) == (PREFIX, 2**30)
+    assert other.shared_memory_prefix == ""
+
+
+def test_rotations_come_from_objects_and_go_to_them(server: Victim) -> None:
+    k = Q[:, :1] * 2
+    wanted = server.call("RotaryService/Rotate", rotate(tensor(Q, "float32"), k=tensor(k, "float32")))
+    want = rotary_pb2.RotateResponse.FromString(wanted.data)
+    with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as there:
+        request = rotate(elsewhere(Q, key), k=elsewhere(k, key, Q.nbytes + 8), **output(there, 600, 100))
+        found = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
+        # 384 bytes of q are six times 64.
+        places = [tensor_pb2.SharedMemory(key=there, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
+        assert [found.q, found.k] == [
+            tensor_pb2.Tensor(dtype=x.dtype, shape=x.shape, shared=at)
+            for x, at in zip((want.q, want.k), places, strict=True)
+        ]
+        assert content(there) == b"." * 100 + want.q.data + want.k.data + b"." * 388
+        assert content(key) == Q.tobytes() + b"-" * 8 + k.tobytes()
+    assert names() == set()
+
+
+def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
+    image = np.random.default_rng(1).integers(0, 256, (28, 28, 3), np.uint8)
+    plain = sequences_pb2.BuildRequest()
+    plain.query.patches = True
+    for _ in range(2):
+        parts = plain.query.documents.add().parts
+        parts.add(text="abc")
+        parts.add(pixels=tensor(image, "uint8"))
+    want = sequences_pb2.BuildResponse.FromString(server.call("SequenceService/Build", plain).data).sequences.results
+    with shared(image.tobytes()) as key, shared(bytes(20_000), "answer") as there:
+        request = sequences_pb2.BuildRequest.FromString(plain.SerializeToString())
+        for document in request.query.documents:
+            document.parts[1].pixels.CopyFrom(elsewhere(image, key))
+        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=there, byte_size=20_000))
+        answer = server.call("SequenceService/Build", request)
+        found = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+        written = content(there)
+    offsets = []
+    for one, other in zip(found, want, strict=True):
+        for name in ("input_ids", "patches"):
+            got = getattr(one.sequence, name)
+            offsets.append(got.shared.offset)
+            got.data = written[got.shared.offset :][: got.shared.byte_size]
+            got.ClearField("shared")
+        assert one == other
+    # Nine ids of four bytes, and 16 patches of 14 by 14 pixels, twice.
+    assert offsets == [0, 64, 9472, 9536]
+
+
+def test_a_tensor_without_numbers_lies_nowhere(server: Victim) -> None:
+    with shared(bytes(64)) as key:
+        fields: dict[str, Any] = {"segments": {}, "dense": {}, **output(key, 64)}
+        request = positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**fields))
+        found = positions_pb2.PlaceResponse.FromString(server.call("PositionService/Place", request).data)
+    assert found.positions.dense == tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[2, 0])
+
+
+def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: Victim) -> None:
+    q = tensor(Q, "float32")
+    tables = rotary_pb2.CosSinRequest(positions=TURNS, rotary=rotate(q).rotary)
+    tables.layout = rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS
+    ids = place(tensor(IDS), dense={})
+    with shared(b"." * 64) as key:
+        small = tensor_pb2.SharedMemory(key=key, byte_size=10)
+        ids.query.output.CopyFrom(small)
+        tables.output.CopyFrom(small)
+        for method, request, needed, name in (
+            ("RotaryService/Rotate", rotate(q, k=q, output=small), 768, "output"),
+            ("RotaryService/CosSin", tables, 128, "output"),
+            ("PositionService/Place", ids, 56, "query.output"),
+        ):
+            answer, trailing = told(server, method, request)
+            want = f"{name}.byte_size: got 10, want >= {needed} for the answer"
+            assert answer == Answer("INVALID_ARGUMENT", want)
+            assert trailing[OUTPUT_BYTES] == str(needed)
+        assert content(key) == b"." * 64
+
+
+def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> None:
+    request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
+    with shared(bytes(500)) as key:
+        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
+        answer, trailing = told(server, "SequenceService/Build", request)
+    assert answer == Answer("INVALID_ARGUMENT", "query.output.byte_size: got 500, want >= 848 for the answer")
+    assert trailing[OUTPUT_BYTES] == "848"
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
+    "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
+    "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
+    "outside": ({"offset": 1}, "q.shared: got bytes 1 to 385 of "),
+    "another name": ({"key": "/other"}, "q.shared.key: got '/other', want '/"),
+    "no such name": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_a_wrong_place_is_named(server: Victim, change: dict[str, Any], message: str) -> None:
+    with shared(Q.tobytes()) as key:
+        fields = dict(change)
+        data = fields.pop("data", b"")
+        q = elsewhere(Q, key, **fields)
+        q.data = data
+        answer = server.call("RotaryService/Rotate", rotate(q))
+    status = "RESOURCE_EXHAUSTED" if message.startswith("shared_bytes") else "INVALID_ARGUMENT"
+    assert (answer.status, answer.message[: len(message)]) == (status, message)
+
+
+def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
+    with shared(Q.tobytes()) as key:
+        there = output(key, 384)
+        for request, name in ((rotate(elsewhere(Q, key)), "q.shared"), (rotate(tensor(Q), **there), "output")):
+            want = f"{name}: got shared memory, want a server started with --shared-memory"
+            assert without.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
+        ids = without.call("PositionService/Place", place(elsewhere(np.array(IDS), key, byte_size=56)))
+        assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: got shared me")
+
+
+def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
+    ids = np.array([1, 2], np.int32)
+    with shared(ids.tobytes()) as key:
+        parts: list[Any] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
+        request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [part]} for part in parts]})  # type: ignore[arg-type]
+        answer = server.call("SequenceService/Build", request)
+    first, second = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+    assert first.sequence.input_ids == tensor([1, 2], "int32")
+    assert second.error.message.startswith(f"parts[0].token_ids.shared.key: got '{key}x' (No such file")
+
+
+def test_items_of_a_stream_have_their_own(server: Victim) -> None:
+    array = np.array(IDS)
+    plain = place(tensor(IDS), dense={}).query
+    want = positions_pb2.PlaceResponse.FromString(
+        server.call("PositionService/Place", positions_pb2.PlaceRequest(query=plain)).data
+    )
+    with shared(array.tobytes()) as key, shared(bytes(64), "first") as one, shared(bytes(64), "second") as two:
+        queries = [
+            place(elsewhere(array, key), dense={}, **output(at, size)).query for at, size in ((one, 64), (two, 9))
+        ]
+        queries.append(place(elsewhere(array, key), dense={}, **output(two, 64)).query)
+        items = [positions_pb2.StreamPlaceRequest(id=i, query=query) for i, query in enumerate(queries)]
+        raw, end = server.stream("PositionService/StreamPlace", [item.SerializeToString() for item in items])
+        found = [positions_pb2.StreamPlaceResponse.FromString(answer) for answer in raw]
+        assert (end.status, [answer.WhichOneof("outcome") for answer in found]) == (
+            "OK",
+            ["positions", "error", "positions"],
+        )
+        assert found[1].error.message == "query.output.byte_size: got 9, want >= 56 for the answer"
+        assert [content(at)[:56] for at in (one, two)] == [want.positions.dense.data] * 2
+
+
+def test_nothing_stays_open(server: Victim) -> None:
+    array = np.array(IDS)
+    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as there:
+        wrong = place(elsewhere(array, key, key=f"{key}x"), dense={}, **output(there, 64))
+        requests = [place(elsewhere(array, key), dense={}, **output(there, size)) for size in (64, 9)] + [wrong]
+        items = [positions_pb2.StreamPlaceRequest(query=request.query).SerializeToString() for request in requests]
+        for request in requests * 10:
+            server.call("PositionService/Place", request)
+        server.stream("PositionService/StreamPlace", items * 10)
+        # A status is sent before all is put away.
+        end = time.monotonic() + 30
+        while (left := opened(server)) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert left == []
+
+
+def test_all_shared_memory_of_a_message_is_counted() -> None:
+    part = tensor_pb2.SharedMemory(key=f"/{PREFIX}", byte_size=100)
+    ids = tensor_pb2.Tensor(shared=part)
+    documents: Any = [{"parts": [{"token_ids": ids}, {"pixels": ids}, {"text": "a"}]}, {"parts": [{"pixels": ids}]}]
+    negative = tensor_pb2.Tensor(shared=tensor_pb2.SharedMemory(byte_size=-5))
+    messages: list[Any] = [
+        sequences_pb2.BuildRequest(query={"documents": documents, "output": part}),  # type: ignore[arg-type]
+        sequences_pb2.StreamBuildRequest(query={"documents": documents}),  # type: ignore[arg-type]
+        rotary_pb2.RotateRequest(q=ids, k=ids, positions={"ids": ids}, output=part),  # type: ignore[arg-type]
+        place(ids, output=part),
+        rotary_pb2.RotateRequest(q=negative, k=ids),
+        rotary_pb2.RotateRequest(),
+    ]
+    assert [claimed(message, Limits()) for message in messages] == [400, 300, 400, 200, 100, 0]
+    takes = SharedMemory(PREFIX)
+    assert [mentions(message.SerializeToString(), takes) for message in messages] == [True] * 5 + [False]
+    assert not mentions(messages[0].SerializeToString(), SharedMemory())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "got host '0.0.0.0', want one that only this machine reaches, such as 127.0.0.1"),
+        (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
+    ],
+)
+def test_a_wrong_command_line_is_said_before_workers_start(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2
+    assert capsys.readouterr().err == f"mmpos_server: error: shared-memory: {said}\n"
+
+
+def test_a_server_that_others_can_reach_takes_no_shared_memory() -> None:
+    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want one that only this machine"):
+        Server(load(), Listen("0.0.0.0"), shared_memory=SharedMemory(PREFIX))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_command_line_turns_it_on_for_all_workers(workers: str) -> None:
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", workers, "--shared-memory", PREFIX]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with Client(address, timeout=60) as client:
+            assert client.info().shared_memory_prefix == PREFIX
+        process.terminate()
+
+
+def test_an_answer_is_expected_at_its_places() -> None:
+    with shared(bytes(200)) as key:
+        part = tensor_pb2.SharedMemory(key=key, byte_size=100)
+        exchange = Exchange(SharedMemory(PREFIX), rotary_pb2.RotateRequest(output=part))
+        exchange.expect([64, 36])
+        exchange.finish()
+        with pytest.raises(OutputError, match=r"^output.byte_size: got 100, want >= 101 for the answer$") as raised:
+            exchange.expect([10, 37])
+    assert raised.value.needed == 101
+    Exchange().expect([10**9])
+
+
+def test_shared_bytes_take_the_places_of_bytes() -> None:
+    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
+    clients = Clients(ClientLimits())
+    one, other, item = (Call(name, admission, clients.visit(name)) for name in "abc")
+
+    async def scenario() -> None:
+        one.admit(400)
+        await one.weigh(500)
+        other.admit(100)
+        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 1000 taken of 1024$"):
+            await other.weigh(25)
+        other.release()
+        # An item of a stream waits instead.
+        admission.bytes.leave(0.05)  # a short stay: so long it waits before it looks again
+        admission.bytes.taken += 1
+        waiting = asyncio.create_task(item.weigh(125))
+        await asyncio.sleep(0)
+        assert (waiting.done(), admission.bytes.taken) == (False, 900)
+        one.release()
+        await waiting
+        assert admission.bytes.taken == 125
+        item.forget_memory()
+
+    asyncio.run(scenario())
+    assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
+    admission.close()

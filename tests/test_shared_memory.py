@@ -1,0 +1,242 @@
+"""Shared memory of clients on the server's side: what is refused, what is read and written, and what is left alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from shared_objects import FOLDER, PREFIX, content, names, shared
+
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos_server.listening import Listen, local
+from mmpos_server.shared_memory import MAX_REGIONS, Region, Regions, SharedMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+
+TAKES = SharedMemory(PREFIX)
+BYTES = bytes(range(256))
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    with shared(BYTES) as key:
+        yield key
+
+
+def opened(key: str, offset: int = 0, byte_size: int = 256) -> Region:
+    return TAKES.open("q.shared", key, offset, byte_size)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shrink(key: str, size: int = 100) -> None:
+    os.truncate(FOLDER / key[1:], size)
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "a/b", "é", "a b", "x" * 65, "..\n"])
+def test_a_prefix_that_no_name_has_is_refused(prefix: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"shared-memory: got .*, want 1 to 64 letters"):
+        SharedMemory(prefix)
+
+
+def test_without_a_prefix_nothing_is_taken(key: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"^q: got shared memory, want a server started with --shared-memory$"):
+        SharedMemory().open("q", key, 0, 1)
+
+
+NAMES = [
+    "",
+    "/",
+    PREFIX,
+    "/other",
+    f"//{PREFIX}x",
+    f"/{PREFIX}/x",
+    f"/{PREFIX}é",
+    f"/{PREFIX}\0",
+    f"/{PREFIX}" + "x" * 300,
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_not_of_the_prefix_or_no_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got .*, want '/{PREFIX}…' of letters"):
+        opened(name)
+
+
+@pytest.mark.parametrize("prefix", [".", ".."])
+def test_folders_are_no_names(prefix: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"want '/"):
+        SharedMemory(prefix).open("q", f"/{prefix}", 0, 1)
+
+
+def test_an_object_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"No such file or directory.*want an object that this server may open"):
+        opened(f"/{PREFIX}nobody")
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "directory": Path.mkdir,
+    "FIFO": os.mkfifo,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "socket": lambda path: os.mknod(path, 0o600 | 0o140000),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_is_no_plain_object_is_refused_at_once(make: Callable[[Path], object]) -> None:
+    path = FOLDER / f"{PREFIX}strange"
+    make(path)
+    try:
+        before = descriptors()
+        with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '/{PREFIX}strange'[ ,]"):
+            opened(f"/{path.name}", 0, 1)
+        assert descriptors() == before
+    finally:
+        with suppress(IsADirectoryError):
+            path.unlink()
+        if path.is_dir():
+            path.rmdir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_an_object_of_another_user_is_refused(key: str) -> None:
+    held = opened(key)
+    os.chown(FOLDER / key[1:], 12345, -1)
+    for use in (lambda: opened(key), lambda: held.read("q", 0, 1), lambda: held.write("q", 0, b"a")):
+        with pytest.raises(InvalidInputError, match=r"got .*, want a plain object of this server's user"):
+            use()
+    assert content(key) == BYTES
+
+
+@pytest.mark.parametrize(
+    ("offset", "byte_size", "message"),
+    [
+        (-1, 2, r"got offset -1 and byte_size 2, want >= 0 and >= 1"),
+        (0, 0, r"got offset 0 and byte_size 0, want >= 0 and >= 1"),
+        (0, -(2**63), r"got offset 0 and byte_size -9223372036854775808"),
+        (0, 257, r"got bytes 0 to 257 of .*, want at most 256, its size"),
+        (256, 1, r"got bytes 256 to 257 of"),
+        (2**63 - 1, 2**63 - 1, r"got bytes 9223372036854775807 to 18446744073709551614 of .*, want at most 256"),
+    ],
+)
+def test_parts_outside_the_object_are_refused(key: str, offset: int, byte_size: int, message: str) -> None:
+    before = descriptors()
+    with pytest.raises(InvalidInputError, match=rf"^q\.shared: {message}"):
+        opened(key, offset, byte_size)
+    assert descriptors() == before
+
+
+def test_a_part_is_read_and_written_and_nothing_beside_it(key: str) -> None:
+    part = opened(key, 10, 20)
+    buffer = bytearray(5)
+    part.read_into("q", 3, memoryview(buffer))
+    part.write("q", 17, b"end")
+    assert (part.read("q", 0, 4), bytes(buffer)) == (BYTES[10:14], BYTES[13:18])
+    assert content(key) == BYTES[:27] + b"end" + BYTES[30:]
+
+
+@pytest.mark.parametrize("offset", [-1, 18, 2**63])
+def test_bytes_outside_the_part_are_refused(key: str, offset: int) -> None:
+    part = opened(key, 10, 20)
+    buffer = memoryview(bytearray(3))
+    assert part.read("q", 17, 3) == BYTES[27:30]
+    for refused in (
+        lambda: part.read("q", offset, 3),
+        lambda: part.read_into("q", offset, buffer),
+        lambda: part.write("q", offset, b"abc"),
+    ):
+        with pytest.raises(InvalidInputError, match=rf"^q: got bytes {offset} to {offset + 3}, want 0 to 20 of its"):
+            refused()
+    assert content(key) == BYTES
+
+
+def test_an_object_that_has_shrunk_is_refused_and_harms_nobody(key: str) -> None:
+    part = opened(key)
+    shrink(key)
+    buffer = memoryview(bytearray(256))
+    for use in (lambda: part.read("q", 0, 1), lambda: part.read_into("q", 0, buffer), lambda: part.write("q", 0, b"a")):
+        with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 256 of .*, want at most 100, its size"):
+            use()
+    assert content(key) == BYTES[:100]
+
+
+def test_an_object_that_shrinks_between_check_and_use_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = opened(key)
+    shrink(key)
+    monkeypatch.setattr(part, "_check", lambda name: None)
+    with pytest.raises(InvalidInputError, match=r"^q: got 100 bytes of .*, want 256"):
+        part.read("q", 0, 256)
+    with pytest.raises(InvalidInputError, match=r"^q: got an object .* that shrinks, want one that stays"):
+        part.read_into("q", 0, memoryview(bytearray(256)))
+
+
+def test_the_system_may_read_less_than_was_asked(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, whole = opened(key), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:100]], at))
+    buffer = bytearray(250)
+    part.read_into("q", 6, memoryview(buffer))
+    assert bytes(buffer) == BYTES[6:]
+
+
+def test_a_machine_without_memory_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device writing '/.*', want room"):
+        opened(key).write("q", 0, b"a")
+
+
+def test_descriptors_are_closed_when_nobody_holds_the_region_and_the_object_stays(key: str) -> None:
+    before = descriptors()
+    part = opened(key)
+    assert descriptors() == before + 1
+    del part
+    assert descriptors() == before
+    assert content(key) == BYTES
+
+
+def test_a_region_that_is_unregistered_is_read_to_the_end(key: str) -> None:
+    regions, before = Regions(TAKES), descriptors()
+    regions.register("a", key, 0, 256)
+    held = regions.get("q", "a")
+    regions.unregister("a")
+    assert held.read("q", 0, 256) == BYTES
+    with pytest.raises(InvalidInputError, match=r"^q: got region 'a', want one that is registered"):
+        regions.get("q", "a")
+    del held
+    assert descriptors() == before
+
+
+def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
+    regions = Regions(TAKES)
+    for number in range(MAX_REGIONS):
+        regions.register(str(number), key, number, 1)
+    assert [(name, region.offset) for name, region in regions] == [(str(n), n) for n in range(MAX_REGIONS)]
+    for name in ("", "7"):
+        with pytest.raises(InvalidInputError, match=f"^region.name: got '{name}', want one that is not registered"):
+            regions.register(name, key, 0, 1)
+    with pytest.raises(LimitExceededError, match=r"^regions: got 256 and one more, want at most 256"):
+        regions.register("x", key, 0, 1)
+    regions.unregister("")
+    assert list(regions) == []
+    assert names() == {key[1:]}
+
+
+@pytest.mark.parametrize(
+    ("host", "here"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
+)
+def test_only_loopback_is_of_this_machine(host: str, here: bool) -> None:
+    assert local(Listen(host)) is here
+    if here:
+        TAKES.check(Listen(host))
+    else:
+        SharedMemory().check(Listen(host))
+        with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want one that only this"):
+            TAKES.check(Listen(host))

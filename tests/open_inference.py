@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 
 from mmpos_server.config import ServerConfig
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.methods import SERVICE
 
 DATATYPES = {
     "int64": "INT64",
@@ -55,6 +59,23 @@ def ask(client: Any, model: str, inputs: dict[str, Any], outputs: Sequence[str] 
     tensors = [given(name, values) for name, values in inputs.items()]
     result = client.infer(model, tensors, outputs=wanted(outputs), **options)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+
+
+def stub(channel: grpc.Channel) -> Any:
+    """ModelInfer with messages as no client writes them."""
+    kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
+    return channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str]:
+    """Status and message of a call that fails."""
+    with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
+        call()
+    error: Any = raised.value
+    if isinstance(error, grpc.RpcError):
+        failed: Any = error
+        return failed.code().name, failed.details()
+    return error.status().removeprefix("StatusCode."), error.message()
 
 
 def _is_bytes(values: Any) -> bool:

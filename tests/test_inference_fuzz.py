@@ -10,12 +10,11 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_inference import config
+from open_inference import config, stub
 
 from mmpos import SCHEMES
 from mmpos.rotary import Rotary
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.methods import SERVICE
 from mmpos_server.inference.models import Model
 from mmpos_server.inference.positions import Positions
 from mmpos_server.inference.rotate import Rotate
@@ -32,9 +31,7 @@ CONFIG = config(limits={"tokens": 100_000, "request_bytes": 1_000_000, "response
 @pytest.fixture(scope="module")
 def infer() -> Iterator[Any]:
     with running(CONFIG) as address, grpc.insecure_channel(address) as channel:
-        yield channel.unary_unary(
-            f"/{SERVICE}/ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
-        )
+        yield stub(channel)
 
 
 PROFILE = Profiles.from_config(CONFIG).default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
-from open_inference import ask, config, given
+from open_inference import ask, config, given, refusal
 from tritonclient.utils import serialize_byte_tensor
 
 from mmpos import SegmentTable, place
@@ -64,13 +63,6 @@ def kept(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
     output = triton.InferRequestedOutput(name)
     output.set_shared_memory(region, byte_size, offset)
     return output
-
-
-def refusal(call: Callable[[], object]) -> tuple[str, str]:
-    """Status and message of a call that fails."""
-    with pytest.raises(triton.InferenceServerException) as raised:
-        call()
-    return raised.value.status().removeprefix("StatusCode."), raised.value.message()
 
 
 def test_inputs_and_outputs_lie_in_regions(client: Any, region: Any) -> None:
@@ -210,7 +202,7 @@ def test_a_server_that_takes_none_says_so() -> None:
         message = "region: got shared memory, want a server started with --shared-memory"
         assert refusal(lambda: client.register_system_shared_memory("a", "/mmpos-x", 8)) == ("UNIMPLEMENTED", message)
         assert "system_shared_memory" not in client.get_server_metadata().extensions
-        assert json.loads(json.dumps(client.get_system_shared_memory_status(as_json=True))) == {}
+        assert client.get_system_shared_memory_status(as_json=True) == {}
 
 
 def test_a_server_that_takes_some_says_so(client: Any) -> None:

@@ -130,8 +130,10 @@ def refused(*arguments: str) -> str:
     return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
 
 
-def test_sigterm_under_load_loses_no_call(start: Start) -> None:
-    server = start()
+def test_sigterm_under_load_loses_no_call(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[concurrency]\nmax_pending = 64\n")  # none of the sixteen is one too many
+    server = start("--config", str(file))
     with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(16) as threads:
         ask = place(channel)
         want = ask(REQUEST)

@@ -59,6 +59,8 @@ class Building:
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Build a batch: documents with images in the threads for images, all others in one go."""
+        if message.patches and len(message.documents) and _images(message.documents[0]):
+            call.join("image")
         builder = self._builder(message)
         documents = await call.run("place", self._weigh, message, builder, call)
         plain = [document for document in documents if not document.decodes]

@@ -17,11 +17,14 @@ from mmpos.client import AsyncClient, Client
 from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedError
 from mmpos.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
-from mmpos_server.admission import Gate, Line, Window
+from mmpos_server.admission import Admission, Gate, Line, Pool, Window
+from mmpos_server.building import Building
 from mmpos_server.call import Call
-from mmpos_server.config import ServerConfig, load
+from mmpos_server.config import Concurrency, Pools, ServerConfig, load
 from mmpos_server.methods import Method
+from mmpos_server.profiles import Profiles
 from mmpos_server.testing import running
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
@@ -95,6 +98,74 @@ def test_one_that_is_inside_takes_no_second_place(clock: Clock) -> None:
     found = line()
     assert joins(found, inside=True) == ""
     assert found.gate.taken == 0
+
+
+class RefusedHereError(Exception):
+    """What a call of a test raises where it must not go further."""
+
+
+class Refused:
+    """A call that may not join the line of the images, and gives no task to any pool."""
+
+    def join(self, pool: str) -> None:
+        assert pool == "image"
+        raise RefusedHereError
+
+    def run(self, *_: Any) -> Any:
+        raise AssertionError("it was begun")
+
+
+def build(*parts: Any, patches: bool = True) -> sequences_pb2.SequencesQuery:
+    return sequences_pb2.SequencesQuery(documents=[sequences_pb2.Document(parts=parts)], patches=patches)
+
+
+def test_images_that_find_no_place_are_not_even_weighed() -> None:
+    config = load()
+    building = Building(Profiles.from_config(config), config.limits)
+    found = []
+    for query in (
+        build({"text": "a"}, {"image": b"x"}),
+        build({"text": "a"}),
+        build({"image": b"x"}, patches=False),
+        sequences_pb2.SequencesQuery(patches=True),
+    ):
+        try:
+            asyncio.run(building.build(query, sequences_pb2.Sequences(), Refused()))  # type: ignore[arg-type]
+        except (RefusedHereError, AssertionError) as error:
+            found.append(type(error))
+    assert found == [RefusedHereError, AssertionError, AssertionError, AssertionError]
+
+
+def crowded() -> Admission:
+    """Lines that are too long for all who must wait."""
+    found = Admission(Concurrency(), Pools(image=1))
+    for each in found.lines.values():
+        each.tasks = 10_000
+    return found
+
+
+def test_what_was_begun_is_not_refused_by_another_pool() -> None:
+    found = crowded()
+    found.lines["image"].tasks = 0
+    call = Call("a", found)
+    call.admit(10)
+    call.join("image")
+    assert (found.gates["place"].taken, found.gates["image"].taken, found.bytes.taken) == (0, 1, 10)
+    found.lines["image"].tasks = 10_000
+    call.join("image")
+    call.join("place")
+    call.release()
+    assert (found.gates["place"].taken, found.gates["image"].taken, found.bytes.taken) == (0, 0, 0)
+    other = Call("b", found)
+    other.admit(10)
+    with pytest.raises(ServiceOverloadedError, match=r"^max_wait: "):
+        other.join("place")
+
+
+def test_items_of_a_stream_wait_and_are_not_refused() -> None:
+    pools: list[Pool] = ["place", "image", "rotary"]
+    for pool in pools:
+        Call("a", crowded()).item(1).join(pool)
 
 
 def filled(window: Window) -> int:

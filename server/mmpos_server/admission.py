@@ -24,7 +24,6 @@ _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 _CALM = 1.0
 """Seconds without a refusal after which a pool is no longer overloaded."""
 
-
 _FIRST_ITEMS = 4
 """Items of a stream that are begun before it is known how large an answer is."""
 

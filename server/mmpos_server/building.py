@@ -59,7 +59,7 @@ class Building:
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Build a batch: documents with images in the threads for images, all others in one go."""
-        if message.patches and len(message.documents) and _images(message.documents[0]):
+        if message.patches and _begins_with_an_image(message):
             call.join("image")
         builder = self._builder(message)
         documents = await call.run("place", self._weigh, message, builder, call)
@@ -142,6 +142,12 @@ class _Watched(list[Any]):
         for part in super().__iter__():
             self._call.checkpoint()
             yield part
+
+
+def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
+    """Whether there is an image in the first few parts: what is refused in any case need not be weighed before."""
+    parts = message.documents[0].parts[:16] if message.documents else []
+    return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
 
 def _images(document: pb.Document) -> int:

@@ -83,8 +83,8 @@ class Mixture:
         self._client.build(["a bird " * self._chance.randrange(1, 2000)])
 
     def do_build_images(self) -> None:
-        """Photographs and pixels, of another size each time."""
-        self._client.build_batch([["A cat: ", photo, Path(__file__).name] for photo in _PHOTOS])
+        """Photographs and pixels."""
+        self._client.build_batch([["A photograph: ", photo, " at dusk"] for photo in _PHOTOS])
 
     def do_build_broken(self) -> None:
         """Images that are cut or none."""

@@ -108,7 +108,7 @@ def _measured(question: Question, server: ServerProcess, scale: Scale, core: int
     sleep(1.5)  # until the server has forgotten what was refused
     rate = capacity * scale.times
     probing = max(capacity / 10, 1.0)
-    with _flood(question, server, rate - probing, scale.seconds + 3, core) as flood:
+    with _flood(question, server, rate - probing, scale.seconds + 2, core) as flood:
         busy = send(Arrivals(*asked, probing, scale.seconds, warm_up, core))
         offered = flood.rate() + probing
     return _told(question.name, capacity, offered, calm, busy)

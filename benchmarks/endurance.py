@@ -35,7 +35,7 @@ Rows = tuple[str, list[str], list[list[str]]]
 
 def rows_of_overload(found: Iterable[Overload]) -> Rows:
     """Latencies in milliseconds, and what became of the calls."""
-    head = ["ten times the capacity", "answers per second, at most", "offered per second", "p99 unloaded, ms"]
+    head = ["under overload", "answers per second, at most", "offered per second", "p99 unloaded, ms"]
     head += ["p50 accepted, ms", "p99 accepted, ms", "of unloaded", "p99 of a refusal, ms", "statuses"]
     rows = []
     for one in found:

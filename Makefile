@@ -1,6 +1,7 @@
 # Two commands do everything: `make demo` and `make test`. Both build .venv when it is missing.
 
 PYTHON ?= python3
+SOAK ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
@@ -49,6 +50,7 @@ baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 
 bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py
+	$(BIN)/python benchmarks/endurance.py --json --soak $(SOAK)
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so

@@ -158,8 +158,8 @@ def test_what_needs_torch_is_not_ready_without_it(client: Any, monkeypatch: pyte
 def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
     async def run() -> list[bool]:
         server = Server(config())
-        port = await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        (address,) = await server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
 
             async def said(method: str, field: str, request: bytes = b"") -> bool:
                 response = getattr(pb, f"{method}Response")

@@ -14,7 +14,10 @@ import tritonclient.grpc as triton
 from open_inference import ask, config, given, refusal, stub
 
 from mmpos import LimitExceededError, SegmentTable, Text, place
-from mmpos_server.config import Limits
+from mmpos_server.admission import Admission
+from mmpos_server.call import Call
+from mmpos_server.clients import Clients
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.positions import check_outputs
 from mmpos_server.inference.requests import Request
@@ -445,10 +448,11 @@ def test_outputs_are_weighed_if_they_are_wanted(small: Any) -> None:
     # A table of 20 segments is small: that of more is asked of the function.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
+    asked = Call("a", Admission(Concurrency(), Pools()), Clients(ClientLimits()).visit("a"))
     for output in ("table", "table_documents", "cu_seqlens"):
-        request = Request(profile, False, {}, {}, {output: None}, 0)
+        request = Request(profile, False, {}, {}, {output: None}, 0, 0)
         if output == "cu_seqlens":
-            check_outputs(table, request, Limits(response_bytes=1024))
+            check_outputs(table, request, asked, Limits(response_bytes=1024))
             continue
         with pytest.raises(LimitExceededError, match="response_bytes: got 13600, want at most 1024"):
-            check_outputs(table, request, Limits(response_bytes=1024))
+            check_outputs(table, request, asked, Limits(response_bytes=1024))

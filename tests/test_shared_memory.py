@@ -14,6 +14,7 @@ from shared_objects import FOLDER, PREFIX, content, names, shared
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, local
 from mmpos_server.shared_memory import MAX_REGIONS, Region, Regions, SharedMemory
+from mmpos_server.unix_socket import Uds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
 
@@ -240,3 +241,8 @@ def test_only_loopback_is_of_this_machine(host: str, here: bool) -> None:
         SharedMemory().check(Listen(host))
         with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want one that only this"):
             TAKES.check(Listen(host))
+
+
+def test_a_unix_socket_is_of_this_machine_whatever_the_host(tmp_path: Path) -> None:
+    uds = Uds(tmp_path / "socket")
+    assert (local(Listen("0.0.0.0", tcp=False, uds=uds)), local(Listen("0.0.0.0", uds=uds))) == (True, False)

@@ -6,12 +6,15 @@ from typing import Any
 
 import grpc
 
-from mmpos.errors import MmposError, ServiceError, ServiceUnavailableError
+from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError
 from mmpos.wire.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
 
 # What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
 # (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
 _FAILED_WRITE = "Internal error from Core"
+
+# What a server's transport says of a call that it dropped before anything looked at it, as too many were waiting.
+_DROPPED = "CANCELLED"
 
 
 def error_of(error: grpc.RpcError) -> MmposError:
@@ -22,6 +25,8 @@ def error_of(error: grpc.RpcError) -> MmposError:
         return ServiceError(f"UNKNOWN: {failed.details()}")
     if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
         return ServiceUnavailableError("stream: got a connection that broke while a request was written")
+    if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
+        return ServiceOverloadedError("max_pending: got more calls than the server can look at, want fewer at once")
     details, trailing = failed.details() or "", failed.trailing_metadata()
     needed = _number(trailing, OUTPUT_BYTES)
     if needed is not None:

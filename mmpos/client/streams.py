@@ -13,7 +13,13 @@ from mmpos.client.calls import PLACE, Ask, Errors, Method, ask_positions, serial
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF
 from mmpos.client.options import Options
 from mmpos.client.sequences import BUILD, BuildSettings, Built
-from mmpos.errors import MmposError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import (
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+)
 from mmpos.wire.errors import get_error
 
 if TYPE_CHECKING:
@@ -148,7 +154,7 @@ class Window(Generic[Q, T]):
             MmposError: the error, if waiting does not help, or did not so often.
         """
         error = error or ServiceUnavailableError("stream: got an end before all answers, want one for each request")
-        if not isinstance(error, ServiceUnavailableError):
+        if not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
             return 0.0  # nothing is lost

@@ -14,12 +14,18 @@ from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 if TYPE_CHECKING:
     from mmpos_server.config import Concurrency, Pools
 
-__all__ = ["Admission", "Gate", "Pool", "Window"]
+__all__ = ["Admission", "Gate", "Line", "Pool", "Window"]
 
 Pool = Literal["place", "image", "rotary"]
 
 # Hints beyond these serve nobody: a client would hammer, or give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
+
+_CALM = 1.0
+"""Seconds without a refusal after which a pool is no longer overloaded."""
+
+_FIRST_ITEMS = 4
+"""Items of a stream that are begun before it is known how large an answer is."""
 
 
 class Gate:
@@ -57,6 +63,58 @@ class Gate:
         return 1.0 if self._mean is None else min(max(self._mean, _LEAST_WAIT), _LONGEST_WAIT)
 
 
+class Line:
+    """The tasks of one pool that wait for a thread. Used from the event loop only.
+
+    A call waits as long as the tasks before it take. Measured in calls that is their number over that of the tasks of
+    one call, or over that of the threads if there are more of them: what a task takes cancels out. Many may wait, as
+    long as all get their turn. As soon as one is refused, only few may: some must go away in any case, so those who
+    stay are served quickly.
+
+    Args:
+        gate: how many calls may be inside at most.
+        threads: of the pool.
+        wait: calls that a call may wait for.
+        short_wait: calls that it may wait for while others are refused.
+    """
+
+    def __init__(self, gate: Gate, threads: int, wait: int, short_wait: int) -> None:
+        self.gate = gate
+        self.tasks = 0
+        """That wait or run."""
+        self._threads, self._wait, self._short_wait = threads, wait, short_wait
+        self._per_call = 1.0
+        self._overloaded_until = -math.inf
+
+    def join(self, *, inside: bool) -> None:
+        """Take a place for a call that is about to give its first task to the pool.
+
+        Args:
+            inside: whether it has gone through the gate before.
+
+        Raises:
+            ServiceOverloadedError: it would wait too long, or there is no place; with the time to come back.
+        """
+        now = monotonic()
+        most = self._short_wait if now < self._overloaded_until else self._wait
+        wait = max(0, self.tasks - self._threads) / max(self._threads, self._per_call)
+        try:
+            if wait >= most:
+                name = "max_wait" if most == self._wait else "max_wait_overloaded"
+                raise ServiceOverloadedError(
+                    f"{name}: got calls for {wait:.1f} turns waiting, want less than {most}", self.gate.retry_after
+                )
+            if not inside:
+                self.gate.enter()
+        except ServiceOverloadedError:
+            self._overloaded_until = now + _CALM
+            raise
+
+    def left(self, tasks: int) -> None:
+        """A call has left that gave so many tasks to the pool."""
+        self._per_call += 0.05 * (tasks - self._per_call)
+
+
 class Admission:
     """The gates and pools of one server.
 
@@ -87,6 +145,8 @@ class Admission:
             "image": pools.image or cores(),
             "rotary": pools.rotary,
         }
+        waits = concurrency.max_wait, concurrency.max_wait_overloaded
+        self.lines: dict[Pool, Line] = {pool: Line(self.gates[pool], count, *waits) for pool, count in threads.items()}
         self.executors: dict[Pool, ThreadPoolExecutor] = {
             pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in threads.items()
         }
@@ -111,29 +171,52 @@ class Admission:
 class Window:
     """How far a stream may read ahead of its answers. Used by one reader on the event loop.
 
+    What an item becomes may be far larger than the item, and waits here while the client does not read. So answers
+    count, and for those at work the largest one so far; few are begun until one is known.
+
     Args:
         items: most items that are read and not answered.
-        size: bytes of these items from which on no further is read.
+        size: bytes of these items and of their answers from which on no further is read.
     """
 
     def __init__(self, items: int, size: int) -> None:
         self._most, self._items, self._size, self._bytes = items, 0, size, 0
+        self._at_work, self._largest = 0, -1
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether no further item may be read; one alone may always."""
+        if self._items and self._largest < 0 and self._items >= _FIRST_ITEMS:
+            return True
+        expected = self._at_work * max(self._largest, 0)
+        return self._items >= self._most or (self._items > 0 and self._bytes + expected >= self._size)
 
     async def room(self) -> None:
         """Wait until one more may be read."""
-        while self._items >= self._most or (self._items and self._bytes >= self._size):
+        while self.full:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def enter(self, size: int) -> None:
-        """An item of so many bytes was read."""
+        """An item of so many bytes was read, and is at work."""
         self._items += 1
+        self._at_work += 1
         self._bytes += size
 
+    def answered(self, size: int) -> None:
+        """An item has become an answer of so many bytes."""
+        self._at_work -= 1
+        self._bytes += size
+        self._largest = max(self._largest, size)
+        self._wake()
+
     def leave(self, size: int) -> None:
-        """It was answered."""
+        """An answer was sent; so many bytes of it and of its item are gone."""
         self._items -= 1
         self._bytes -= size
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

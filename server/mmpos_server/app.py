@@ -105,9 +105,10 @@ class Server:
         """
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
+        limit, pending = self.config.limits.request_bytes, self.config.concurrency.max_pending
         server = grpc.aio.server(
             interceptors=[self._door] if self._door else None,
-            options=transport_options(self.config.limits.request_bytes, reuse_port=listen.reuse_port),
+            options=transport_options(limit, reuse_port=listen.reuse_port, pending=pending),
         )
         server.add_generic_rpc_handlers([self._handlers(service) for service in services])
         self._health = Health(services)

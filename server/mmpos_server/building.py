@@ -60,6 +60,8 @@ class Building:
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
         """Build a batch."""
+        if message.patches and _begins_with_an_image(message):
+            call.join("image")
         profile = message.profile if message.HasField("profile") else None
         scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
         builder = self.builder(profile, scheme, message.start)
@@ -166,6 +168,12 @@ class _Watched(list[Any]):
         for part in super().__iter__():
             self._call.checkpoint()
             yield part
+
+
+def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
+    """Whether there is an image in the first few parts: what is refused in any case need not be weighed before."""
+    parts = message.documents[0].parts[:16] if message.documents else []
+    return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
 
 def _images(document: pb.Document) -> int:

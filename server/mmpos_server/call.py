@@ -37,6 +37,7 @@ class Call:
         "_cancelled",
         "_deadline",
         "_gate",
+        "_tasks",
         "_weighed",
         "counts",
         "memory",
@@ -57,6 +58,7 @@ class Call:
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
+        self._tasks: dict[Pool, int] = {}
         self._bytes = self._weighed = 0
         self._began = perf_counter()
 
@@ -126,7 +128,10 @@ class Call:
             ServiceOverloadedError: the first step of a call into a pool, which has too many calls already.
         """
         self.checkpoint()
-        self._move(pool)
+        self.join(pool)
+        if pool in self._tasks:
+            self._tasks[pool] += 1
+        line = self._admission.lines[pool]
         queued = perf_counter()
 
         def work() -> T:
@@ -134,11 +139,14 @@ class Call:
             self.checkpoint()
             return function(*arguments)
 
+        line.tasks += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._admission.executors[pool], work)
         except asyncio.CancelledError:
             self.cancel()
             raise
+        finally:
+            line.tasks -= 1
 
     def item(self, number: int) -> Call:
         """The call of one item of this stream; its place is the stream's window."""
@@ -191,13 +199,22 @@ class Call:
             self._gate.leave(seconds)
         if self._bytes:
             self._admission.bytes.leave(seconds, self._bytes)
+        for pool, tasks in self._tasks.items():
+            self._admission.lines[pool].left(tasks)
         self._gate, self._bytes = None, 0
         self.visit.end(seconds)
 
-    def _move(self, pool: Pool) -> None:
-        """Change the place of a cheap call for one of a dear call; items of a stream have the window instead."""
-        cheap, gate = self._admission.gates["place"], self._admission.gates[pool]
-        if self._gate is cheap and gate is not cheap:
-            gate.enter()
-            cheap.leave(self.seconds)
-            self._gate = gate
+    def join(self, pool: Pool) -> None:
+        """Join the line before a pool, if not done before; items of a stream have their window instead.
+
+        Raises:
+            ServiceOverloadedError: it is too long.
+        """
+        cheap, line = self._admission.gates["place"], self._admission.lines[pool]
+        # Nothing is refused that was begun by other threads and ends in those of the cheap calls.
+        if self._gate is cheap and pool not in self._tasks:
+            line.join(inside=line.gate is cheap)
+            if line.gate is not cheap:
+                cheap.leave(self.seconds)
+                self._gate = line.gate
+            self._tasks[pool] = 0

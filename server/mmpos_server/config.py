@@ -48,15 +48,21 @@ class Concurrency(_Settings):
     """Most that may be queued or running at once; calls beyond are refused at once, items of a stream wait.
 
     Args:
+        max_pending: calls of all kinds that have come and were not looked at yet; more are cancelled by the transport.
+        max_wait: calls that a call may wait for, before there is a thread for it.
+        max_wait_overloaded: calls that it may wait for within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
         max_in_flight_images: calls that decode images.
         max_in_flight_rotary: calls that rotate.
         max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
         max_streams: open streams.
         stream_window: items of one stream that are read and not yet answered.
-        stream_bytes: bytes of these items; a stream that holds so many reads no further.
+        stream_bytes: bytes of these items and of their answers; a stream that holds so many reads no further.
     """
 
+    max_pending: int = Field(default=1024, ge=1, le=2**31 - 1)
+    max_wait: int = Field(default=64, ge=1)
+    max_wait_overloaded: int = Field(default=1, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)
     max_in_flight_images: int = Field(default=64, ge=1)
     max_in_flight_rotary: int = Field(default=16, ge=1)

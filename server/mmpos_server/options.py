@@ -78,6 +78,9 @@ def serve(
             metavar="FILE", help="Who may call: lines of NAME TOKEN, read as they change.", show_default=False
         ),
     ] = None,
+    max_pending: Annotated[
+        int | None, typer.Option(min=1, help="Calls that nobody has looked at yet.", show_default="the file's")
+    ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Cheap calls queued or running.", show_default="the file's")
     ] = None,
@@ -122,7 +125,9 @@ def serve(
             token_file=token_file,
         ),
         config=config,
-        concurrency=_given(max_in_flight=max_in_flight, max_in_flight_images=max_in_flight_images),
+        concurrency=_given(
+            max_pending=max_pending, max_in_flight=max_in_flight, max_in_flight_images=max_in_flight_images
+        ),
         pools=_given(image=image_threads),
         workers=workers,
         metrics_port=metrics_port,

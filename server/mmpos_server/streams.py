@@ -194,7 +194,7 @@ class _Stream:
                     await self._context.write(answered)
                 except Exception as error:  # of the transport, in a class of its inside
                     raise _GoneError from error
-                self._window.leave(size)
+                self._window.leave(size + len(answered))
             if self._draining and not self._ended:
                 raise ServiceUnavailableError("the server is about to stop, want a new stream for what has no answer")
             await self._reader
@@ -226,5 +226,5 @@ class _Stream:
     def _done(self, task: asyncio.Task[bytes]) -> None:
         self._at_work.discard(task)
         # Looked at, so that an error of an item nobody waits for any more is no noise in the logs.
-        if not task.cancelled():
-            task.exception()
+        if not task.cancelled() and task.exception() is None:
+            self._window.answered(len(task.result()))

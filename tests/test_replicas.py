@@ -1,0 +1,105 @@
+"""Several plain servers behind one client: one is killed, and one goes away, under load; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import Replica, replicas
+
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.client import AsyncClient, Client
+from mmpos.queries import PositionsQuery
+
+pytestmark = pytest.mark.slow
+
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])
+CALLS, ITEMS = 1500, 1500
+
+
+def numbers(positions: Any, first: int) -> list[int]:
+    """Which questions these are the answers to: ids start where they were asked to, from the first question on."""
+    return [int(table.dense()[0, 0]) - first for table in positions]
+
+
+def called(client: Client, thread: int) -> list[Any]:
+    """Calls of one thread, one after the other."""
+    return [client.place(SEGMENTS, start=thread * CALLS + number) for number in range(CALLS)]
+
+
+def streamed(client: Client) -> list[Any]:
+    answers: Any = client.stream(PositionsQuery(SEGMENTS, start=i) for i in range(ITEMS))
+    return [answer.table for answer in answers]
+
+
+async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
+    """Calls, some at once, and a stream beside them."""
+
+    async def calls(client: AsyncClient, worker: int) -> list[Any]:
+        return [await client.place(SEGMENTS, start=worker * CALLS + number) for number in range(CALLS // 4)]
+
+    async def items(client: AsyncClient) -> list[Any]:
+        queries = (PositionsQuery(SEGMENTS, start=i) for i in range(ITEMS))
+        answers: Any = client.stream(queries)
+        return [answer.table async for answer in answers]
+
+    async with AsyncClient(addresses, timeout=60) as client:
+        first, second, stream = await asyncio.gather(calls(client, 0), calls(client, 1), items(client))
+    return [first, second], stream
+
+
+def busy(servers: list[Replica], calls: int) -> bool:
+    """Whether each has answered so many, which is waited for."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if all(server.counted("mmpos_requests_total") >= calls for server in servers):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: Path) -> None:
+    with replicas(3, tmp_path, "--log-level", "warning") as servers, ThreadPoolExecutor(8) as threads:
+        addresses = [server.address for server in servers]
+        with Client(addresses, timeout=60) as client:
+            calls = [threads.submit(called, client, thread) for thread in range(3)]
+            stream = threads.submit(streamed, client)
+            other = threads.submit(lambda: asyncio.run(awaited(addresses)))
+            assert busy(servers, 100)
+            servers[1].process.kill()
+            before = [server.counted("mmpos_requests_total") for server in (servers[0], servers[2])]
+            under_way: list[Future[Any]] = [*calls, stream, other]
+            assert not any(future.done() for future in under_way), "it was killed too late"
+            for thread, call in enumerate(calls):
+                assert numbers(call.result(), thread * CALLS) == list(range(CALLS))
+            assert numbers(stream.result(), 0) == list(range(ITEMS))
+            several, awaited_stream = other.result()
+        for worker, tables in enumerate(several):
+            assert numbers(tables, worker * CALLS) == list(range(CALLS // 4))
+        assert numbers(awaited_stream, 0) == list(range(ITEMS))
+        after = [server.counted("mmpos_requests_total") for server in (servers[0], servers[2])]
+        assert all(b < a for b, a in zip(before, after, strict=True))  # both of the others went on
+        assert np.array_equal(stream.result()[7].dense(), place(SEGMENTS, start=7).dense())
+
+
+def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_are_answered(tmp_path: Path) -> None:
+    with replicas(3, tmp_path, "--notice-seconds", "6", "--log-level", "warning") as servers:
+        addresses = [server.address for server in servers]
+        with Client(addresses, timeout=30) as client:
+            while not busy(servers, 0) or any(server.counted("mmpos_requests_total") == 0 for server in servers):
+                client.place(SEGMENTS)  # until all are connected
+            leaving = servers[0]
+            leaving.process.send_signal(signal.SIGTERM)
+            time.sleep(2)  # the notice reaches the client
+            before = [server.counted("mmpos_requests_total") for server in servers]
+            found = [client.place(SEGMENTS, start=number) for number in range(40)]
+            after = [server.counted("mmpos_requests_total") for server in servers]
+        assert numbers(found, 0) == list(range(40))
+        assert [a - b for a, b in zip(after, before, strict=True)] == [0, 20, 20]
+        assert leaving.process.wait(30) == 0

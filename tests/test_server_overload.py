@@ -1,0 +1,361 @@
+"""A server that is asked for more than it can do: what waits, what is refused, and what a stalled stream may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+
+from mmpos import SegmentTable, Text
+from mmpos.client import AsyncClient, Client
+from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedError
+from mmpos.queries import PositionsQuery
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.rpc.v1 import sequences_pb2
+from mmpos_server import admission
+from mmpos_server.admission import Admission, Gate, Line, Pool, Window
+from mmpos_server.building import Building
+from mmpos_server.call import Call
+from mmpos_server.clients import Clients
+from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
+from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.profiles import Profiles
+from mmpos_server.testing import running
+
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+
+
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(admission, "monotonic", lambda: found.now)
+    return found
+
+
+def joins(line: Line, *, inside: bool = False) -> str:
+    """What is said of a call that joins: nothing, or why not."""
+    try:
+        line.join(inside=inside)
+    except ServiceOverloadedError as error:
+        return str(error)
+    return ""
+
+
+def line(limit: int = 100, *, threads: int = 2, wait: int = 4, short_wait: int = 1) -> Line:
+    return Line(Gate("places", limit), threads, wait, short_wait)
+
+
+def test_calls_wait_until_they_would_wait_too_long(clock: Clock) -> None:
+    found = line()
+    found.tasks = 2 + 7  # two run, seven wait for two threads: three and a half turns
+    assert joins(found) == ""
+    found.tasks = 2 + 8
+    assert joins(found) == "max_wait: got calls for 4.0 turns waiting, want less than 4"
+    assert found.gate.taken == 1
+
+
+def test_a_turn_is_what_a_call_takes_and_not_a_task(clock: Clock) -> None:
+    found = line()
+    for _ in range(200):
+        found.left(8)
+    found.tasks = 2 + 3 * 8 + 7
+    assert joins(found) == ""
+    found.tasks = 2 + 4 * 8
+    assert joins(found) == "max_wait: got calls for 4.0 turns waiting, want less than 4"
+
+
+def test_after_a_refusal_few_may_wait_until_nobody_was_refused_for_a_second(clock: Clock) -> None:
+    found = line()
+    found.tasks = 2 + 8
+    assert joins(found)
+    found.tasks, clock.now = 2 + 2, 0.9
+    assert joins(found) == "max_wait_overloaded: got calls for 1.0 turns waiting, want less than 1"
+    found.tasks, clock.now = 2 + 1, 1.8
+    assert joins(found) == ""
+    found.tasks, clock.now = 2 + 2, 1.9
+    assert joins(found) == ""  # a second after the last refusal
+
+
+def test_a_call_beyond_the_places_makes_a_pool_overloaded_too(clock: Clock) -> None:
+    found = line(1)
+    assert joins(found) == ""
+    assert joins(found) == "places: got 1 taken of 1"
+    found.gate.leave(0.1)
+    found.tasks = 4
+    assert joins(found).startswith("max_wait_overloaded: ")
+
+
+def test_one_that_is_inside_takes_no_second_place(clock: Clock) -> None:
+    found = line()
+    assert joins(found, inside=True) == ""
+    assert found.gate.taken == 0
+
+
+class RefusedHereError(Exception):
+    """What a call of a test raises where it must not go further."""
+
+
+class Refused:
+    """A call that may not join the line of the images, and gives no task to any pool."""
+
+    def join(self, pool: str) -> None:
+        assert pool == "image"
+        raise RefusedHereError
+
+    def run(self, *_: Any) -> Any:
+        raise AssertionError("it was begun")
+
+
+def build(*parts: Any, patches: bool = True) -> sequences_pb2.SequencesQuery:
+    return sequences_pb2.SequencesQuery(documents=[sequences_pb2.Document(parts=parts)], patches=patches)
+
+
+def test_images_that_find_no_place_are_not_even_weighed() -> None:
+    config = load()
+    building = Building(Profiles.from_config(config), config.limits)
+    found = []
+    for query in (
+        build({"text": "a"}, {"image": b"x"}),
+        build({"text": "a"}),
+        build({"image": b"x"}, patches=False),
+        sequences_pb2.SequencesQuery(patches=True),
+    ):
+        try:
+            asyncio.run(building.build(query, sequences_pb2.Sequences(), Refused()))  # type: ignore[arg-type]
+        except (RefusedHereError, AssertionError) as error:
+            found.append(type(error))
+    assert found == [RefusedHereError, AssertionError, AssertionError, AssertionError]
+
+
+def crowded() -> Admission:
+    """Lines that are too long for all who must wait."""
+    found = Admission(Concurrency(), Pools(image=1))
+    for each in found.lines.values():
+        each.tasks = 10_000
+    return found
+
+
+def visitor(name: str, admission: Admission) -> Call:
+    """A call of a client without limits."""
+    return Call(name, admission, Clients(ClientLimits()).visit(name))
+
+
+def test_what_was_begun_is_not_refused_by_another_pool() -> None:
+    found = crowded()
+    found.lines["image"].tasks = 0
+    call = visitor("a", found)
+    call.admit(10)
+    call.join("image")
+    assert (found.gates["place"].taken, found.gates["image"].taken, found.bytes.taken) == (0, 1, 10)
+    found.lines["image"].tasks = 10_000
+    call.join("image")
+    call.join("place")
+    call.release()
+    assert (found.gates["place"].taken, found.gates["image"].taken, found.bytes.taken) == (0, 0, 0)
+    other = visitor("b", found)
+    other.admit(10)
+    with pytest.raises(ServiceOverloadedError, match=r"^max_wait: "):
+        other.join("place")
+
+
+def test_items_of_a_stream_wait_and_are_not_refused() -> None:
+    pools: list[Pool] = ["place", "image", "rotary"]
+    for pool in pools:
+        visitor("a", crowded()).item(1).join(pool)
+
+
+def filled(window: Window) -> int:
+    """Items that it takes until it is full."""
+    for count in range(1000):
+        if window.full:
+            return count
+        window.enter(10)
+    return 1000
+
+
+def test_a_window_begins_few_items_until_an_answer_tells_their_size() -> None:
+    window = Window(100, 1000)
+    assert filled(window) == 4
+    window.answered(10)
+    assert filled(window) > 10
+
+
+def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> None:
+    window = Window(100, 1000)
+    filled(window)
+    window.answered(300)  # 340 are here, and three times 300 are expected
+    assert filled(window) == 0
+    window.leave(310)
+    window.answered(300)
+    window.leave(310)
+    assert filled(window) == 2  # 20 are here and 600 expected, then 40 and 1200
+
+
+def test_one_item_alone_may_always_be_read() -> None:
+    window, seen = Window(100, 1000), []
+    for _ in range(2):
+        seen.append(window.full)
+        window.enter(5000)
+        seen.append(window.full)
+        window.answered(5000)
+        window.leave(10_000)
+    assert seen == [False, True] * 2
+
+
+def test_a_reader_waits_for_room() -> None:
+    async def read() -> list[bool]:
+        window = Window(1, 1000)
+        window.enter(1)
+        reader = asyncio.ensure_future(window.room())
+        await asyncio.sleep(0)
+        before = [reader.done()]
+        window.answered(1)
+        window.leave(2)
+        await reader
+        return [*before, reader.done()]
+
+    assert asyncio.run(read()) == [False, True]
+
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start servers whose one method does this, with these settings of concurrency."""
+    with ExitStack() as stack:
+
+        def start(run: Any, **concurrency: int) -> str:
+            whole = queried(run, "positions")
+            method = Method(
+                "mmpos.rpc.v1.PositionService",
+                "Place",
+                pb.PlaceRequest,
+                pb.PlaceResponse,
+                whole,
+                streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
+            )
+            config = ServerConfig.model_validate({**load().model_dump(), "concurrency": concurrency})
+            return stack.enter_context(running(config, methods=lambda *_: [method]))
+
+        yield start
+
+
+async def slow(query: Any, answer: pb.Positions, call: Call) -> None:
+    """Hold up the event loop, as many cheap calls at once do."""
+    time.sleep(0.02)
+    answer.cu_seqlens.append(1)
+
+
+def test_what_waits_for_the_event_loop_is_bounded_and_the_rest_is_dropped_as_overload(serve: Serve) -> None:
+    address = serve(slow, max_pending=4)
+
+    async def ask() -> list[Any]:
+        async with AsyncClient(address, attempts=1) as client:
+            return await asyncio.gather(
+                *(client.query(PositionsQuery(SEGMENTS)) for _ in range(60)), return_exceptions=True
+            )
+
+    with Client(address) as client, pytest.raises(ServiceError):  # connects; the answer is no table
+        client.place(SEGMENTS)
+    began = time.monotonic()
+    found = asyncio.run(ask())
+    dropped = [error for error in found if isinstance(error, ServiceOverloadedError)]
+    assert {str(error) for error in dropped} == {
+        "max_pending: got more calls than the server can look at, want fewer at once"
+    }
+    assert 20 < len(dropped) < 60
+    assert time.monotonic() - began < 60 * 0.02  # nobody waited for all the others
+
+
+async def pooled(query: Any, answer: pb.Positions, call: Call) -> None:
+    """As a call that needs a thread."""
+    await call.run("image", time.sleep, 0.05)
+    answer.cu_seqlens.append(1)
+
+
+def statuses(address: str, calls: int) -> list[str]:
+    """Of so many calls at once, by a client that repeats nothing."""
+    options = [("grpc.enable_retries", 0)]
+    with grpc.insecure_channel(address, options=options) as channel, ThreadPoolExecutor(calls) as threads:
+        ask: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        raw = pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString()
+
+        def status(_: int) -> str:
+            try:
+                ask(raw, timeout=20)
+            except grpc.RpcError as error:
+                failed: Any = error
+                return f"{failed.code().name}: {failed.details().partition(':')[0]}"
+            return "OK"
+
+        return sorted(threads.map(status, range(calls)))
+
+
+def test_a_loader_with_eight_workers_is_never_refused(serve: Serve) -> None:
+    address = serve(pooled)
+    for _ in range(3):
+        assert statuses(address, 8) == ["OK"] * 8
+
+
+def test_a_pool_refuses_by_the_turns_that_a_call_would_wait(serve: Serve) -> None:
+    address = serve(pooled, max_wait=2, max_pending=1000)
+    found = statuses(address, 40)
+    assert set(found) == {"OK", "RESOURCE_EXHAUSTED: max_wait", "RESOURCE_EXHAUSTED: max_wait_overloaded"}
+
+
+def test_a_limit_of_the_transport_is_no_overload() -> None:
+    config = ServerConfig.model_validate({**load().model_dump(), "limits": {"request_bytes": 1024}})
+    with running(config) as address, Client(address) as client, pytest.raises(LimitExceededError, match="larger than"):
+        client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
+
+
+async def large(query: Any, answer: pb.Positions, call: Call) -> None:
+    """An answer of two megabytes, and a mark that it was made."""
+    call.count(documents=1)
+    BEGUN.append(1)
+    answer.cu_seqlens.extend([2**30] * 400_000)
+
+
+BEGUN: list[int] = []
+
+
+def test_a_stream_that_is_not_read_holds_so_many_bytes_of_answers(serve: Serve) -> None:
+    BEGUN.clear()
+    address = serve(large, stream_bytes=1024)
+    with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        ask: Any = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
+        item = pb.StreamPlaceRequest(query=pb.PositionsQuery()).SerializeToString()
+        call = ask(iter([item] * 40))
+        end = time.monotonic() + 20
+        while len(BEGUN) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert 2 <= len(BEGUN) <= 8  # the first few, and what the transport took; not the window of sixteen
+        assert sum(1 for _ in call) == 40
+
+
+async def held(query: Any, answer: pb.Positions, call: Call) -> None:
+    await asyncio.sleep(0.3)
+    answer.cu_seqlens.append(1)
+
+
+def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
+    address = serve(held, max_streams=1)
+    with grpc.insecure_channel(address) as channel, Client(address) as client:
+        ask: Any = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
+        first = ask(iter([pb.StreamPlaceRequest(query=pb.PositionsQuery()).SerializeToString()]))
+        time.sleep(0.1)
+        with pytest.raises(ServiceError, match="got neither table nor dense"):  # so it was answered
+            next(client.stream([PositionsQuery(SEGMENTS)]))
+        assert len(list(first)) == 1

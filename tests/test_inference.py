@@ -323,14 +323,20 @@ def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str)
         client.stop_stream()
     for i, (result, error) in enumerate(found):
         if i == 3:
-            assert (result is None or result.get_response().id == "3", error.message()) == (
-                True,
-                "lengths[0]: got 0, want >= 1",
-            )
+            assert error.message() == "lengths[0]: got 0, want >= 1"
             continue
         response = result.get_response()
         assert (error, response.id, response.parameters["triton_final_response"].bool_param) == (None, str(i), True)
         assert result.as_numpy("position_ids").tolist() == [list(range(i + 1))] * 2
+
+
+def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
+        stream: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)
+        [found] = stream(iter([pb.ModelInferRequest(model_name="sequences", id="7")]))
+    message = "inputs: got none of name 'parts', want it"
+    assert found == pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id="7"))
 
 
 # Statistics.

@@ -350,6 +350,10 @@ def test_outputs_are_known_and_asked_for_once(client: Any) -> None:
         "INVALID_ARGUMENT",
         f"outputs[0].name: got 'ids', want one of {names}",
     )
+    assert refusal(lambda: ask(client, "positions", spans, ["table"] * 7)) == (
+        "INVALID_ARGUMENT",
+        "outputs: got 7 tensors, want at most 6",
+    )
     assert refusal(lambda: ask(client, "positions", spans, ["table", "table"])) == (
         "INVALID_ARGUMENT",
         "outputs[1].name: got 'table' again, want it once",
@@ -357,22 +361,18 @@ def test_outputs_are_known_and_asked_for_once(client: Any) -> None:
 
 
 BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "documents of spans": ("positions", {"lengths": [1] * 4}, {}, "documents: got 4, want at most 3"),
-    "documents of ids": (
-        "positions",
-        {"input_ids": [[1]] * 4},
-        {"image_token_id": 5},
-        "documents: got 4, want at most 3",
-    ),
+    # Each has a mistake besides, which would be found by work that is not done.
+    "documents of spans": ("positions", {"lengths": [0] * 4}, {}, "documents: got 4, want at most 3"),
+    "documents of ids": ("positions", {"input_ids": [[1]] * 4}, {}, "documents: got 4, want at most 3"),
     "packed documents": (
         "positions",
-        {"input_ids": [1] * 4, "cu_seqlens": [0, 1, 2, 3, 4]},
+        {"input_ids": [1] * 4, "cu_seqlens": [0, 1, 2, 3, 9]},
         {"image_token_id": 5},
         "documents: got 4, want at most 3",
     ),
     "images of spans": (
         "positions",
-        {"lengths": [9], "offsets": [0, 2, 4, 6], "grid_thw": [[1, 1, 1]] * 4},
+        {"lengths": [9], "offsets": [9] * 4, "grid_thw": [[1, 1, 1]] * 4},
         {},
         "images: got 4, want at most 3",
     ),
@@ -409,6 +409,12 @@ BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "images: got 4, want at most 3",
     ),
     "characters": ("sequences", {"parts": [b"a" * 10_001]}, {}, "tokens: got 10001, want at most 10000"),
+    "tokens of a tokenizer": (
+        "sequences",
+        {"parts": ["é".encode() * 3000] * 2, "parts_per_document": [1, 1]},
+        {},
+        "tokens: got 12000, want at most 10000",
+    ),
     "patches": ("sequences", {"parts": [PHOTO] * 3, "kinds": [b"image"] * 3}, {}, "response_bytes: got "),
     "bytes of q": (
         "rotate",

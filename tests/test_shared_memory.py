@@ -64,7 +64,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))  # their prefix is another one in each process
 def test_a_name_that_is_not_of_the_prefix_or_no_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got .*, want '/{PREFIX}…' of letters"):
         opened(name)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mmpos.checks import one_of
 from mmpos.columns import DENOMINATOR
@@ -145,10 +143,11 @@ def _tensor(request: Request, name: str) -> Tensor | None:
 
 
 def _outputs(tensors: Mapping[str, Tensor | None], datatype: str) -> dict[str, Output]:
-    def output(tensor: Tensor) -> tuple[str, Any]:
-        import torch
+    return {name: partial(_output, tensor, datatype) for name, tensor in tensors.items() if tensor is not None}
 
-        host = tensor.detach().cpu().contiguous()
-        return datatype, np.asarray((host.view(torch.uint16) if datatype == "BF16" else host).numpy())
 
-    return {name: lambda tensor=tensor: output(tensor) for name, tensor in tensors.items() if tensor is not None}  # type: ignore[misc]
+def _output(tensor: Tensor, datatype: str) -> tuple[str, Any]:
+    import torch
+
+    host = tensor.cpu().contiguous()
+    return datatype, (host.view(torch.uint16) if datatype == "BF16" else host).numpy()

@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(app(args=arguments, prog_name="mmpos", standalone_mode=False) or 0)
     except ImportError as error:
         if error.name and error.name.partition(".")[0] == "typer":
-            return _fail('typer is not installed, want pip install "mmpos[cli]"', 1)
+            words = sys.argv[1:] if arguments is None else arguments
+            extra = "server" if words and words[0] == "serve" else "cli"
+            return _fail(f'typer is not installed, want pip install "mmpos[{extra}]"', 1)
         return _fail(str(error), 1)
     except MmposError as error:
         return _fail(str(error), 2)
@@ -35,9 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Errors of usage have a message of their own, under whichever base class this typer gives them.
         message = getattr(error, "format_message", None)
+        if type(error).__module__ == "google.protobuf.runtime_version":
+            return _fail(f'{error} Install what needs protobuf in one command, with "mmpos[server]" among it', 1)
         if message is None:
             raise
-        return _fail(f"{message().strip().rstrip('.')}; mmpos --help tells more", 2)
+        command = getattr(getattr(error, "ctx", None), "command_path", "mmpos")
+        return _fail(f"{message().strip().rstrip('.')}; {command} --help tells more", 2)
 
 
 def _fail(message: str, code: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -322,9 +323,9 @@ WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg 
         ),
         (["plot", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
         (["plot", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
-        (["plot", "3"], "Missing option '--output' / '-o'; mmpos --help tells more"),
+        (["plot", "3"], "Missing option '--output' / '-o'; mmpos plot --help tells more"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
-        (["positions"], "Missing argument 'SPEC|FILE...'; mmpos --help tells more"),
+        (["positions"], "Missing argument 'SPEC|FILE...'; mmpos positions --help tells more"),
         (["bogus"], "No such command 'bogus'; mmpos --help tells more"),
         (["positions", "3", "--bogus"], None),
     ],
@@ -406,6 +407,27 @@ def test_a_missing_extra_is_one_line_that_names_it(
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail(capsys, "plot", "3", "-o", "ids.png")
     assert (code, message) == (1, f'{missing} is not installed, want pip install "mmpos[cli]"')
+    if missing == "typer":
+        assert fail(capsys, "serve") == (1, 'typer is not installed, want pip install "mmpos[server]"')
+
+
+@pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
+def test_packages_that_want_another_protobuf_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    versions = pytest.importorskip("google.protobuf.runtime_version")
+    pytest.importorskip("mmpos_server.options")
+
+    def app(**arguments: object) -> None:
+        raise versions.VersionError("Detected incompatible versions when loading health.proto.")
+
+    for name in ("mmpos.cli", "mmpos_server.options"):
+        monkeypatch.setattr(importlib.import_module(name), "app", app)
+    assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
+    said = 'Install what needs protobuf in one command, with "mmpos[server]" among it'
+    assert capsys.readouterr().err == (
+        f"{module}: error: Detected incompatible versions when loading health.proto. {said}\n"
+    )
 
 
 def test_a_spec_may_be_longer_than_a_file_name() -> None:

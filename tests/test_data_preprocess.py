@@ -397,7 +397,7 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
         (["s0.jsonl", "--engine", "spark"], None),
         (["s0.jsonl", "--workers", "0"], None),
-        ([], "Missing argument 'INPUT...'; mmpos --help tells more"),
+        ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
         (["broken.jsonl"], None),
         (["s0.jsonl", "-o", "s0.jsonl"], "folder: got 's0.jsonl', which is a file, want a folder"),
     ],

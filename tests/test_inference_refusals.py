@@ -285,7 +285,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "rotate",
         {"q": Q, "position_ids": [[0, 1]] * 2},
         {"rotary": '{"head_dim": 3}'},
-        "head_dim: got 3, want ",
+        "parameters['rotary']: head_dim: got 3, want ",
     ),
     "another layout": ("rotate", {"q": Q, "position_ids": [[0, 1]] * 2}, {"layout": "hd"}, "layout: got 'hd', want "),
 }

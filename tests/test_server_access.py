@@ -114,7 +114,7 @@ def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, tex
     ):
         with pytest.raises(InvalidInputError) as raised:
             start()
-        assert str(raised.value) == said.format(file)
+        assert str(raised.value) == f"token-file: {said.format(file)}"
 
 
 def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
     file.write_bytes(b"alice \xff\n")
     with pytest.raises(InvalidInputError) as raised:
         Tokens(file, Logs("error"))
-    assert str(raised.value) == f"{file}: got bytes that are not UTF-8, want text"
+    assert str(raised.value) == f"token-file: {file}: got bytes that are not UTF-8, want text"
 
 
 def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:

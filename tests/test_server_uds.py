@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -136,6 +137,14 @@ def test_a_path_that_cannot_be_one_is_refused(path: Path) -> None:
     with pytest.raises(InvalidInputError) as raised:
         Uds(long)
     assert str(raised.value) == f"uds: got a path of 108 bytes, want <= 107: {long}"
+
+
+def test_a_folder_that_is_closed_to_the_server_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(Path, "lstat", closed)
+    assert mistake(Uds(path)) == f"uds: got {path} (Permission denied), want a path to listen on"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ remote = typer.Typer(name="remote", invoke_without_command=True)
 app.add_typer(remote)
 
 Server = Annotated[
-    str, typer.Option("--server", metavar="HOST:PORT", help="The server; several are separated by commas.")
+    str,
+    typer.Option("--server", metavar="HOST:PORT", help="The server, or unix:PATH; several are separated by commas."),
 ]
 Profile = Annotated[
     str | None, typer.Option(metavar="NAME", help="Settings of a model.", show_default="the server's first")
@@ -32,7 +33,9 @@ TokenFile = Annotated[
 ]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Whom to trust, PEM; without a file for TLS there is none.", show_default=False),
+    typer.Option(
+        metavar="FILE", help="Whom to trust, PEM; without any of the three files there is no TLS.", show_default=False
+    ),
 ]
 TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="The client's certificate.", show_default=False)]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", show_default=False)]

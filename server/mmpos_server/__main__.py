@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Errors of usage have a message of their own, under whichever base class this typer gives them.
         message = getattr(error, "format_message", None)
+        if type(error).__module__ == "google.protobuf.runtime_version":
+            return _fail(f'{error} Install what needs protobuf in one command, with "mmpos[server]" among it', 1)
         if message is None:
             raise
         return _fail(f"{message().strip().rstrip('.')}; mmpos_server --help tells more", 2)

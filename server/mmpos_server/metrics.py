@@ -120,7 +120,7 @@ def expose(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Call
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise InvalidInputError(f"metrics port: got {host}:{port} ({error.strerror}), want a free one") from None
+        raise InvalidInputError(f"metrics-port: got {host}:{port} ({error.strerror}), want a free one") from None
 
     def close() -> None:
         server.shutdown()

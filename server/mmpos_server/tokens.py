@@ -83,7 +83,7 @@ def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
     except OSError as error:
         raise InvalidInputError(f"token-file: got {path} ({error.strerror}), want a file that can be read") from None
     except UnicodeDecodeError:
-        raise InvalidInputError(f"{path}: got bytes that are not UTF-8, want text") from None
+        raise InvalidInputError(f"token-file: {path}: got bytes that are not UTF-8, want text") from None
     names: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -94,10 +94,10 @@ def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
             if digest in names:
                 raise InvalidInputError("got a token that a line above has, want another one")
         except InvalidInputError as error:
-            raise InvalidInputError(f"{path}: line {number}: {error}") from None
+            raise InvalidInputError(f"token-file: {path}: line {number}: {error}") from None
         names[digest] = name
     if not names:
-        raise InvalidInputError(f"{path}: got no token, want at least one line with a name and a token")
+        raise InvalidInputError(f"token-file: {path}: got no token, want at least one line with a name and a token")
     return version, names
 
 

@@ -51,12 +51,14 @@ class Uds:
         Raises:
             InvalidInputError: a live server has it, or something else is there, or its folder is not.
         """
-        if not self.path.parent.is_dir():
-            raise InvalidInputError(f"uds: got {self.path}, want a path in a folder that exists")
         try:
+            if not self.path.parent.is_dir():
+                raise InvalidInputError(f"uds: got {self.path}, want a path in a folder that exists")
             kind = self.path.lstat().st_mode
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise InvalidInputError(f"uds: got {self.path} ({error.strerror}), want a path to listen on") from None
         if not stat.S_ISSOCK(kind):
             raise InvalidInputError(f"uds: got {self.path}, where something else is, want a free path")
         with socket.socket(socket.AF_UNIX) as found:

@@ -122,7 +122,10 @@ def _rotary(text: str) -> Rotary:
     head_dim = values.get("head_dim")
     if isinstance(head_dim, int) and head_dim > MAX_HEAD_DIM:
         raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
-    return _parsed(json.dumps(values))
+    try:
+        return _parsed(json.dumps(values))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"parameters['rotary']: {error}") from None
 
 
 @lru_cache(maxsize=64)

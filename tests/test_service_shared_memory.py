@@ -31,6 +31,8 @@ from mmpos_server.clients import Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, load
 from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.listening import Listen
+from mmpos_server.placing import Placing
+from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
@@ -226,6 +228,28 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
     first, second = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
     assert first.sequence.input_ids == tensor([1, 2], "int32")
     assert second.error.message.startswith(f"parts[0].token_ids.shared.key: got '{key}x' (No such file")
+
+
+@pytest.mark.parametrize(("tokens", "threads"), [(1024, 0), (2048, 1)])
+def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
+    config = load()
+    placing, pools = Placing(Profiles.from_config(config), config.limits), Admission(config.concurrency, config.pools)
+    call, answer = Call("a", pools, Clients(ClientLimits()).visit("")), positions_pb2.Positions()
+    array = np.array(IDS[:-1] + [3] * (tokens - 6))
+
+    async def scenario() -> None:
+        await call.weigh(array.nbytes)
+        await placing.place(place(elsewhere(array, key)).query, answer, call)
+
+    with shared(array.tobytes()) as key:
+        call.memory = Exchange(SharedMemory(PREFIX))
+        # The message is as small in either case.
+        asyncio.run(scenario())
+    assert answer.cu_seqlens == [0, tokens]
+    assert [stage for stage, _ in call.stages].count("queue") == threads
+    call.release()
+    assert pools.bytes.taken == 0
+    pools.close()
 
 
 def test_items_of_a_stream_have_their_own(server: Victim) -> None:

@@ -122,7 +122,7 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
 
 
 def owned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array of ``get_tensor`` as one that may be written to: a copy of what is a view of a message."""
+    """The array of a tensor as one that may be written to: a copy of what is a view of a message."""
     return array if array.flags.writeable else array.copy()
 
 

@@ -14,6 +14,7 @@ from mmpos.columns import DENOMINATOR
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.wire.tensors import owned
 from mmpos_server.inference.models import scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.inference.requests import Request
@@ -105,7 +106,7 @@ class Rotate:
             import torch
 
             check("tokens", ids.size, self._limits)
-            return torch.from_numpy(ids.copy())
+            return torch.from_numpy(owned(ids))
         assert table is not None
         assert documents is not None
         tokens = q.shape[0] if q.ndim == 3 else q.shape[0] * q.shape[2 if layout == "bhsd" else 1]
@@ -134,13 +135,13 @@ def _parsed(text: str) -> Rotary:
 
 
 def _tensor(request: Request, name: str) -> Tensor | None:
-    """The torch tensor of an input, a copy that may be written to."""
+    """The torch tensor of an input, which may be written to."""
     array = request.array(name)
     if array is None:
         return None
     import torch
 
-    tensor = torch.from_numpy(array.copy())
+    tensor = torch.from_numpy(owned(array))
     return tensor.view(torch.bfloat16) if request.inputs[name].datatype == "BF16" else tensor
 
 

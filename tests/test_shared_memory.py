@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _posixshmem
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from shared_objects import FOLDER, PREFIX, content, names, shared
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, local
-from mmpos_server.shared_memory import MAX_REGIONS, Region, Regions, SharedMemory
+from mmpos_server.shared_memory import MAX_NAME, MAX_REGIONS, Region, Regions, SharedMemory
 from mmpos_server.unix_socket import Uds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
@@ -175,6 +177,15 @@ def test_the_system_may_read_less_than_was_asked(key: str, monkeypatch: pytest.M
     assert part.read("q", 6, 250).tobytes() == BYTES[6:]
 
 
+def test_a_server_with_too_many_files_open_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_posixshmem, "shm_open", full)
+    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files opening '/.*', want fewer"):
+        opened(key)
+
+
 def test_a_machine_without_memory_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -217,6 +228,9 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
         regions.register("x", key, 0, 1)
     regions.unregister("")
     assert list(regions) == []
+    regions.register("x" * MAX_NAME, key, 0, 1)
+    with pytest.raises(LimitExceededError, match=r"^region.name: got 257 characters, want at most 256$"):
+        regions.register("x" * (MAX_NAME + 1), key, 0, 1)
     assert names() == {key[1:]}
 
 

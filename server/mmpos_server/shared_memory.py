@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _posixshmem
+import errno
 import os
 import re
 import stat
@@ -20,6 +21,9 @@ __all__ = ["Region", "Regions", "SharedMemory"]
 
 MAX_REGIONS = 256
 """Most that are registered at once: each holds a file of this process open."""
+
+MAX_NAME = 256
+"""Most characters of the name of a region, which is kept as long as it is registered."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -40,6 +44,7 @@ class Region:
 
     Raises:
         InvalidInputError: no such object, one of another user, or one that is smaller.
+        LimitExceededError: this process or the machine has as many files open as it may.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -49,6 +54,8 @@ class Region:
         try:
             self._descriptor = _posixshmem.shm_open(key, os.O_RDWR)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None
             raise InvalidInputError(
                 f"{name}.key: got {key!r} ({error.strerror}), want an object that this server may open"
             ) from None
@@ -191,9 +198,11 @@ class Regions:
         Raises:
             UnsupportedError: this server takes no shared memory.
             InvalidInputError: a name that is taken, or what Region refuses.
-            LimitExceededError: too many regions.
+            LimitExceededError: too many regions, or too long a name.
         """
         region = self._memory.open("region", key, offset, byte_size)
+        if len(name) > MAX_NAME:
+            raise LimitExceededError(f"region.name: got {len(name)} characters, want at most {MAX_NAME}")
         if not name or name in self._regions:
             raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
         if len(self._regions) >= MAX_REGIONS:

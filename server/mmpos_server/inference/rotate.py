@@ -11,7 +11,7 @@ import numpy as np
 
 from mmpos.checks import one_of
 from mmpos.columns import DENOMINATOR
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.wire.tensors import owned
@@ -21,7 +21,7 @@ from mmpos_server.inference.requests import Request
 from mmpos_server.inference.responses import Output, put_response
 from mmpos_server.inference.tensors import Spec
 from mmpos_server.refusals import check
-from mmpos_server.rotations import MAX_HEAD_DIM, Rotations, demand_torch, device
+from mmpos_server.rotations import Rotations, check_head_dim, demand_torch, device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,8 +123,8 @@ def _rotary(text: str) -> Rotary:
             f"parameters['rotary']: got {text[:100]!r}, want a JSON object as Rotary.to_dict gives it"
         )
     head_dim = values.get("head_dim")
-    if isinstance(head_dim, int) and head_dim > MAX_HEAD_DIM:
-        raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
+    if isinstance(head_dim, int):
+        check_head_dim(head_dim)
     return _parsed(json.dumps(values))
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from waiting import eventually, free_port
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import Client, rotations, sequences
@@ -60,12 +59,6 @@ class Pair:
 
     ingress: str
     server: str
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("", 0))
-        return int(listening.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -222,15 +215,6 @@ def _answers(channel: grpc.Channel) -> bool:
         return len(list(stream(channel)(iter([b""]), timeout=60))) == 1
     except grpc.RpcError:
         return False
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_who_finds_no_place_is_told_when_to_come_back(pair: Pair) -> None:

@@ -19,6 +19,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
@@ -62,13 +63,6 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
         call(*args, **kwargs)
     error: Any = raised.value
     return error.code().name, error.details()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 # The file

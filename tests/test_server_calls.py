@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -121,13 +122,6 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
         call()
     error: Any = raised.value
     return error.code().name, error.details(), dict(error.trailing_metadata())
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Any) -> None:

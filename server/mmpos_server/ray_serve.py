@@ -72,7 +72,7 @@ class Replica:
     """The methods of all services as Serve calls them; each replica has gates, pools and profiles of its own.
 
     Args:
-        config: limits, concurrency, pools and profiles.
+        config: limits, concurrency, limits of clients, pools and profiles.
         log_level: lowest level that is written to stderr.
     """
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
@@ -319,6 +320,12 @@ def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Any, caps
     assert ["exception" in line for line in lines] == [False, True, False, False, False]
     assert "KeyError" in lines[1]["exception"]
     assert lines[0]["peer"].startswith("ipv4:127.0.0.1:")
+
+
+def test_a_service_of_a_long_name_is_refused_in_few_words(serve: Any) -> None:
+    ask = health_pb2_grpc.HealthStub(serve()).Check
+    status, details, _ = refusal(lambda: ask(health_pb2.HealthCheckRequest(service="é" * 100_000), timeout=20))
+    assert (status, details) == ("NOT_FOUND", f"service: got '{'é' * 300}', want one of this server")
 
 
 def test_a_server_lists_its_services(serve: Any) -> None:

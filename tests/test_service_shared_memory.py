@@ -379,3 +379,25 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
     asyncio.run(scenario())
     assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
     admission.close()
+
+
+def test_more_shared_bytes_than_there_are_places_come_alone() -> None:
+    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
+    clients = Clients(ClientLimits())
+    one, other = (Call(name, admission, clients.visit(name)) for name in "ab")
+
+    async def scenario() -> None:
+        one.admit(400)
+        other.admit(100)
+        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 500 taken of 1024$"):
+            await one.weigh(2000)
+        other.release()
+        await one.weigh(2000)
+        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 2400 taken of 1024$"):
+            other.admit(1)
+
+    asyncio.run(scenario())
+    other.release()
+    one.release()
+    assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
+    admission.close()

@@ -176,7 +176,7 @@ class Call:
         """
         while size:
             try:
-                self._admission.bytes.enter(size)
+                self._admission.bytes.enter(size, self._bytes + self.weighed)
                 self.weighed += size
                 return
             except ServiceOverloadedError as error:

@@ -172,8 +172,10 @@ class Call:
         """Take room for so many bytes besides those of the request; an item of a stream waits until there is.
 
         Raises:
-            ServiceOverloadedError: there is none.
+            ServiceOverloadedError: there is none, or the client has enough.
         """
+        if size and self._gate is not None:
+            self.visit.weigh(size)
         while size:
             try:
                 self._admission.bytes.enter(size, self._bytes + self.weighed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from waiting import free_port
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def replicas(count: int, folder: Path, *arguments: str) -> Iterator[list[Replica
     """Servers while inside; those that still run are killed in the end."""
     commands = []
     for _ in range(count):
-        port = _free_port()
+        port = free_port()
         words = [sys.executable, "-m", "mmpos_server", "--port", "0", "--metrics-port", str(port), *arguments]
         commands.append((words, port))
     processes = []
@@ -51,10 +52,3 @@ def replicas(count: int, folder: Path, *arguments: str) -> Iterator[list[Replica
         for process in processes:
             process.kill()
             process.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -16,9 +16,10 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pool
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
@@ -62,13 +63,6 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
         call(*args, **kwargs)
     error: Any = raised.value
     return error.code().name, error.details()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 # The file
@@ -190,17 +184,24 @@ def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Pa
 def reflected(channel: Any) -> Iterator[str]:
     """The paths of all methods of a server, as it tells them itself."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (answer,) = ask(iter([request]), metadata=bearer(ALICE))
-    for service in answer.list_services_response.service:
-        for method in descriptor_pool.Default().FindServiceByName(service.name).methods:
-            yield f"/{service.name}/{method.name}"
+
+    def asked(**question: str) -> Any:
+        (answer,) = ask(iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=bearer(ALICE))
+        return answer
+
+    for listed in asked(list_services="").list_services_response.service:
+        raw = asked(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
+        for file in map(descriptor_pb2.FileDescriptorProto.FromString, raw):
+            for service in file.service:
+                for method in service.method:
+                    yield f"/{file.package}.{service.name}/{method.name}"
 
 
 def test_every_method_of_every_service_is_closed_but_health(file: Path) -> None:
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         paths = set(reflected(channel))
-        assert {PLACE, STREAM, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
+        infer = "/inference.GRPCInferenceService/ModelInfer"
+        assert {PLACE, STREAM, infer, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
         for path in sorted(paths - OPEN | {"/mmpos.rpc.v1.PositionService/None", "/x/y"}):
             assert refusal(channel.unary_unary(path), b"", timeout=20) == UNAUTHENTICATED, path
             opened = channel.stream_stream(path)(iter([b""]), timeout=20)

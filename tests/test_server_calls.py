@@ -14,6 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -121,13 +123,6 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
         call()
     error: Any = raised.value
     return error.code().name, error.details(), dict(error.trailing_metadata())
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 5
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Any) -> None:
@@ -325,6 +320,12 @@ def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Any, caps
     assert ["exception" in line for line in lines] == [False, True, False, False, False]
     assert "KeyError" in lines[1]["exception"]
     assert lines[0]["peer"].startswith("ipv4:127.0.0.1:")
+
+
+def test_a_service_of_a_long_name_is_refused_in_few_words(serve: Any) -> None:
+    ask = health_pb2_grpc.HealthStub(serve()).Check
+    status, details, _ = refusal(lambda: ask(health_pb2.HealthCheckRequest(service="é" * 100_000), timeout=20))
+    assert (status, details) == ("NOT_FOUND", f"service: got '{'é' * 300}', want one of this server")
 
 
 def test_a_server_lists_its_services(serve: Any) -> None:

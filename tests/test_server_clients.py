@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,6 +123,30 @@ def test_a_client_with_its_calls_at_work_gets_no_other_one_and_others_do(
     # What was taken was given back, of the server's places, too; and nobody is remembered.
     assert (admission.gates["place"].taken, admission.bytes.taken, len(found)) == (0, 0, 0)
     call("alice").admit(size)
+
+
+def test_what_a_client_has_in_shared_memory_counts_as_bytes_of_its_calls() -> None:
+    call, admission, found = calls(ClientLimits(max_in_flight_bytes=1000))
+    one, other, bob = call("alice"), call("alice"), call("bob")
+
+    async def scenario() -> None:
+        for each in (one, other, bob):
+            each.admit(100)
+        await one.weigh(700)
+        assert await said(other, 101) == "clients.max_in_flight_bytes of 'alice': got 900 taken of 1000"
+        await bob.weigh(900)
+        one.release()
+        await other.weigh(2000)  # alone
+
+    async def said(one: Call, size: int) -> str:
+        with pytest.raises(ServiceOverloadedError) as raised:
+            await one.weigh(size)
+        return str(raised.value)
+
+    asyncio.run(scenario())
+    other.release()
+    bob.release()
+    assert (admission.bytes.taken, len(found)) == (0, 0)
 
 
 def test_a_call_that_the_server_has_no_place_for_is_no_call_of_its_client() -> None:

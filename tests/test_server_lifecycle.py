@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import eventually, free_port
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 
@@ -96,20 +96,6 @@ def stream(channel: Any) -> Any:
         pb.StreamPlaceRequest.SerializeToString,
         pb.StreamPlaceResponse.FromString,
     )
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    last = time.monotonic() + seconds
-    while not condition() and time.monotonic() < last:
-        time.sleep(0.05)
-    return condition()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def page(port: int) -> dict[str, float]:

@@ -31,6 +31,8 @@ from mmpos_server.clients import Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, load
 from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.listening import Listen
+from mmpos_server.placing import Placing
+from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
@@ -228,6 +230,28 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
     assert second.error.message.startswith(f"parts[0].token_ids.shared.key: got '{key}x' (No such file")
 
 
+@pytest.mark.parametrize(("tokens", "threads"), [(1024, 0), (2048, 1)])
+def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
+    config = load()
+    placing, pools = Placing(Profiles.from_config(config), config.limits), Admission(config.concurrency, config.pools)
+    call, answer = Call("a", pools, Clients(ClientLimits()).visit("")), positions_pb2.Positions()
+    array = np.array(IDS[:-1] + [3] * (tokens - 6))
+
+    async def scenario() -> None:
+        await call.weigh(array.nbytes)
+        await placing.place(place(elsewhere(array, key)).query, answer, call)
+
+    with shared(array.tobytes()) as key:
+        call.memory = Exchange(SharedMemory(PREFIX))
+        # The message is as small in either case.
+        asyncio.run(scenario())
+    assert answer.cu_seqlens == [0, tokens]
+    assert [stage for stage, _ in call.stages].count("queue") == threads
+    call.release()
+    assert pools.bytes.taken == 0
+    pools.close()
+
+
 def test_items_of_a_stream_have_their_own(server: Victim) -> None:
     array = np.array(IDS)
     plain = place(tensor(IDS), dense={}).query
@@ -348,9 +372,32 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
         assert (waiting.done(), admission.bytes.taken) == (False, 900)
         one.release()
         await waiting
-        assert admission.bytes.taken == 125
+        await item.weigh(25)
+        assert admission.bytes.taken == item.weighed == 150
         item.forget_memory()
 
     asyncio.run(scenario())
+    assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
+    admission.close()
+
+
+def test_more_shared_bytes_than_there_are_places_come_alone() -> None:
+    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
+    clients = Clients(ClientLimits())
+    one, other = (Call(name, admission, clients.visit(name)) for name in "ab")
+
+    async def scenario() -> None:
+        one.admit(400)
+        other.admit(100)
+        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 500 taken of 1024$"):
+            await one.weigh(2000)
+        other.release()
+        await one.weigh(2000)
+        with pytest.raises(ServiceOverloadedError, match=r"^max_in_flight_bytes: got 2400 taken of 1024$"):
+            other.admit(1)
+
+    asyncio.run(scenario())
+    other.release()
+    one.release()
     assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)
     admission.close()

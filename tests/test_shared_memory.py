@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _posixshmem
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from shared_objects import FOLDER, PREFIX, content, names, shared
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, local
-from mmpos_server.shared_memory import MAX_REGIONS, Region, Regions, SharedMemory
+from mmpos_server.shared_memory import MAX_NAME, MAX_REGIONS, Region, Regions, SharedMemory
 from mmpos_server.unix_socket import Uds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
@@ -135,23 +137,18 @@ def test_parts_outside_the_object_are_refused(key: str, offset: int, byte_size: 
 
 def test_a_part_is_read_and_written_and_nothing_beside_it(key: str) -> None:
     part = opened(key, 10, 20)
-    buffer = bytearray(5)
-    part.read_into("q", 3, memoryview(buffer))
+    copy = part.read("q", 3, 5)
+    copy[:] += 1
     part.write("q", 17, b"end")
-    assert (part.read("q", 0, 4), bytes(buffer)) == (BYTES[10:14], BYTES[13:18])
+    assert (part.read("q", 0, 4).tobytes(), copy.tobytes()) == (BYTES[10:14], BYTES[14:19])
     assert content(key) == BYTES[:27] + b"end" + BYTES[30:]
 
 
 @pytest.mark.parametrize("offset", [-1, 18, 2**63])
 def test_bytes_outside_the_part_are_refused(key: str, offset: int) -> None:
     part = opened(key, 10, 20)
-    buffer = memoryview(bytearray(3))
-    assert part.read("q", 17, 3) == BYTES[27:30]
-    for refused in (
-        lambda: part.read("q", offset, 3),
-        lambda: part.read_into("q", offset, buffer),
-        lambda: part.write("q", offset, b"abc"),
-    ):
+    assert part.read("q", 17, 3).tobytes() == BYTES[27:30]
+    for refused in (lambda: part.read("q", offset, 3), lambda: part.write("q", offset, b"abc")):
         with pytest.raises(InvalidInputError, match=rf"^q: got bytes {offset} to {offset + 3}, want 0 to 20 of its"):
             refused()
     assert content(key) == BYTES
@@ -160,8 +157,7 @@ def test_bytes_outside_the_part_are_refused(key: str, offset: int) -> None:
 def test_an_object_that_has_shrunk_is_refused_and_harms_nobody(key: str) -> None:
     part = opened(key)
     shrink(key)
-    buffer = memoryview(bytearray(256))
-    for use in (lambda: part.read("q", 0, 1), lambda: part.read_into("q", 0, buffer), lambda: part.write("q", 0, b"a")):
+    for use in (lambda: part.read("q", 0, 1), lambda: part.write("q", 0, b"a")):
         with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 256 of .*, want at most 100, its size"):
             use()
     assert content(key) == BYTES[:100]
@@ -171,18 +167,23 @@ def test_an_object_that_shrinks_between_check_and_use_is_refused(key: str, monke
     part = opened(key)
     shrink(key)
     monkeypatch.setattr(part, "_check", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"^q: got 100 bytes of .*, want 256"):
-        part.read("q", 0, 256)
     with pytest.raises(InvalidInputError, match=r"^q: got an object .* that shrinks, want one that stays"):
-        part.read_into("q", 0, memoryview(bytearray(256)))
+        part.read("q", 0, 256)
 
 
 def test_the_system_may_read_less_than_was_asked(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, whole = opened(key), os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:100]], at))
-    buffer = bytearray(250)
-    part.read_into("q", 6, memoryview(buffer))
-    assert bytes(buffer) == BYTES[6:]
+    assert part.read("q", 6, 250).tobytes() == BYTES[6:]
+
+
+def test_a_server_with_too_many_files_open_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_posixshmem, "shm_open", full)
+    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files opening '/.*', want fewer"):
+        opened(key)
 
 
 def test_a_machine_without_memory_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +209,7 @@ def test_a_region_that_is_unregistered_is_read_to_the_end(key: str) -> None:
     regions.register("a", key, 0, 256)
     held = regions.get("q", "a")
     regions.unregister("a")
-    assert held.read("q", 0, 256) == BYTES
+    assert held.read("q", 0, 256).tobytes() == BYTES
     with pytest.raises(InvalidInputError, match=r"^q: got region 'a', want one that is registered"):
         regions.get("q", "a")
     del held
@@ -227,6 +228,9 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
         regions.register("x", key, 0, 1)
     regions.unregister("")
     assert list(regions) == []
+    regions.register("x" * MAX_NAME, key, 0, 1)
+    with pytest.raises(LimitExceededError, match=r"^region.name: got 257 characters, want at most 256$"):
+        regions.register("x" * (MAX_NAME + 1), key, 0, 1)
     assert names() == {key[1:]}
 
 

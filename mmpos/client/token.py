@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.wire.bearer import is_token, put_token
+from mmpos.wire.bearer import TOKEN_CHARACTERS, file_version, is_token, put_token
 
 Pair = tuple[str, str]
 
@@ -45,7 +45,7 @@ class Token:
         if not isinstance(source, str):
             raise InvalidInputError(f"token: got {type(source).__name__}, want a token, the path of one, or None")
         if not is_token(source):
-            raise InvalidInputError("token: got other characters, want a-z, A-Z, 0-9 and -._~+/, and = at its end")
+            raise InvalidInputError(f"token: got other characters, want {TOKEN_CHARACTERS}")
         return cls(source)
 
     def pair(self) -> Pair:
@@ -59,8 +59,7 @@ class Token:
         latest = self._read.latest
         try:
             # Before it is read: what is written meanwhile is read at the next call.
-            found = os.stat(self.source)
-            version = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+            version = file_version(os.stat(self.source))
             if latest is None or version != latest[0]:
                 text = self.source.read_text(encoding="ascii").strip()
                 if not is_token(text):

@@ -101,9 +101,8 @@ def get_tensor(
         raise InvalidInputError(
             f"{path(name, field)}: got {got} bytes, want {wanted} for shape {shape} of {dtype.itemsize}"
         )
-    if (
-        math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63
-    ):  # no array has such axes, not even an empty one
+    # No array has such axes, not even an empty one.
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes that an array can have")
     if message.HasField("shared"):
         array = _shared(name, message, memory).view(dtype).reshape(shape)
@@ -122,7 +121,7 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
 
 
 def owned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array of ``get_tensor`` as one that may be written to: a copy of what is a view of a message."""
+    """The array of a tensor as one that may be written to: a copy of what is a view of a message."""
     return array if array.flags.writeable else array.copy()
 
 

@@ -44,7 +44,7 @@ class Server:
     """One server on one event loop. Profiles are built here, so that a wrong one fails before anything listens.
 
     Args:
-        config: limits, concurrency, pools and profiles.
+        config: limits, concurrency, limits of clients, pools and profiles.
         listen: where, and to whom.
         logs: what to write; None is errors only.
         shared_memory: what it takes of it; None is nothing.

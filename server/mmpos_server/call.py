@@ -38,13 +38,13 @@ class Call:
         "_deadline",
         "_gate",
         "_tasks",
-        "_weighed",
         "counts",
         "memory",
         "request_id",
         "span",
         "stages",
         "visit",
+        "weighed",
     )
 
     def __init__(self, request_id: str, admission: Admission, visit: Visit, deadline: float | None = None) -> None:
@@ -54,12 +54,13 @@ class Call:
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
         self.memory = Exchange()
+        self.weighed = 0  # bytes besides those of the request: of shared memory, there and back
         self._admission = admission
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
         self._tasks: dict[Pool, int] = {}
-        self._bytes = self._weighed = 0
+        self._bytes = 0
         self._began = perf_counter()
 
     @property
@@ -171,12 +172,14 @@ class Call:
         """Take room for so many bytes besides those of the request; an item of a stream waits until there is.
 
         Raises:
-            ServiceOverloadedError: there is none.
+            ServiceOverloadedError: there is none, or the client has enough.
         """
+        if size and self._gate is not None:
+            self.visit.weigh(size)
         while size:
             try:
-                self._admission.bytes.enter(size)
-                self._weighed = size
+                self._admission.bytes.enter(size, self._bytes + self.weighed)
+                self.weighed += size
                 return
             except ServiceOverloadedError as error:
                 if self._gate is not None:
@@ -187,9 +190,9 @@ class Call:
     def forget_memory(self) -> None:
         """Close what is open of shared memory, and give back the room that it took."""
         self.memory = Exchange()
-        if self._weighed:
-            self._admission.bytes.leave(self.seconds, self._weighed)
-        self._weighed = 0
+        if self.weighed:
+            self._admission.bytes.leave(self.seconds, self.weighed)
+        self.weighed = 0
 
     def release(self) -> None:
         """Give back what was taken."""

@@ -121,6 +121,16 @@ class Visit:
         self._take(client.bytes, size)
         rate.take()
 
+    def weigh(self, size: int) -> None:
+        """Take so many bytes besides those of the request.
+
+        Raises:
+            ServiceOverloadedError: the client has too many.
+        """
+        if self._client is not None:
+            gate = self._client.bytes
+            self._take(gate, size, sum(count for taken, count in self._taken if taken is gate))
+
     def begin_stream(self) -> None:
         """Take what an open stream takes.
 
@@ -153,9 +163,9 @@ class Visit:
             self._client = self._clients.enter(self.name)
         return self._client
 
-    def _take(self, gate: Gate | None, count: int = 1) -> None:
+    def _take(self, gate: Gate | None, count: int = 1, held: int = 0) -> None:
         if gate is not None:
-            gate.enter(count)
+            gate.enter(count, held)
             self._taken.append((gate, count))
 
 

@@ -79,7 +79,7 @@ class ClientLimits(_Settings):
 
     Args:
         max_in_flight: calls of any kind.
-        max_in_flight_bytes: bytes of the requests of these calls.
+        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name.
         max_streams: open streams.
         requests_per_second: calls and items of streams, on average.
         burst: most of them at once after a pause; 0 is those of one second.

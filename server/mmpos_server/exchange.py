@@ -60,9 +60,7 @@ class Exchange:
             InvalidInputError: no such object, or a smaller one.
         """
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
-        data = np.empty(shared.byte_size, np.uint8)  # only now that the object is known to hold as many
-        region.read_into(name, 0, data.data)
-        return data
+        return region.read(name, 0, shared.byte_size)
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
         """Put the bytes of a tensor of the answer after those before it, if the request says where they go.

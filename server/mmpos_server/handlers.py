@@ -104,6 +104,29 @@ class Surroundings:
             await call.weigh(size)
         call.memory = Exchange(self.shared_memory, request)
 
+    def failed(self, error: Exception, call: Call, method: str) -> Failure:
+        """The status of an error; one of the server's own is written down."""
+        failed = failure(error, call.request_id)
+        if failed.status == "INTERNAL":
+            self.logs.error("internal error", error, request_id=call.request_id, method=method, **call.trace)
+        return failed
+
+    def ended(self, kind: str, call: Call, method: str, status: str, context: Any, **sizes: int) -> None:
+        """Write the line of a request or of a stream; sizes are what else is worth a number."""
+        if self.logs.requests:
+            self.logs.info(
+                kind,
+                request_id=call.request_id,
+                peer=context.peer(),
+                client=call.visit.name,
+                method=method,
+                status=status,
+                milliseconds=round(1000 * call.seconds, 3),
+                **sizes,
+                **call.counts,
+                **call.trace,
+            )
+
 
 class Endpoint:
     """The unary form of a method.
@@ -115,13 +138,14 @@ class Endpoint:
 
     def __init__(self, method: Method, surroundings: Surroundings) -> None:
         self.method, self._around = method, surroundings
+        self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(surroundings.metrics, method.name)
 
     async def handle(self, raw: bytes, context: Any) -> bytes:
         """Answer one request, or abort with the status of the error."""
         call = self._around.call(context)
         if self._around.tracing is not None:
-            self._around.tracing.begin(call, f"{self.method.service}/{self.method.name}", context)
+            self._around.tracing.begin(call, self._path, context)
         self._metrics.begin(len(raw))
         status, answer = "CANCELLED", b""
         try:
@@ -132,7 +156,9 @@ class Endpoint:
                 status = "OK"
                 return answer
             except Exception as error:
-                failed = self._failed(error, call)
+                if isinstance(error, ServiceOverloadedError):
+                    self._metrics.refused.inc()
+                failed = self._around.failed(error, call, self.method.name)
                 status = failed.status
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
             await context.abort(failed.code, failed.message, metadata)
@@ -144,7 +170,12 @@ class Endpoint:
             raise
         finally:
             call.release()
-            self._end(call, status, len(raw), len(answer), context)
+            sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
+            if self._around.tracing is not None:
+                self._around.tracing.end(call, status, **sizes)
+            call.stages.append(("total", call.seconds))
+            self._metrics.end(status, call.stages, call.counts, len(answer))
+            self._around.ended("request", call, self.method.name, status, context, **sizes)
 
     async def _answer(self, raw: bytes, call: Call) -> bytes:
         limits = self._around.config.limits
@@ -153,37 +184,6 @@ class Endpoint:
         response = self.method.response()
         await self.method.run(request, response, call)
         return encode(response, call, limits.response_bytes)
-
-    def _failed(self, error: Exception, call: Call) -> Failure:
-        failed = failure(error, call.request_id)
-        if isinstance(error, ServiceOverloadedError):
-            self._metrics.refused.inc()
-        if failed.status == "INTERNAL":
-            self._around.logs.error(
-                "internal error", error, request_id=call.request_id, method=self.method.name, **call.trace
-            )
-        return failed
-
-    def _end(self, call: Call, status: str, size: int, answer_size: int, context: Any) -> None:
-        seconds = call.seconds
-        if self._around.tracing is not None:
-            self._around.tracing.end(call, status, request_bytes=size, response_bytes=answer_size)
-        call.stages.append(("total", seconds))
-        self._metrics.end(status, call.stages, call.counts, answer_size)
-        if self._around.logs.requests:
-            self._around.logs.info(
-                "request",
-                request_id=call.request_id,
-                peer=context.peer(),
-                client=call.visit.name,
-                method=self.method.name,
-                status=status,
-                milliseconds=round(1000 * seconds, 3),
-                request_bytes=size,
-                response_bytes=answer_size,
-                **call.counts,
-                **call.trace,
-            )
 
 
 def decode(kind: type[Message], raw: bytes, call: Call, limit: int) -> Message:

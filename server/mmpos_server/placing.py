@@ -16,7 +16,8 @@ from mmpos_server.refusals import check_message, check_reply, check_segments, ch
 __all__ = ["INLINE_BYTES", "Placing", "complete"]
 
 INLINE_BYTES = 16_384
-"""Queries up to this size are answered between two others: a thread would cost more than they do."""
+"""Queries up to this size, with what they have in shared memory, are answered between two others: a thread would cost
+more than they do."""
 
 
 class Placing:
@@ -32,7 +33,7 @@ class Placing:
 
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Place a batch."""
-        if message.ByteSize() <= INLINE_BYTES and not message.HasField("dense"):
+        if message.ByteSize() + call.weighed <= INLINE_BYTES and not message.HasField("dense"):
             found = self._answer(message, answer, call)
         else:
             found = await call.run("place", self._answer, message, answer, call)

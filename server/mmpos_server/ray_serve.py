@@ -72,7 +72,7 @@ class Replica:
     """The methods of all services as Serve calls them; each replica has gates, pools and profiles of its own.
 
     Args:
-        config: limits, concurrency, pools and profiles.
+        config: limits, concurrency, limits of clients, pools and profiles.
         log_level: lowest level that is written to stderr.
     """
 
@@ -140,9 +140,10 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
     # What is wrong is said once, and not by every replica.
     Profiles.from_config(config)
-    concurrency = config.concurrency
+    places = config.concurrency
     # As many as the gates let in, and one to be refused by them: what is beyond waits in Serve's queue.
-    options.setdefault("max_ongoing_requests", concurrency.max_in_flight + concurrency.max_streams + 1)
+    calls = places.max_in_flight + places.max_in_flight_images + places.max_in_flight_rotary
+    options.setdefault("max_ongoing_requests", calls + places.max_streams + 1)
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)
 

@@ -24,7 +24,7 @@ from mmpos_server.refusals import check, check_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_HEAD_DIM", "Rotations", "demand_torch", "device"]
+__all__ = ["Rotations", "check_head_dim", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
 """Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
@@ -120,8 +120,7 @@ class Rotations:
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
-            if message.rotary.head_dim > MAX_HEAD_DIM:
-                raise LimitExceededError(f"rotary.head_dim: got {message.rotary.head_dim}, want at most {MAX_HEAD_DIM}")
+            check_head_dim(message.rotary.head_dim)
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 
@@ -145,6 +144,12 @@ class Rotations:
 def _parsed(message: bytes) -> Rotary:
     """The rotation of a message; its frequencies take milliseconds, and a client sends the same again and again."""
     return get_rotary("rotary", pb.Rotary.FromString(message))
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Refuse a rotation of more channels than this server makes frequencies for."""
+    if head_dim > MAX_HEAD_DIM:
+        raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
 
 def device() -> str:

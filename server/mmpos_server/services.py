@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
+from mmpos.about import version_of
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.wire.schemes import parameters
@@ -84,10 +84,7 @@ class _Info:
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Version, schemes, limits and profiles."""
-        try:
-            answer.version = version("mmpos")
-        except PackageNotFoundError:  # run from its source
-            answer.version = "unknown"
+        answer.version = version_of("mmpos") or "unknown"  # run from its source
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)
         for name, value in self.limits.model_dump().items():

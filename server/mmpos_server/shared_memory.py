@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import _posixshmem
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import finalize
+
+import numpy as np
+import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, local
@@ -17,6 +21,9 @@ __all__ = ["Region", "Regions", "SharedMemory"]
 
 MAX_REGIONS = 256
 """Most that are registered at once: each holds a file of this process open."""
+
+MAX_NAME = 256
+"""Most characters of the name of a region, which is kept as long as it is registered."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,6 +44,7 @@ class Region:
 
     Raises:
         InvalidInputError: no such object, one of another user, or one that is smaller.
+        LimitExceededError: this process or the machine has as many files open as it may.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -46,14 +54,16 @@ class Region:
         try:
             self._descriptor = _posixshmem.shm_open(key, os.O_RDWR)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None
             raise InvalidInputError(
                 f"{name}.key: got {key!r} ({error.strerror}), want an object that this server may open"
             ) from None
         finalize(self, os.close, self._descriptor)
         self._check(name)
 
-    def read(self, name: str, offset: int, byte_size: int) -> bytes:
-        """A copy of bytes of the part.
+    def read(self, name: str, offset: int, byte_size: int) -> npt.NDArray[np.uint8]:
+        """A copy of bytes of the part, which may be written to.
 
         Args:
             name: what errors call them.
@@ -63,31 +73,16 @@ class Region:
         Raises:
             InvalidInputError: bytes outside the part, or of an object that has shrunk.
         """
-        at = self._within(name, offset, byte_size)
+        at = self.within(name, offset, byte_size)
         self._check(name)  # before memory is taken for as many bytes as the client claims
-        data = os.pread(self._descriptor, byte_size, at)
-        if len(data) != byte_size:
-            raise InvalidInputError(f"{name}: got {len(data)} bytes of {self.key!r}, want {byte_size}")
-        return data
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Copy bytes of the part, as many as there is room for.
-
-        Args:
-            name: what errors call them.
-            offset: first of them, counted from that of the part.
-            buffer: where they go.
-
-        Raises:
-            InvalidInputError: bytes outside the part, or of an object that has shrunk.
-        """
-        at = self._within(name, offset, len(buffer))
-        self._check(name)
-        while buffer:  # the system reads 2 GiB at once, at most
-            done = os.preadv(self._descriptor, [buffer], at)
+        data = np.empty(byte_size, np.uint8)
+        rest = data.data
+        while rest:  # the system reads 2 GiB at once, at most
+            done = os.preadv(self._descriptor, [rest], at)
             if not done:
                 raise InvalidInputError(f"{name}: got an object {self.key!r} that shrinks, want one that stays")
-            at, buffer = at + done, buffer[done:]
+            at, rest = at + done, rest[done:]
+        return data
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the part.
@@ -102,7 +97,7 @@ class Region:
             LimitExceededError: the machine has no memory left for the object.
         """
         rest = memoryview(data).cast("B")
-        at = self._within(name, offset, len(rest))
+        at = self.within(name, offset, len(rest))
         self._check(name)
         while rest:
             try:
@@ -110,6 +105,23 @@ class Region:
             except OSError as error:
                 raise LimitExceededError(f"{name}: got {error.strerror} writing {self.key!r}, want room") from None
             at, rest = at + done, rest[done:]
+
+    def within(self, name: str, offset: int, byte_size: int) -> int:
+        """The place in the object of bytes of the part.
+
+        Args:
+            name: what errors call them.
+            offset: first of them, counted from that of the part.
+            byte_size: how many.
+
+        Raises:
+            InvalidInputError: bytes outside the part.
+        """
+        if offset < 0 or byte_size < 0 or offset + byte_size > self.byte_size:
+            raise InvalidInputError(
+                f"{name}: got bytes {offset} to {offset + byte_size}, want 0 to {self.byte_size} of its region"
+            )
+        return self.offset + offset
 
     def _check(self, name: str) -> None:
         found = os.fstat(self._descriptor)
@@ -120,14 +132,6 @@ class Region:
                 f"{name}: got bytes {self.offset} to {self.offset + self.byte_size} of {self.key!r}, "
                 f"want at most {found.st_size}, its size"
             )
-
-    def _within(self, name: str, offset: int, byte_size: int) -> int:
-        """The place in the object."""
-        if offset < 0 or byte_size < 0 or offset + byte_size > self.byte_size:
-            raise InvalidInputError(
-                f"{name}: got bytes {offset} to {offset + byte_size}, want 0 to {self.byte_size} of its region"
-            )
-        return self.offset + offset
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,11 @@ class Regions:
         Raises:
             UnsupportedError: this server takes no shared memory.
             InvalidInputError: a name that is taken, or what Region refuses.
-            LimitExceededError: too many regions.
+            LimitExceededError: too many regions, or too long a name.
         """
         region = self._memory.open("region", key, offset, byte_size)
+        if len(name) > MAX_NAME:
+            raise LimitExceededError(f"region.name: got {len(name)} characters, want at most {MAX_NAME}")
         if not name or name in self._regions:
             raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
         if len(self._regions) >= MAX_REGIONS:

@@ -67,11 +67,7 @@ class StreamEndpoint:
             except Exception as error:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
-                failed = failure(error, call.request_id)
-                if failed.status == "INTERNAL":
-                    self._around.logs.error(
-                        "internal error", error, request_id=call.request_id, method=self.name, **call.trace
-                    )
+                failed = self._around.failed(error, call, self.name)
                 status = failed.status
             await context.abort(failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
         except asyncio.CancelledError:
@@ -85,18 +81,7 @@ class StreamEndpoint:
             call.visit.end(call.seconds)
             if self._around.tracing is not None:
                 self._around.tracing.end(call, status, items=stream.items)
-            if self._around.logs.requests:
-                self._around.logs.info(
-                    "stream",
-                    request_id=call.request_id,
-                    peer=context.peer(),
-                    client=call.visit.name,
-                    method=self.name,
-                    status=status,
-                    milliseconds=round(1000 * call.seconds, 3),
-                    items=stream.items,
-                    **call.trace,
-                )
+            self._around.ended("stream", call, self.name, status, context, items=stream.items)
 
     async def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
         """The answer to one item of a stream; an error of its own is in the answer.
@@ -140,11 +125,7 @@ class StreamEndpoint:
         except ServiceTimeoutError:
             raise
         except Exception as error:
-            failed = failure(error, call.request_id)
-            if failed.status == "INTERNAL":
-                self._around.logs.error(
-                    "internal error", error, request_id=call.request_id, method=self.name, **call.trace
-                )
+            failed = self._around.failed(error, call, self.name)
             response = twin.response()
             twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status

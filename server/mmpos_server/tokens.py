@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
-from mmpos.wire.bearer import is_token
+from mmpos.wire.bearer import TOKEN_CHARACTERS, file_version, is_token
 
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs
@@ -39,8 +39,7 @@ class Tokens:
 
     def __init__(self, path: Path, logs: Logs) -> None:
         self._path, self._logs = path, logs
-        self._version: _Version | None = None
-        self._names: dict[bytes, str] = {}
+        self._version: _Version | None
         self._version, self._names = _read(path)
 
     def name(self, token: str) -> str | None:
@@ -50,7 +49,7 @@ class Tokens:
     def refresh(self) -> None:
         """Read the file again if it has changed; from any thread, one at a time."""
         try:
-            version = _version(os.stat(self._path))
+            version = file_version(os.stat(self._path))
         except OSError:
             version = None
         if version == self._version:
@@ -69,16 +68,11 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def _version(found: os.stat_result) -> _Version:
-    # By the inode, too: a secret of Kubernetes changes as its symbolic link does, perhaps to a file of the same age.
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
-
-
 def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
     """Version of a file, and its names by the digests of their tokens."""
     try:
         with path.open("rb") as file:
-            version = _version(os.fstat(file.fileno()))
+            version = file_version(os.fstat(file.fileno()))
             text = file.read().decode()
     except OSError as error:
         raise InvalidInputError(f"token-file: got {path} ({error.strerror}), want a file that can be read") from None
@@ -111,5 +105,5 @@ def _entry(words: list[str]) -> tuple[bytes, str]:
     if len(token) < LEAST_CHARACTERS:
         raise InvalidInputError(f"got a token of {len(token)} characters, want >= {LEAST_CHARACTERS}")
     if not is_token(token):
-        raise InvalidInputError("got a token with other characters, want a-z, A-Z, 0-9 and -._~+/, and = at its end")
+        raise InvalidInputError(f"got a token with other characters, want {TOKEN_CHARACTERS}")
     return _digest(token), name

@@ -106,9 +106,8 @@ class Uds:
         """Make the socket in the folder and move it from there; gives what tells it from others."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            name = Path(
-                folder
-            ).name  # a name of its own also for who reads it when the number stands for another folder
+            # A name of its own also for who reads it when the number stands for another folder.
+            name = Path(folder).name
             # By the number of the folder, so that a long path of it makes none that is too long.
             add(f"unix:/proc/self/fd/{fd}/{name}")
             os.chmod(name, self.mode, dir_fd=fd)

@@ -499,12 +499,7 @@ class PositionsQuery(_message.Message):
 
     @_builtins.property
     def output(self) -> _tensor_pb2.SharedMemory:
-        """Where the tensors of the answer go instead of into data; left out, into data. They lie there one after the
-        other, each at a multiple of 64 bytes from the first byte, and their shared says where; one without numbers has no
-        place there. If they do not fit, the request is refused with the bytes they need in the message, and in
-        trailing metadata "mmpos-output-bytes" of a call. Nothing else may use the part until the answer is there; without an answer nobody knows when the
-        server is done with it, and what it then holds means nothing.
-        """
+        """Where the tensors of the answer go instead of into data, as message SharedMemory says; left out, into data."""
 
     def __init__(
         self,

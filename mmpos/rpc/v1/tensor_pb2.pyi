@@ -77,6 +77,12 @@ class SharedMemory(_message.Message):
     made it and who removes it; it belongs to the user of the server. Taken by a server that tells a
     shared_memory_prefix, and refused with UNIMPLEMENTED by every other one that knows this message; one that does not
     know it ignores it.
+
+    As the output of a request it is where the tensors of the answer go: one after the other, each at a multiple of 64
+    bytes from the first byte, and their shared says where; one without numbers has no place there. If they do not fit,
+    the request is refused with the bytes they need in the message, and in trailing metadata "mmpos-output-bytes" of a
+    call. Nothing else may use the part until the answer is there; without an answer nobody knows when the server is done
+    with it, and what it then holds means nothing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

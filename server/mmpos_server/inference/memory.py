@@ -36,9 +36,9 @@ class Place:
     offset: int
     byte_size: int
 
-    def read(self, what: str) -> bytes:
-        """A copy of the bytes, for a tensor of this name."""
-        return self.region.read(what, self.offset, self.byte_size)
+    def read(self, what: str) -> memoryview:
+        """A copy of the bytes, which may be written to, for a tensor of this name."""
+        return self.region.read(what, self.offset, self.byte_size).data
 
     def write(self, what: str, data: bytes) -> None:
         """Put the bytes of a tensor of this name there."""
@@ -66,8 +66,5 @@ def get_place(where: str, parameters: Mapping[str, pb.InferParameter], regions: 
             raise InvalidInputError(f"{where}.parameters: got {', '.join(values)}, want {name}, too")
     region = regions.get(f"{where}.parameters[{_REGION!r}]", values[_REGION])
     offset, byte_size = values.get(_OFFSET, 0), values[_SIZE]
-    if offset < 0 or byte_size < 0 or offset + byte_size > region.byte_size:
-        raise InvalidInputError(
-            f"{where}: got bytes {offset} to {offset + byte_size}, want 0 to {region.byte_size} of its region"
-        )
+    region.within(where, offset, byte_size)
     return Place(region, values[_REGION], offset, byte_size)

@@ -76,7 +76,7 @@ class Positions:
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Place a batch."""
-        if request.byte_size + request.shared_bytes <= INLINE_BYTES:
+        if request.byte_size + call.weighed <= INLINE_BYTES:
             positions, images = self._solve(request, call)
         else:
             positions, images = await call.run("place", self._solve, request, call)

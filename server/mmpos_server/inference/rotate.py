@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import one_of
 from mmpos.columns import DENOMINATOR
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.wire.tensors import owned
 from mmpos_server.inference.models import scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.inference.requests import Request
 from mmpos_server.inference.responses import Output, put_response
 from mmpos_server.inference.tensors import Spec
 from mmpos_server.refusals import check
-from mmpos_server.rotations import MAX_HEAD_DIM, Rotations, demand_torch, device
+from mmpos_server.rotations import Rotations, check_head_dim, demand_torch, device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +104,7 @@ class Rotate:
             import torch
 
             check("tokens", ids.size, self._limits)
-            return torch.from_numpy(ids.copy())
+            return torch.from_numpy(owned(ids))
         assert table is not None
         assert documents is not None
         tokens = q.shape[0] if q.ndim == 3 else q.shape[0] * q.shape[2 if layout == "bhsd" else 1]
@@ -120,8 +121,8 @@ def _rotary(text: str) -> Rotary:
             f"parameters['rotary']: got {text[:100]!r}, want a JSON object as Rotary.to_dict gives it"
         )
     head_dim = values.get("head_dim")
-    if isinstance(head_dim, int) and head_dim > MAX_HEAD_DIM:
-        raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
+    if isinstance(head_dim, int):
+        check_head_dim(head_dim)
     try:
         return _parsed(json.dumps(values))
     except InvalidInputError as error:
@@ -135,13 +136,13 @@ def _parsed(text: str) -> Rotary:
 
 
 def _tensor(request: Request, name: str) -> Tensor | None:
-    """The torch tensor of an input, a copy that may be written to."""
+    """The torch tensor of an input, which may be written to."""
     array = request.array(name)
     if array is None:
         return None
     import torch
 
-    tensor = torch.from_numpy(array.copy())
+    tensor = torch.from_numpy(owned(array))
     return tensor.view(torch.bfloat16) if request.inputs[name].datatype == "BF16" else tensor
 
 

@@ -88,8 +88,8 @@ class Spec:
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want sizes that an array can have")
 
 
-def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes) -> npt.NDArray[Any]:
-    """The array of raw bytes, a read-only view of them.
+def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | memoryview) -> npt.NDArray[Any]:
+    """The array of raw bytes: a view of them, which may be written to if they may.
 
     Args:
         name: of the tensor, for errors.
@@ -108,7 +108,7 @@ def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes) ->
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
-def elements(name: str, shape: tuple[int, ...], data: bytes) -> list[bytes]:
+def elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> list[bytes]:
     """The elements of raw BYTES: each a length of four bytes, and then as many.
 
     Raises:
@@ -121,7 +121,7 @@ def elements(name: str, shape: tuple[int, ...], data: bytes) -> list[bytes]:
         end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= len(data) else begin
         if end > len(data):
             raise InvalidInputError(f"{name}: got {len(data)} bytes, want {end} or more for element {len(found)}")
-        found.append(data[begin:end])
+        found.append(bytes(data[begin:end]))
         at = end
     if len(found) != wanted or at != len(data):
         raise InvalidInputError(

@@ -1,0 +1,23 @@
+"""What tests of servers wait for, and where these may listen."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Whether something becomes so in time."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from message_strategies import REQUESTS, STREAMS, corpus
+from message_strategies import REQUESTS, STREAMS, corpus, picture
 from mutations import broken, files
+from open_inference import DATATYPES
+from test_inference_fuzz import FAULTS
 from test_service_fuzz import check
 from victim import STATUSES, Answer, Victim, victim
 
 from mmpos.rpc.v1 import sequences_pb2
+from mmpos_server.inference import open_inference_pb2
 
 pytestmark = pytest.mark.slow
 
-PLACE, BUILD, STREAM = "PositionService/Place", "SequenceService/Build", 200
-SHARES = {PLACE: 0.4, BUILD: 0.15, "RotaryService/CosSin": 0.08, "RotaryService/Rotate": 0.08}
+PLACE, BUILD, INFER = "PositionService/Place", "SequenceService/Build", "ModelInfer"
+STREAM = 200
+"""Items of a stream."""
+
+SHARES = {PLACE: 0.3, INFER: 0.1, BUILD: 0.15, "RotaryService/CosSin": 0.08, "RotaryService/Rotate": 0.08}
 STREAMED, FILES = 0.07, 0.15
 """Parts of all requests: by call, in each kind of stream, and as image files; an eighth of the last by torchvision."""
 
@@ -38,8 +46,40 @@ def number(request: pytest.FixtureRequest) -> int:
 
 def mutants(method: str, number: int) -> Iterator[bytes]:
     """So many broken requests of a call, the same ones in every run."""
-    chance, raw = random.Random(method), corpus(method, 100)
+    chance, raw = random.Random(method), inferences() if method == INFER else corpus(method, 100)
     return (broken(chance.choice(raw), chance, raw) for _ in range(number))
+
+
+def inferences() -> list[bytes]:
+    """Requests of the Open Inference Protocol that are right, to be broken."""
+
+    def request(model: str, **inputs: Any) -> bytes:
+        made = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
+        for name, values in inputs.items():
+            if isinstance(values, np.ndarray):
+                datatype, data = DATATYPES[values.dtype.name], values.tobytes()
+            else:
+                datatype, data = "BYTES", b"".join(struct.pack("<I", len(one)) + one for one in values)
+            made.inputs.add(name=name, datatype=datatype, shape=np.shape(values))
+            made.raw_input_contents.append(data)
+        return made.SerializeToString()
+
+    spans = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
+    ids = {"input_ids": np.array([[0, 5, 6]]), "attention_mask": np.array([[0, 1, 1]])}
+    padded = open_inference_pb2.ModelInferRequest.FromString(request("positions", **ids))
+    padded.parameters["image_token_id"].int64_param = 9
+    viewed = open_inference_pb2.ModelInferRequest.FromString(request("positions", **spans))
+    viewed.parameters["views"].string_param = '[{"window": {"documents": [0], "starts": [4], "lengths": [4]}}]'
+    viewed.parameters["scheme"].string_param = '{"name": "rope-tie", "axes": 3}'
+    viewed.outputs.add(name="position_ids")
+    queries = {"q": np.ones((4, 2, 8), np.float32), "k": np.ones((4, 1, 8), np.float32)}
+    return [
+        request("positions", **spans),
+        padded.SerializeToString(),
+        viewed.SerializeToString(),
+        request("sequences", parts=[b"A photo: ", picture("JPEG")], kinds=[b"text", b"image"]),
+        request("rotate", **queries, position_ids=np.zeros((2, 4), np.int32)),
+    ]
 
 
 def pictures(number: int) -> Iterator[bytes]:
@@ -70,13 +110,22 @@ def judged(server: Victim, method: str, requests: Iterator[bytes]) -> Counter[st
     statuses: Counter[str] = Counter()
     for raw, answer in sent(server, method, requests):
         try:
-            check(method, answer)
+            (check_inference if method == INFER else check)(method, answer)
         except Exception as error:
             raise AssertionError(
                 f"{method} of bytes.fromhex({raw.hex()!r}): {answer.status} {answer.message}"
             ) from error
         statuses[answer.status] += 1
     return statuses
+
+
+def check_inference(method: str, answer: Answer) -> None:
+    """The answer is a response, or says what is wrong with the request."""
+    if answer.status == "OK":
+        open_inference_pb2.ModelInferResponse.FromString(answer.data)
+    else:
+        assert answer.status in FAULTS
+        assert ": got " in answer.message or ": want " in answer.message or ": the span" in answer.message
 
 
 def streamed(server: Victim, method: str, number: int) -> Counter[str]:

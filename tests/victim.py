@@ -78,7 +78,8 @@ class Victim:
     def begin(self, method: str, request: Any) -> Callable[[], Answer]:
         """Ask, and give what waits for the answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
-        call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
+        service = "mmpos.rpc.v1." if "/" in method else "inference.GRPCInferenceService/"
+        call: Any = self.channel.unary_unary(f"/{service}{method}")
         future = call.future(raw, timeout=120)
 
         def wait() -> Answer:

@@ -25,6 +25,7 @@ from mmpos.errors import MmposError
 from mmpos.queries import Decode, Dense, PositionsQuery
 from mmpos.rotary import Rotary
 from mmpos.segments import SegmentTable
+from mmpos_server.inference import open_inference_pb2 as pb
 
 _PHOTOS = [path.read_bytes() for path in sorted((Path(__file__).parents[2] / "photos").glob("*.jpg"))]
 _SEGMENTS = SegmentTable.from_documents(workload(1, 4096, 4, 24))
@@ -43,6 +44,7 @@ class Mixture:
     def __init__(self, address: str, seed: int) -> None:
         self._address, self._chance = address, random.Random(seed)
         self._client = Client(address, timeout=20)
+        self._sharing = Client(address, timeout=20, shared_memory=2**26)
         self.outcomes: Counter[str] = Counter()
 
     def run(self, seconds: float) -> None:
@@ -52,6 +54,7 @@ class Mixture:
         while monotonic() < end:
             self._do(self._chance.choice(deeds))
         self._client.close()
+        self._sharing.close()
 
     def _do(self, deed: Callable[[], object]) -> None:
         name = deed.__name__.removeprefix("do_")
@@ -111,6 +114,22 @@ class Mixture:
         positions = self._positions()
         q = torch.ones(positions.num_tokens, 2, 64, dtype=torch.bfloat16)
         self._client.apply_rotary(q, None, positions, _ROTARY)
+
+    def do_share(self) -> None:
+        """The same in shared memory, and pixels and ids."""
+        positions = self._positions()
+        self._sharing.apply_rotary(torch.ones(positions.num_tokens, 8, 64), None, positions, _ROTARY)
+        self._sharing.build_batch([["A photograph: ", photo] for photo in _PHOTOS])
+        self._sharing.query(PositionsQuery(SegmentTable.from_documents(workload(16, 4096, 4, 24)), dense=Dense()))
+
+    def do_infer(self) -> None:
+        """The Open Inference Protocol: an answer, or a mistake."""
+        request = pb.ModelInferRequest(model_name="positions")
+        request.inputs.add(name="lengths", datatype="INT64", shape=[self._chance.randrange(1, 4)])
+        request.raw_input_contents.append((4096).to_bytes(8, "little") * 2)
+        with grpc.insecure_channel(self._address) as channel:
+            ask: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            ask(request.SerializeToString(), timeout=20)
 
     def do_info(self) -> None:
         """What the server is, and whether it is well."""

@@ -61,7 +61,7 @@ def soak(seconds: float, malloc: str, clients: int = 2) -> Soak:
     Raises:
         ServiceError: the server or a client ended.
     """
-    with started(service(malloc)) as (server,):
+    with started(service(malloc, "--shared-memory", "mmpos-soak-")) as (server,):
         words = [sys.executable, "-m", "mmpos.bench.serving.mixture", server.address, str(seconds)]
         running = [subprocess.Popen([*words, str(i)], stdout=subprocess.PIPE, text=True) for i in range(clients)]
         began, samples = monotonic(), []

@@ -31,7 +31,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (the name in the protocol)
         """The status of one service now."""
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service: got {request.service!r}, want one of this server")
+            got = request.service[:300]  # of anybody, and perhaps of megabytes
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service: got {got!r}, want one of this server")
         return self._response(request.service)
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 (the name in the protocol)

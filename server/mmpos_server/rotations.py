@@ -122,6 +122,7 @@ class Rotations:
         if message.WhichOneof("settings") == "rotary":
             if message.rotary.head_dim > MAX_HEAD_DIM:
                 raise LimitExceededError(f"rotary.head_dim: got {message.rotary.head_dim}, want at most {MAX_HEAD_DIM}")
+            message.rotary.DiscardUnknownFields()  # of any size, and kept with the rotation
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 

@@ -41,14 +41,18 @@ class Gate:
         self.taken = 0
         self._mean: float | None = None
 
-    def enter(self, count: int = 1) -> None:
+    def enter(self, count: int = 1, beside: int = 0) -> None:
         """Take places.
+
+        Args:
+            count: how many.
+            beside: places that the same call has.
 
         Raises:
             ServiceOverloadedError: there are not so many; with the time after which to come back.
         """
         # One that is larger than all places together may come alone.
-        if self.taken and self.taken + count > self.limit:
+        if self.taken > beside and self.taken + count > self.limit:
             raise ServiceOverloadedError(f"{self.name}: got {self.taken} taken of {self.limit}", self.retry_after)
         self.taken += count
 

@@ -220,8 +220,10 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
     for number in range(MAX_REGIONS):
         regions.register(str(number), key, number, 1)
     assert [(name, region.offset) for name, region in regions] == [(str(n), n) for n in range(MAX_REGIONS)]
-    for name in ("", "7"):
-        with pytest.raises(InvalidInputError, match=f"^region.name: got '{name}', want one that is not registered"):
+    with pytest.raises(InvalidInputError, match=r"^region.name: got '7', want one that is not registered"):
+        regions.register("7", key, 0, 1)
+    for name in ("", "n" * 301):  # names are kept
+        with pytest.raises(InvalidInputError, match=f"^region.name: got {len(name)} characters, want 1 to 300$"):
             regions.register(name, key, 0, 1)
     with pytest.raises(LimitExceededError, match=r"^regions: got 256 and one more, want at most 256"):
         regions.register("x", key, 0, 1)

@@ -18,6 +18,9 @@ __all__ = ["Region", "Regions", "SharedMemory"]
 MAX_REGIONS = 256
 """Most that are registered at once: each holds a file of this process open."""
 
+MAX_NAME = 300
+"""Most characters of the name under which one is registered, since it is kept."""
+
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -197,8 +200,10 @@ class Regions:
             LimitExceededError: too many regions.
         """
         region = self._memory.open("region", key, offset, byte_size)
-        if not name or name in self._regions:
-            raise InvalidInputError(f"region.name: got {name[:300]!r}, want one that is not registered")
+        if not 0 < len(name) <= MAX_NAME:
+            raise InvalidInputError(f"region.name: got {len(name)} characters, want 1 to {MAX_NAME}")
+        if name in self._regions:
+            raise InvalidInputError(f"region.name: got {name!r}, want one that is not registered")
         if len(self._regions) >= MAX_REGIONS:
             raise LimitExceededError(f"regions: got {MAX_REGIONS} and one more, want at most {MAX_REGIONS}")
         self._regions[name] = region

@@ -1005,6 +1005,22 @@ def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
                 call.result()
 
 
+def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_calls_do(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(server) as client, grpc.insecure_channel(server) as channel:
+        channel.close()
+        monkeypatch.setattr(client, "_channel", lambda: channel)
+        asks: list[Callable[[], object]] = [
+            lambda: client.place(SEGMENTS),
+            lambda: list(client.stream([PositionsQuery(SEGMENTS)])),
+        ]
+        for ask in asks:
+            with pytest.raises(ServiceError, match=r"^CANCELLED: the client was closed$"):
+                ask()
+        assert client.healthy() is False
+
+
 def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> None:
     client = AsyncClient(server)
     for _ in range(2):  # the first loop leaves its channel open

@@ -101,6 +101,14 @@ MALFORMED: dict[str, tuple[pb.ModelInferRequest, str]] = {
         one("lengths", "INT64", [2], EIGHT),
         "lengths: got 8 bytes, want 16 for INT64 of shape (2,)",
     ),
+    "more axes than an error can tell": (
+        one("lengths", "INT64", [1] * 100_000, EIGHT),
+        "lengths.shape: got 100000 axes, want (-1,)",
+    ),
+    "a type of many words": (
+        one("lengths", "INT" * 1000, [1], EIGHT),
+        f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64",
+    ),
     "no numbers": (one("lengths", "INT64", [1]), "lengths.contents: got 0 elements, want 1 for (1,)"),
     "numbers of another shape": (
         one("lengths", "INT64", [1], int64_contents=[1, 2]),
@@ -319,6 +327,7 @@ def test_what_there_is_no_such_thing_of_is_unsupported(client: Any) -> None:
         f"parameters: got 'sequence_end', {known}": {"sequence_id": 1},
         f"parameters: got 'timeout', {known}": {"timeout": 5},
         f"parameters: got 'stride', {known}": {"parameters": {"stride": 5}},
+        f"parameters: got 1000 of them, {known}": {"parameters": {str(number): 5 for number in range(1000)}},
     }
     for message, options in answers.items():
         assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == (
@@ -429,6 +438,15 @@ BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         "tokens: got 10001, want at most 10000",
     ),
+    **{
+        f"characters of {name}": (
+            "rotate" if name == "rotary" else "positions",
+            {"q": Q, "position_ids": [[0, 1]] * 2} if name == "rotary" else {"lengths": [1]},
+            {name: "{" + " " * 2**20},
+            f"parameters[{name!r}]: got 1048577 characters, want at most 1048576",
+        )
+        for name in ("scheme", "views", "rotary")
+    },
     "channels": (
         "rotate",
         {"q": Q, "position_ids": [[0, 1]] * 2},

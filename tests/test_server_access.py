@@ -137,6 +137,20 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
     assert [tokens.name("1" * 16), tokens.name("2" * 16)] == [None, "alice"]
 
 
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = Tokens(file, Logs("info"))
+    known = tokens.name(ALICE)
+    file.unlink()
+    os.mkfifo(file)
+    tokens.refresh()
+    assert tokens.name(ALICE) == known
+    assert "got a pipe or the like" in capsys.readouterr().err
+    file.unlink()
+    file.write_text(f"eve {ALICE}\n")
+    tokens.refresh()
+    assert tokens.name(ALICE) == "eve"
+
+
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
 def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
     file: Path, wrong: str | None, capsys: pytest.CaptureFixture[str]

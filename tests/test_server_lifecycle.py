@@ -156,9 +156,12 @@ def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(star
         requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
         assert [health.Check(request).status for request in requests] == [SERVING] * 3
         with pytest.raises(grpc.RpcError) as unknown:
-            health.Check(health_pb2.HealthCheckRequest(service="x"))
+            health.Check(health_pb2.HealthCheckRequest(service="x" * 10_000))
         failed: Any = unknown.value
-        assert failed.code() == grpc.StatusCode.NOT_FOUND
+        assert (failed.code(), failed.details()) == (
+            grpc.StatusCode.NOT_FOUND,
+            f"service: got {'x' * 300!r}, want one of this server",
+        )
         # Two watch one service and one of them leaves: the other one is still told.
         watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
         assert [next(watching).status, next(leaving).status] == [SERVING, SERVING]

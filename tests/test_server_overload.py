@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -166,6 +168,34 @@ def test_what_was_begun_is_not_refused_by_another_pool() -> None:
     other.admit(10)
     with pytest.raises(ServiceOverloadedError, match=r"^max_wait: "):
         other.join("place")
+
+
+def test_what_was_cancelled_in_the_queue_holds_nothing() -> None:
+    class Large:
+        pass
+
+    found, busy = Admission(Concurrency(), Pools(place=1)), threading.Event()
+    large = Large()
+    seen = weakref.ref(large)
+
+    async def scenario(large: Large) -> None:
+        working = asyncio.create_task(visitor("a", found).run("place", busy.wait, 30))
+        queued = asyncio.create_task(visitor("b", found).run("place", lambda request: None, large))
+        await asyncio.sleep(0.05)
+        queued.cancel()
+        await asyncio.wait([queued])
+        del large, queued
+        await asyncio.sleep(0)
+        gone.append(seen() is None)
+        busy.set()
+        await working
+
+    gone: list[bool] = []
+    coroutine = scenario(large)
+    del large
+    asyncio.run(coroutine)
+    found.close()
+    assert (gone, found.lines["place"].tasks) == ([True], 0)
 
 
 def test_items_of_a_stream_wait_and_are_not_refused() -> None:

@@ -352,6 +352,22 @@ def test_an_answer_is_expected_at_its_places() -> None:
     Exchange().expect([10**9])
 
 
+def test_a_call_that_needs_all_bytes_and_more_comes_alone() -> None:
+    admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
+    one, other = (Call(name, admission, Clients(ClientLimits()).visit(name)) for name in "ab")
+
+    async def scenario() -> None:
+        one.admit(10)
+        await one.weigh(2048)  # its own request is no other call
+        with pytest.raises(ServiceOverloadedError):
+            other.admit(10)
+        one.release()
+
+    asyncio.run(scenario())
+    other.release()
+    assert admission.bytes.taken == 0
+
+
 def test_shared_bytes_take_the_places_of_bytes() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
     clients = Clients(ClientLimits())

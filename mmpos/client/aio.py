@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from mmpos.client import calls, rotations, sequences, streams
-from mmpos.client.aio_streams import Link, closed, results
+from mmpos.client.aio_streams import Link, results
 from mmpos.client.base import BaseClient, presented
 from mmpos.client.calls import Call, Errors
-from mmpos.client.failures import error_of
+from mmpos.client.failures import closed, error_of
 from mmpos.client.options import Options
 from mmpos.client.sequences import Built
 from mmpos.client.shared_memory import Lease

@@ -8,20 +8,15 @@ from typing import Any, TypeVar
 
 import grpc
 
-from mmpos.client.failures import error_of
+from mmpos.client.failures import closed, error_of
 from mmpos.client.options import Metadata
 from mmpos.client.streams import Window, no_answer
-from mmpos.errors import MmposError, ServiceError
+from mmpos.errors import MmposError
 
 Q = TypeVar("Q")
 T = TypeVar("T")
 
 _END: Any = object()
-
-
-def closed() -> ServiceError:
-    """What to say of a call whose channel was closed under it."""
-    return ServiceError("CANCELLED: the client was closed")
 
 
 class Link:

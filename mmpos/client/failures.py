@@ -17,6 +17,20 @@ _FAILED_WRITE = "Internal error from Core"
 _DROPPED = "CANCELLED"
 
 
+# What grpc says, as a ValueError, of a call on a channel that another thread has closed meanwhile.
+_CLOSED = "Cannot invoke RPC"
+
+
+def closed() -> ServiceError:
+    """What to say of a call whose channel was closed under it."""
+    return ServiceError("CANCELLED: the client was closed")
+
+
+def was_closed(error: ValueError) -> bool:
+    """Whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
+    return str(error).startswith(_CLOSED)
+
+
 def error_of(error: grpc.RpcError) -> MmposError:
     """The error of a call that failed, of either kind of channel."""
     failed: Any = error

@@ -12,7 +12,7 @@ import grpc
 from mmpos.client import calls, rotations, sequences, streams
 from mmpos.client.base import BaseClient, presented
 from mmpos.client.calls import Call, Errors
-from mmpos.client.failures import error_of
+from mmpos.client.failures import closed, error_of, was_closed
 from mmpos.client.options import Options
 from mmpos.client.sequences import Built
 from mmpos.client.shared_memory import Lease
@@ -140,6 +140,10 @@ class Client(BaseClient[grpc.Channel]):
             )
         except grpc.RpcError as error:
             return call.refused(error_of(error))
+        except ValueError as error:
+            if not was_closed(error):
+                raise
+            return call.refused(closed())
         if lease is not None:
             lease.arrived(done.trailing_metadata())
         return call.decode(answer)
@@ -153,4 +157,9 @@ class Client(BaseClient[grpc.Channel]):
     def _link(self, stream: Stream[Any, Any]) -> Link:
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
-        return Link(opened, traced(self._metadata()))
+        try:
+            return Link(opened, traced(self._metadata()))
+        except ValueError as error:
+            if not was_closed(error):
+                raise
+            raise closed() from None

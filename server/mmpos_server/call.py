@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,17 +135,19 @@ class Call:
             self._tasks[pool] += 1
         line = self._admission.lines[pool]
         queued = perf_counter()
+        todo = [partial(function, *arguments)]
 
         def work() -> T:
             self.stages.append(("queue", perf_counter() - queued))
             self.checkpoint()
-            return function(*arguments)
+            return todo.pop()()
 
         line.tasks += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._admission.executors[pool], work)
         except asyncio.CancelledError:
             self.cancel()
+            todo.clear()  # what the queue holds until a thread comes to it is no request, whose room is given back
             raise
         finally:
             line.tasks -= 1

@@ -121,6 +121,7 @@ class Rotations:
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
             check_head_dim(message.rotary.head_dim)
+            message.rotary.DiscardUnknownFields()  # of any size, and kept with the rotation
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,14 +50,17 @@ class Tokens:
     def refresh(self) -> None:
         """Read the file again if it has changed; from any thread, one at a time."""
         try:
-            version = file_version(os.stat(self._path))
+            found = os.stat(self._path)
         except OSError:
-            version = None
+            found = None
+        version = None if found is None else file_version(found)
         if version == self._version:
             return
         # Noted before it is read: what is wrong is said once, and what is written meanwhile is read the next time.
         self._version = version
         try:
+            if found is not None and not stat.S_ISREG(found.st_mode):
+                raise InvalidInputError(f"{self._path}: got a pipe or the like, want a file: it is not waited for")
             self._version, self._names = _read(self._path)
         except InvalidInputError as error:
             self._logs.error("tokens stay as they were", reason=str(error))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf import json_format
 
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2, scheme_pb2
 from mmpos.schemes import Scheme
 from mmpos.views import View
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mmpos_server.config import Limits
 
 __all__ = ["Kind", "get_parameters", "loaded", "scheme_of", "views_of"]
+
+MAX_TEXT = 2**20
+"""Most characters of a JSON text: while it is parsed, nothing else happens in the process."""
 
 Kind = Literal["bool", "int64", "string"]
 
@@ -42,6 +45,8 @@ def get_parameters(
         UnsupportedError: one that is not known, since what it asks for would not be done.
         InvalidInputError: a value of another kind.
     """
+    if len(parameters) > len(known) + len(IGNORED):  # counted first: looking at a million takes seconds
+        raise UnsupportedError(f"{where}: got {len(parameters)} of them, want {' or '.join(known)}")
     unknown = set(parameters) - set(known) - set(IGNORED)
     if unknown:
         raise UnsupportedError(f"{where}: got {min(unknown)[:100]!r}, want {' or '.join(known)}")
@@ -60,7 +65,10 @@ def loaded(name: str, text: str) -> Any:
 
     Raises:
         InvalidInputError: it is none.
+        LimitExceededError: it is too long.
     """
+    if len(text) > MAX_TEXT:
+        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {MAX_TEXT}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Input", "Request", "get_request"]
 
+_MAX_AXES = 64
+"""Of a shape that an error quotes; no tensor has as many."""
+
 
 @dataclass(frozen=True)
 class Input:
@@ -137,7 +140,10 @@ def _inputs(message: pb.ModelInferRequest, specs: Mapping[str, Spec], regions: R
         )
     found: dict[str, Input] = {}
     for i, (tensor, place) in enumerate(zip(message.inputs, places, strict=True)):
-        spec, shape = _spec(f"inputs[{i}]", tensor.name, specs, found), tuple(tensor.shape)
+        spec = _spec(f"inputs[{i}]", tensor.name, specs, found)
+        if len(tensor.shape) > _MAX_AXES:
+            raise InvalidInputError(f"{spec.name}.shape: got {len(tensor.shape)} axes, want {spec.shape}")
+        shape = tuple(tensor.shape)
         spec.check(tensor.datatype, shape)
         source: bytes | pb.InferTensorContents | Place = tensor.contents
         if place is not None or message.raw_input_contents:

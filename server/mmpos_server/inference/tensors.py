@@ -75,7 +75,7 @@ class Spec:
             InvalidInputError: naming which.
         """
         if datatype not in self.datatypes:
-            raise InvalidInputError(f"{self.name}.datatype: got {datatype!r}, want {' or '.join(self.datatypes)}")
+            raise InvalidInputError(f"{self.name}.datatype: got {datatype[:100]!r}, want {' or '.join(self.datatypes)}")
         fits = len(shape) in self.ndim or (
             len(shape) == len(self.shape)
             and all(want in (-1, size) for want, size in zip(self.shape, shape, strict=True))

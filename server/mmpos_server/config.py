@@ -60,7 +60,7 @@ class Concurrency(_Settings):
         stream_bytes: bytes of these items and of their answers; a stream that holds so many reads no further.
     """
 
-    max_pending: int = Field(default=1024, ge=1, le=2**31 - 1)
+    max_pending: int = Field(default=64, ge=1, le=2**31 - 1)
     max_wait: int = Field(default=64, ge=1)
     max_wait_overloaded: int = Field(default=1, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)

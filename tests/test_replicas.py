@@ -101,5 +101,7 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
             found = [client.place(SEGMENTS, start=number) for number in range(40)]
             after = [server.counted("mmpos_requests_total") for server in servers]
         assert numbers(found, 0) == list(range(40))
-        assert [a - b for a, b in zip(after, before, strict=True)] == [0, 20, 20]
+        gone, *others = (a - b for a, b in zip(after, before, strict=True))
+        # Their turns begin anew whenever a connection changes, so the halves need not be equal.
+        assert (gone, sum(others), min(others) > 0) == (0, 40, True)
         assert leaving.process.wait(30) == 0

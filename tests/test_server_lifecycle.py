@@ -149,7 +149,7 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
 
 
 def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(start: Start) -> None:
-    server = start("--notice-seconds", "0.8")
+    server = start("--notice-seconds", "1.5")
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         names = ["", "mmpos.rpc.v1.PositionService", "mmpos.rpc.v1.SequenceService"]
@@ -169,12 +169,13 @@ def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(star
         sent = time.monotonic()
         server.process.terminate()
         assert next(watching).status == NOT_SERVING
-        assert time.monotonic() - sent < 0.5
+        assert time.monotonic() - sent < 1.2
         assert health.Check(requests[0]).status == NOT_SERVING
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
         code, _ = server.end()
         assert code == 0
-        assert 0.8 < time.monotonic() - sent < 3  # and a watcher holds nobody up
+        # And a watcher holds nobody up: the drain would last 30 seconds.
+        assert 1.5 < time.monotonic() - sent < 15
 
 
 def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: Start) -> None:

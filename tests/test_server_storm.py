@@ -23,14 +23,16 @@ from mmpos_server.shared_memory import SharedMemory
 
 PHOTO = (Path(__file__).parent.parent / "mmpos" / "photos" / "coffee.jpg").read_bytes()
 LIMITS: dict[str, Any] = {
-    "concurrency": {"max_wait": 2, "max_streams": 6, "max_in_flight_bytes": 100_000_000},
+    "concurrency": {"max_wait": 2, "max_streams": 4, "max_in_flight_bytes": 100_000_000},
     "clients": {
-        "max_in_flight": 40,
-        "max_streams": 5,
+        "max_in_flight": 20,
+        "max_streams": 2,
         "requests_per_second": 5000.0,
         "max_in_flight_bytes": 80_000_000,
     },
 }
+
+WANTED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 
 
 def asked(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
@@ -114,8 +116,8 @@ def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
     async def storm(address: str, key: str) -> set[str]:
         chance, found, seen = random.Random(7), requests(key), set[str]()
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
-            end = time.monotonic() + 6
-            while time.monotonic() < end:
+            start = time.monotonic()
+            while (passed := time.monotonic() - start) < 6 or (passed < 60 and not seen >= WANTED):
                 calls = [call(channel, found, chance) for _ in range(50)]
                 seen |= set(await asyncio.gather(*calls, *(stream(channel, found, chance) for _ in range(8))))
         return seen
@@ -130,7 +132,7 @@ def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
     memory = SharedMemory(PREFIX)
     with shared(bytes(1 << 20)) as key, testing.running(config(**LIMITS), shared_memory=memory) as address:
         seen = asyncio.run(storm(address, key))
-        assert seen >= {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+        assert seen >= WANTED
         assert "UNKNOWN" not in seen
         end = time.monotonic() + 20
         while any(taken()) and time.monotonic() < end:

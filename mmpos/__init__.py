@@ -19,7 +19,7 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
-    from mmpos import client, data, rotary
+    from mmpos import client, data, encodings, rotary
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
@@ -46,6 +46,7 @@ __all__ = [
     "block_keys",
     "client",
     "data",
+    "encodings",
     "info",
     "place",
     "rotary",
@@ -60,7 +61,7 @@ _LAZY = {
     "SequenceBuilder": "mmpos.sequence",
 }
 
-_MODULES = ("client", "data", "rotary")
+_MODULES = ("client", "data", "encodings", "rotary")
 
 if not TYPE_CHECKING:
 

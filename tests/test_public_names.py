@@ -39,6 +39,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "block_keys",
         "client",
         "data",
+        "encodings",
         "info",
         "place",
         "rotary",

@@ -1,0 +1,74 @@
+"""Properties of what an image costs: the ids that it consumes, how they grow with its size, and the decode delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log2
+
+import numpy as np
+
+from mmpos.compare.batch import Batch
+from mmpos.compare.family import STARTS, around, grids
+from mmpos.compare.finding import Finding
+from mmpos.compare.trial import Trial
+from mmpos.parts import Grid, Text
+from mmpos.placing import place
+from mmpos.schemes import Scheme
+from mmpos.segments import SegmentTable
+
+__all__ = ["delta_0", "growth", "ids_of_a_row", "ids_of_a_square"]
+
+_SIDE = 64
+
+
+def delta_0(scheme: Scheme) -> Finding:
+    """Generation goes on at the id that is the number of tokens before it (plus start), whatever grids are among them:
+    the decode delta is 0.
+    """
+    if not scheme.resumable:
+        return _no_next(scheme)
+    trial = Trial(grids(scheme))
+    documents = [around(scheme, grid) for grid in trial.grids]
+    for start in STARTS:
+        batch = Batch.placed(scheme, documents, start)
+        deltas = batch.table.deltas
+        trial.note(deltas != 0, lambda d, batch=batch, deltas=deltas: f"{batch.spec(d)}: delta {deltas[d]}")
+    return trial.verdict()
+
+
+def ids_of_a_square(scheme: Scheme) -> Finding:
+    """The ids that an image of 24×24 patches consumes: by so much does text after it go on."""
+    return _consumed(scheme, Grid(24, 24))
+
+
+def ids_of_a_row(scheme: Scheme) -> Finding:
+    """The ids that an image of 1×576 patches consumes: as many patches as 24×24, in one row."""
+    return _consumed(scheme, Grid(1, 576))
+
+
+def growth(scheme: Scheme) -> Finding:
+    """The power of its side with which the ids of an image grow: the p for which twice the side takes 2^p times the ids.
+
+    From side 64 to side 128, each time the image of sides up to 8 shorter that takes the most.
+    """
+    if not scheme.resumable:
+        return _no_next(scheme)
+    small, large = (
+        _most_ids(scheme, (Grid(side - i, side - j) for i in range(9) for j in range(9))) for side in (_SIDE, 2 * _SIDE)
+    )
+    return Finding(log2(large / small))
+
+
+def _consumed(scheme: Scheme, image: Grid) -> Finding:
+    return Finding(_most_ids(scheme, [image])) if scheme.resumable else _no_next(scheme)
+
+
+def _most_ids(scheme: Scheme, images: Iterable[Grid]) -> int:
+    """The ids that the costliest image consumes, those of the text around it taken away."""
+    documents = [list(around(scheme, image)) for image in images]
+    text = sum(part.length for part in documents[0] if isinstance(part, Text))
+    return int(np.max(place(SegmentTable.from_documents(documents), scheme).next_positions)) - text
+
+
+def _no_next(scheme: Scheme) -> Finding:
+    return Finding(None, f"{scheme.name} has no next position")

@@ -1,0 +1,85 @@
+"""The matrix: every property of every scheme or encoding, measured now, as data, JSON and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmpos.checks import one_of
+from mmpos.compare.finding import Finding, Property
+from mmpos.errors import InvalidInputError
+
+__all__ = ["Matrix", "measured"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What was measured.
+
+    >>> from mmpos.compare import measure
+    >>> matrix = measure(["rope-tie", "naive-2d"])
+    >>> matrix["rope-tie", "symmetric"].value, matrix["naive-2d", "ids-of-a-square"].value
+    (True, 24)
+    >>> print(matrix["naive-2d", "symmetric"].why)
+    1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
+
+    Args:
+        subject: "scheme" or "encoding".
+        properties: the columns.
+        rows: the findings of each scheme or encoding by its name, in the order of the properties.
+    """
+
+    subject: str
+    properties: tuple[Property, ...]
+    rows: Mapping[str, tuple[Finding, ...]]
+
+    def __getitem__(self, key: tuple[str, str]) -> Finding:
+        """The finding of a row and a property by their names."""
+        row, name = key
+        one_of(self.subject, row, self.rows)
+        names = [each.name for each in self.properties]
+        return self.rows[row][names.index(one_of("property", name, names))]
+
+    @property
+    def reasons(self) -> list[tuple[str, Property, str]]:
+        """Name, property and words of everything that is not so or does not apply."""
+        return [
+            (name, each, finding.why)
+            for name, findings in self.rows.items()
+            for each, finding in zip(self.properties, findings, strict=True)
+            if finding.why
+        ]
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Value and words by name and property, for JSON."""
+        return {
+            name: {
+                each.name: {"value": finding.value, "why": finding.why}
+                for each, finding in zip(self.properties, findings, strict=True)
+            }
+            for name, findings in self.rows.items()
+        }
+
+    def to_markdown(self) -> str:
+        """A table with a row per scheme or encoding; ✓ holds, ✗ does not, – does not apply."""
+        head = [self.subject, *(each.title for each in self.properties)]
+        rows = [[f"`{name}`", *(finding.cell for finding in findings)] for name, findings in self.rows.items()]
+        lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:
+    """The matrix of what is named.
+
+    Raises:
+        InvalidInputError: nothing is named, or two by one name.
+    """
+    rows: dict[str, tuple[Finding, ...]] = {}
+    for name, each in named:
+        if name in rows:
+            raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
+        rows[name] = tuple(one.measure(each) for one in properties)
+    if not rows:
+        raise InvalidInputError(f"{subject}s: got none, want at least one")
+    return Matrix(subject, tuple(properties), rows)

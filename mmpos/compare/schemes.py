@@ -1,0 +1,75 @@
+"""The properties of schemes, and the door to measuring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mmpos.compare import changes, costs, places, rotated
+from mmpos.compare.finding import Property
+from mmpos.compare.matrix import Matrix, measured
+from mmpos.errors import InvalidInputError
+from mmpos.schemes import SCHEMES, Scheme, get_scheme
+
+__all__ = ["SCHEME_PROPERTIES", "every_scheme", "label", "measure"]
+
+SCHEME_PROPERTIES = (
+    Property("axes", "axes", places.axes),
+    Property("text-is-rope-1d", "text is RoPE-1D", places.text_is_rope_1d),
+    Property("symmetric", "symmetric", places.symmetric),
+    Property("unique", "unique", places.unique),
+    Property("length-independent", "length-independent", changes.length_independent),
+    Property("linear-shift", "linear shift", changes.linear_shift),
+    Property("relative", "relative", rotated.relative),
+    Property("delta-0", "delta 0", costs.delta_0),
+    Property("integer", "integer", places.integer),
+    Property("prefix-stable", "prefix-stable", changes.prefix_stable),
+    Property("ids-of-a-square", "24×24", costs.ids_of_a_square),
+    Property("ids-of-a-row", "1×576", costs.ids_of_a_row),
+    Property("growth", "growth", costs.growth),
+)
+"""What is measured of every scheme, in the order of the table."""
+
+
+def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
+    """Every property of schemes, measured on a fixed family of documents with exact ids.
+
+    Args:
+        schemes: names, or objects such as your own; None is every scheme of mmpos, those with a choice of axes in
+            both forms.
+
+    Raises:
+        InvalidInputError: an unknown scheme, none, or one twice.
+    """
+    if isinstance(schemes, str | Scheme):
+        raise InvalidInputError(f"schemes: got {schemes!r}, want a list of names or Scheme objects")
+    found = every_scheme() if schemes is None else [get_scheme(scheme) for scheme in schemes]
+    return measured("scheme", ((label(scheme), scheme) for scheme in found), SCHEME_PROPERTIES)
+
+
+def every_scheme() -> list[Scheme]:
+    """Every scheme with its default parameters, then again with three axes where that is a choice."""
+    made: list[Scheme] = [scheme() for scheme in SCHEMES.values()]
+    return made + [type(scheme)(axes=3) for scheme in made if _takes_axes(scheme)]  # type: ignore[call-arg]
+
+
+def label(scheme: Scheme) -> str:
+    """The name of a scheme with the parameters that are not its defaults.
+
+    >>> from mmpos.schemes import RopeTieV2
+    >>> label(RopeTieV2(axes=3, rounding="floor"))
+    'rope-tie-v2, axes=3, rounding=floor'
+    """
+    return scheme.name + "".join(f", {name}={value}" for name, value, default in _options(scheme) if value != default)
+
+
+def _options(scheme: Scheme) -> list[tuple[str, Any, Any]]:
+    """Name, value and default of every parameter."""
+    if not is_dataclass(scheme):
+        return []
+    return [(field.name, getattr(scheme, field.name), field.default) for field in fields(scheme)]
+
+
+def _takes_axes(scheme: Scheme) -> bool:
+    return any(name == "axes" for name, _, _ in _options(scheme))

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo test slow check format proto baseline bench clean
+.PHONY: help demo test slow check format proto baseline bench tables clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -51,6 +51,9 @@ baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
 bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/endurance.py --json --soak $(SOAK)
+
+tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made anew
+	$(BIN)/python benchmarks/record.py --tables
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so

@@ -19,7 +19,7 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
-    from mmpos import client, data, encodings, rotary
+    from mmpos import client, compare, data, encodings, rotary
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
@@ -45,6 +45,7 @@ __all__ = [
     "UnsupportedError",
     "block_keys",
     "client",
+    "compare",
     "data",
     "encodings",
     "info",
@@ -61,7 +62,7 @@ _LAZY = {
     "SequenceBuilder": "mmpos.sequence",
 }
 
-_MODULES = ("client", "data", "encodings", "rotary")
+_MODULES = ("client", "compare", "data", "encodings", "rotary")
 
 if not TYPE_CHECKING:
 

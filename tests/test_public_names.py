@@ -38,6 +38,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "UnsupportedError",
         "block_keys",
         "client",
+        "compare",
         "data",
         "encodings",
         "info",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray
-from mmpos.compare.family import Document, spec
+from mmpos.compare.family import SHIFTS, Document, spec
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
@@ -45,7 +45,7 @@ class Batch:
         table = place(SegmentTable.from_documents([list(document) for document in documents]), scheme, start)
         numerators, denominators = table.rationals()
         common = lcm(*set(table.denominator.tolist()))
-        if int(np.abs(numerators).max()) * common >= 2**62:
+        if (int(np.abs(numerators).max()) + SHIFTS[-1]) * common >= 2**62:
             numerators, denominators = numerators.astype(object), denominators.astype(object)
         return cls(documents, table, numerators * (common // denominators), common)
 
@@ -73,6 +73,15 @@ class Batch:
         tokens = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(int(lengths.sum()))
         return Batch(
             self.documents, self.table.take(starts, starts + lengths), self.values[:, tokens], self.denominator
+        )
+
+    def document(self, document: int) -> Batch:
+        """One document as it is placed here."""
+        return Batch(
+            [self.documents[document]],
+            self.table.window([document], [0], [self.table.lengths[document]]),
+            self.values[:, self.owner == document],
+            self.denominator,
         )
 
     def any_token(self, mask: Mask) -> Mask:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mmpos.compare.batch import Batch, Mask
-from mmpos.compare.family import Document, around, grids, small_grids, spec
+from mmpos.compare.family import SHIFTS, Document, around, grids, small_grids, spec
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
 from mmpos.parts import Grid, Text
@@ -16,7 +16,6 @@ from mmpos.schemes import Scheme
 
 __all__ = ["length_independent", "linear_shift", "prefix_stable"]
 
-_SHIFTS = (1, 1000)
 
 
 def linear_shift(scheme: Scheme) -> Finding:
@@ -24,19 +23,22 @@ def linear_shift(scheme: Scheme) -> Finding:
     trial = Trial(grids(scheme))
     documents = [around(scheme, grid) for grid in trial.grids]
     rested = Batch.placed(scheme, documents)
-    for shift in _SHIFTS:
+    for shift in SHIFTS:
         moved = Batch.placed(scheme, documents, shift)
         _note(trial, f"start {shift}", rested, moved, rested.astray(moved, shift))
     return trial.verdict()
 
 
 def length_independent(scheme: Scheme) -> Finding:
-    """The position of a token is the same however its document goes on after it, and whatever documents are beside it."""
+    """The position of a token is the same however its document goes on after it, and whatever documents stand beside
+    that.
+    """
     trial = Trial(grids(scheme))
     documents = [around(scheme, grid) for grid in trial.grids]
     batch = Batch.placed(scheme, documents)
     _note_alone(trial, scheme, batch)
-    for more in [[Grid(3, 2)], *([[Text(5)]] if scheme.text else [])]:
+    later: list[Document] = [[Grid(3, 2)], *([[Text(5)]] if scheme.text else [])]
+    for more in later:
         _note_longer(trial, scheme, f"{spec(more)} after it", batch, [[*document, *more] for document in documents])
     return trial.verdict()
 
@@ -77,19 +79,13 @@ def _note_alone(trial: Trial, scheme: Scheme, batch: Batch) -> None:
     small = set(small_grids(scheme))
     for d, (grid, document) in enumerate(zip(trial.grids, batch.documents, strict=True)):
         if grid in small:
-            alone = Batch.placed(scheme, [document])
-            begin = int(batch.offsets[d])
-            beside = Batch(
-                [document], alone.table, batch.values[:, begin : begin + alone.owner.size], batch.denominator
-            )
+            alone, beside = Batch.placed(scheme, [document]), batch.document(d)
             wrong = alone.astray(beside)
             if wrong.any():
-                t = int(wrong.argmax())
                 failed = np.arange(len(trial.grids)) == d
-                said = (
-                    f"{spec(document)}: documents beside it move token {t} from {alone.at(0, t)} to {beside.at(0, t)}"
-                )
-                trial.note(failed, lambda d, said=said: said)
+                t = int(wrong.argmax())
+                said = f"{spec(document)}: others beside it move token {t} from {alone.at(0, t)} to {beside.at(0, t)}"
+                trial.note(failed, lambda _, said=said: said)  # type: ignore[misc]
 
 
 def _with_a_frame_more(scheme: Scheme, document: Document) -> Document:

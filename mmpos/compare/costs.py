@@ -7,8 +7,9 @@ from math import log2
 
 import numpy as np
 
+from mmpos.checks import IntArray
 from mmpos.compare.batch import Batch
-from mmpos.compare.family import STARTS, around, grids
+from mmpos.compare.family import STARTS, around, grids, spec
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
 from mmpos.parts import Grid, Text
@@ -30,9 +31,12 @@ def delta_0(scheme: Scheme) -> Finding:
     trial = Trial(grids(scheme))
     documents = [around(scheme, grid) for grid in trial.grids]
     for start in STARTS:
-        batch = Batch.placed(scheme, documents, start)
-        deltas = batch.table.deltas
-        trial.note(deltas != 0, lambda d, batch=batch, deltas=deltas: f"{batch.spec(d)}: delta {deltas[d]}")
+        deltas = Batch.placed(scheme, documents, start).table.deltas
+
+        def words(d: int, deltas: IntArray = deltas) -> str:
+            return f"{spec(documents[d])}: delta {deltas[d]}"
+
+        trial.note(deltas != 0, words)
     return trial.verdict()
 
 
@@ -47,7 +51,7 @@ def ids_of_a_row(scheme: Scheme) -> Finding:
 
 
 def growth(scheme: Scheme) -> Finding:
-    """The power of its side with which the ids of an image grow: the p for which twice the side takes 2^p times the ids.
+    """The power of its side with which the ids of an image grow: twice the side takes 2^p times as many.
 
     From side 64 to side 128, each time the image of sides up to 8 shorter that takes the most.
     """

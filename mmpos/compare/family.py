@@ -9,12 +9,15 @@ from itertools import product
 from mmpos.parts import Grid, Text
 from mmpos.schemes import Scheme
 
-__all__ = ["STARTS", "STILLS", "Document", "around", "grids", "small_grids", "spec"]
+__all__ = ["SHIFTS", "STARTS", "STILLS", "Document", "around", "grids", "small_grids", "spec"]
 
 Document = Sequence[Text | Grid]
 
 STARTS = (0, 1, 1000)
 """First ids of documents."""
+
+SHIFTS = (1, 1000)
+"""By how much documents are moved."""
 
 
 def _smallest_first(grid: Grid) -> tuple[int, int, int]:

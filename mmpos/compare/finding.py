@@ -35,12 +35,12 @@ class Finding:
 
         >>> Finding(True).cell, Finding(False, "1x2").cell, Finding(None, "no text").cell
         ('✓', '✗', '–')
-        >>> Finding(1153).cell, Finding(1.98).cell
-        ('1,153', '2.0')
+        >>> Finding(1153).cell, Finding(1.98).cell, Finding(0.34567).cell
+        ('1,153', '2', '0.35')
         """
         if self.value is None or isinstance(self.value, bool):
             return {True: "✓", False: "✗", None: "–"}[self.value]
-        return f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:.1f}"
+        return f"{self.value:,}" if isinstance(self.value, int) else f"{self.value:.2g}"
 
 
 @dataclass(frozen=True)

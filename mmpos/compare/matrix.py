@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmpos.checks import one_of
@@ -40,6 +40,10 @@ class Matrix:
         one_of(self.subject, row, self.rows)
         names = [each.name for each in self.properties]
         return self.rows[row][names.index(one_of("property", name, names))]
+
+    def part(self, rows: Collection[str]) -> Matrix:
+        """Some of the rows, in the order that they have here."""
+        return replace(self, rows={name: findings for name, findings in self.rows.items() if name in rows})
 
     @property
     def reasons(self) -> list[tuple[str, Property, str]]:

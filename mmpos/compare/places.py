@@ -121,8 +121,8 @@ def _twins(batch: Batch) -> IntArray:
 
 
 def _repeated(scheme: Scheme, grid: Grid, repeats: int) -> Document:
-    separator = [Text(1)] if scheme.text else []
-    return [*separator, *[part for _ in range(repeats) for part in (grid, *separator)]]
+    between: Document = [Text(1)] if scheme.text else []
+    return [*between, *[part for _ in range(repeats) for part in (grid, *between)]]
 
 
 def _without_text(scheme: Scheme) -> Finding:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.compare.batch import Batch
-from mmpos.compare.family import around, small_grids
+from mmpos.compare.family import SHIFTS, around, small_grids
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
 from mmpos.rotary import Rotary
@@ -16,7 +16,6 @@ from mmpos.schemes import Scheme
 
 __all__ = ["relative"]
 
-_SHIFTS = (1, 1000)
 _PAIRS = 4  # of channels, for each axis
 _TOLERANCE = 1e-9  # of a score of a few units; angles of ids up to 2,000 are good to 1e-12
 
@@ -47,7 +46,7 @@ def relative(scheme: Scheme) -> Finding:
 
 def _moved(scheme: Scheme, trial: Trial, rested: Batch) -> Iterator[tuple[str, Batch]]:
     """The same tokens with another start, and with other text in front."""
-    for shift in _SHIFTS:
+    for shift in SHIFTS:
         yield f"start {shift}", Batch.placed(scheme, rested.documents, shift)
         if scheme.text:
             longer = Batch.placed(scheme, [around(scheme, grid, before=2 + shift) for grid in trial.grids])

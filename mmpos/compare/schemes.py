@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from mmpos.compare import changes, costs, places, rotated
 from mmpos.compare.finding import Property
+from mmpos.compare.labels import label, parameters
 from mmpos.compare.matrix import Matrix, measured
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 
-__all__ = ["SCHEME_PROPERTIES", "every_scheme", "label", "measure"]
+__all__ = ["SCHEME_PROPERTIES", "every_scheme", "measure"]
 
 SCHEME_PROPERTIES = (
     Property("axes", "axes", places.axes),
@@ -33,11 +32,11 @@ SCHEME_PROPERTIES = (
 
 
 def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
-    """Every property of schemes, measured on a fixed family of documents with exact ids.
+    """Every property of schemes, measured with exact ids on a fixed family of documents.
 
     Args:
-        schemes: names, or objects such as your own; None is every scheme of mmpos, those with a choice of axes in
-            both forms.
+        schemes: names, or objects such as your own; None is every scheme of mmpos, and again with three axes those
+            that have the choice.
 
     Raises:
         InvalidInputError: an unknown scheme, none, or one twice.
@@ -49,27 +48,7 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
 
 
 def every_scheme() -> list[Scheme]:
-    """Every scheme with its default parameters, then again with three axes where that is a choice."""
+    """Every scheme with its default parameters, then with three axes those that have the choice."""
     made: list[Scheme] = [scheme() for scheme in SCHEMES.values()]
-    return made + [type(scheme)(axes=3) for scheme in made if _takes_axes(scheme)]  # type: ignore[call-arg]
-
-
-def label(scheme: Scheme) -> str:
-    """The name of a scheme with the parameters that are not its defaults.
-
-    >>> from mmpos.schemes import RopeTieV2
-    >>> label(RopeTieV2(axes=3, rounding="floor"))
-    'rope-tie-v2, axes=3, rounding=floor'
-    """
-    return scheme.name + "".join(f", {name}={value}" for name, value, default in _options(scheme) if value != default)
-
-
-def _options(scheme: Scheme) -> list[tuple[str, Any, Any]]:
-    """Name, value and default of every parameter."""
-    if not is_dataclass(scheme):
-        return []
-    return [(field.name, getattr(scheme, field.name), field.default) for field in fields(scheme)]
-
-
-def _takes_axes(scheme: Scheme) -> bool:
-    return any(name == "axes" for name, _, _ in _options(scheme))
+    choice = [type(scheme) for scheme in made if any(name == "axes" for name, _, _ in parameters(scheme))]
+    return made + [scheme(axes=3) for scheme in choice]  # type: ignore[call-arg]

@@ -1,0 +1,139 @@
+"""Properties of encodings, measured on the first 256 positions and on some far ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmpos.compare.finding import Finding
+from mmpos.compare.labels import parameters
+from mmpos.compare.vectors import Known, scores, vectors
+from mmpos.encodings import AttentionBias, Rotation
+from mmpos.errors import InvalidInputError
+
+__all__ = [
+    "axes",
+    "bounded",
+    "deterministic",
+    "extrapolates",
+    "length_independent",
+    "linear_shift",
+    "relative",
+    "separation",
+    "unique",
+]
+
+_FIRST = np.arange(256)
+_FAR = [2**k for k in range(9, 21)]
+_SHIFTS = (1, 7, 100)
+_TOLERANCE = 1e-9
+
+
+def axes(encoding: Known) -> Finding:
+    """The numbers in a position: more than one where pictures and videos have a place of their own."""
+    return Finding(encoding.axes if isinstance(encoding, Rotation) else 1)
+
+
+def unique(encoding: Known) -> Finding:
+    """No two of about 256 positions, the first ones on every axis, have the same vector, up to 1e-9 of the largest
+    distance between two.
+
+    Of a bias: a query tells any two of 256 keys apart, its own and those before it.
+    """
+    share, (p, q) = _nearest(encoding)
+    if share > _TOLERANCE:
+        return Finding(True)
+    what = "keys {} and {} before a query have the same bias" if isinstance(encoding, AttentionBias) else "{} is as {}"
+    return Finding(False, what.format(p, q))
+
+
+def separation(encoding: Known) -> Finding:
+    """How far apart the two nearest of the same positions are, as a share of the two farthest."""
+    return Finding(_nearest(encoding)[0])
+
+
+def bounded(encoding: Known) -> Finding:
+    """No number of a far position, up to 2^20, is more than twice the largest of the first 64 positions."""
+    limit = 2 * np.abs(vectors(encoding, _FIRST[:64])).max()
+    for p in _FAR:
+        try:
+            largest = np.abs(vectors(encoding, np.array([p]))).max()
+        except InvalidInputError:
+            break
+        if largest > limit:
+            return Finding(False, f"{p} has {largest:.4g}, the first 64 positions at most {limit / 2:.4g}")
+    return Finding(True)
+
+
+def length_independent(encoding: Known) -> Finding:
+    """A position is encoded alike in a sequence of 16 tokens and in one of 256."""
+    short, long = vectors(encoding, _FIRST[:16]), vectors(encoding, _FIRST)[:16]
+    differs = (np.abs(short - long) > _TOLERANCE * np.abs(long).max(initial=1)).any(axis=1)
+    if not differs.any():
+        return Finding(True)
+    p = int(differs.argmax())
+    return Finding(False, f"{p} has {short[p, 0]:.4g} among 16 positions and {long[p, 0]:.4g} among 256")
+
+
+def linear_shift(encoding: Known) -> Finding:
+    """One matrix M_k and one vector b_k take every position to the one k further, PE(p + k) = M_k·PE(p) + b_k: by
+    least squares over the first 256 positions, to 1e-9 of the largest number.
+    """
+    if isinstance(encoding, AttentionBias):
+        return Finding(None, "a bias belongs to two positions: there is no vector to shift")
+    rows = vectors(encoding, _FIRST)
+    with_one = np.column_stack([rows, np.ones(len(rows))])
+    for k in _SHIFTS:
+        matrix = np.linalg.lstsq(with_one[:-k], rows[k:])[0]
+        error = np.abs(with_one[:-k] @ matrix - rows[k:]).max() / np.abs(rows).max()
+        if error > _TOLERANCE:
+            return Finding(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
+    return Finding(True)
+
+
+def relative(encoding: Known) -> Finding:
+    """What attention sees of two positions stays, to 1e-9 of the most, when both are raised by the same k: the product
+    of their rows of a table, the bias, or the score of a query and a key that were turned.
+    """
+    near = scores(encoding, _FIRST[:32])
+    for k in _SHIFTS:
+        far = scores(encoding, _FIRST[:32] + k)
+        differs = (np.abs(near - far) > _TOLERANCE * np.abs(near).max()).any(axis=0)
+        if differs.any():
+            p, q = np.argwhere(differs)[0].tolist()
+            moved = f"{p + k} and {q + k} give {far[0, p, q]:.4g}"
+            return Finding(False, f"{p} and {q} give {near[0, p, q]:.4g}, {moved}")
+    return Finding(True)
+
+
+def extrapolates(encoding: Known) -> Finding:
+    """There is an encoding for positions up to 2^20. Whether a model is any good where it was not trained is another
+    question.
+    """
+    for p in _FAR:
+        try:
+            vectors(encoding, np.array([p]))
+        except InvalidInputError as error:
+            return Finding(False, str(error))
+    return Finding(True)
+
+
+def deterministic(encoding: Known) -> Finding:
+    """All follows from a formula: there are no weights to learn."""
+    for name, value, _ in parameters(encoding):
+        if isinstance(value, np.ndarray):
+            return Finding(False, f"{name}: {'×'.join(map(str, value.shape))} numbers to learn")
+    return Finding(True)
+
+
+def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
+    """The distance of the two nearest positions as a share of that of the two farthest, and which two they are."""
+    count = encoding.axes if isinstance(encoding, Rotation) else 1
+    places = np.indices((round(len(_FIRST) ** (1 / count)),) * count).reshape(count, -1)
+    rows = vectors(encoding, places if count > 1 else places[0])
+    distances = np.zeros((len(rows), len(rows)))
+    for channel in rows.T:
+        np.maximum(distances, np.abs(channel[:, None] - channel), out=distances)
+    largest = distances.max()
+    np.fill_diagonal(distances, np.inf)
+    p, q = (", ".join(map(str, places[:, i].tolist())) for i in divmod(int(distances.argmin()), len(rows)))
+    return float(distances.min() / largest) if largest else 0.0, (p, q)

@@ -1,0 +1,41 @@
+"""What an encoding gives for positions and for pairs of them, in one form for all three kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.encodings import AdditiveTable, AttentionBias, Rotation
+
+__all__ = ["Known", "scores", "vectors"]
+
+Float64Array = npt.NDArray[np.float64]
+Known = AdditiveTable | AttentionBias | Rotation
+"""The kinds of encodings."""
+
+
+def vectors(encoding: Known, positions: Any) -> Float64Array:
+    """(n, channels) for (n,) positions, or (axes, n) for rotations: rows of a table, a vector of ones that was turned, or the biases of all heads
+    for a query at the position and a key at 0.
+    """
+    if isinstance(encoding, AdditiveTable):
+        return encoding.table(positions)
+    if isinstance(encoding, Rotation):
+        return encoding.rotate(np.ones((np.shape(positions)[-1], encoding.rotary.head_dim)), positions)
+    return encoding.bias(positions, [0])[..., 0].T
+
+
+def scores(encoding: Known, positions: Any) -> Float64Array:
+    """(heads, n, n) what attention sees of pairs of (n,) positions: the products of rows of a table, the score of one
+    query and one key that were turned, or the bias.
+    """
+    if isinstance(encoding, AdditiveTable):
+        rows = encoding.table(positions)
+        return (rows @ rows.T)[None]
+    if isinstance(encoding, Rotation):
+        # Any query and key do that are nothing special.
+        q, k = np.random.default_rng(0).standard_normal((2, 1, encoding.rotary.head_dim)).repeat(len(positions), axis=1)
+        return (encoding.rotate(q, positions) @ encoding.rotate(k, positions).T)[None]
+    return encoding.bias(positions, positions)

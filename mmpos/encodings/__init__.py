@@ -9,6 +9,7 @@ Shapes used throughout:
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from mmpos.encodings.alibi import Alibi
 from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, Rotation
@@ -25,6 +26,9 @@ from mmpos.encodings.rope_nd import Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets
+
+if TYPE_CHECKING:
+    from mmpos.encodings.attention import SelfAttention
 
 __all__ = [
     "ENCODINGS",
@@ -46,6 +50,7 @@ __all__ = [
     "Rope2D",
     "RopeND",
     "Rotation",
+    "SelfAttention",
     "SingleSinusoid",
     "Sinusoidal",
     "T5Buckets",
@@ -75,3 +80,16 @@ ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
     }
 )
 """Every encoding by its name; called without arguments, one for 48 channels in four heads."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name != "SelfAttention":
+            raise AttributeError(f"module 'mmpos.encodings' has no attribute {name!r}")
+        try:
+            from mmpos.encodings.attention import SelfAttention
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError('attention needs torch: pip install "mmpos[all]"') from error
+        return SelfAttention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -56,14 +57,18 @@ def _moved(scheme: Scheme, trial: Trial, rested: Batch) -> Iterator[tuple[str, B
 
 def _scores(batch: Batch) -> Iterator[npt.NDArray[np.float64]]:
     """(tokens, tokens) of each document: one query and one key, rotated to all places."""
-    axes = len(batch.values)
-    rotary = Rotary(head_dim=2 * _PAIRS * axes, axes=axes)
+    rotary = _rotary(len(batch.values))
     ids = (batch.values / batch.denominator).astype(np.float64)
     turns = np.exp(1j * ids[rotary.pair_axis].T * rotary.inv_freq_array)
     # A pair of channels as one complex number; any that are nothing special.
     q, k = np.random.default_rng(0).standard_normal((2, rotary.num_pairs, 2)).view(np.complex128)[..., 0]
     for part in np.split(turns, batch.table.cu_seqlens[1:-1]):
         yield ((q * part) @ (k * part).conj().T).real
+
+
+@cache
+def _rotary(axes: int) -> Rotary:
+    return Rotary(head_dim=2 * _PAIRS * axes, axes=axes)
 
 
 def _of(batch: Batch, document: int, token: int) -> npt.NDArray[np.int64]:

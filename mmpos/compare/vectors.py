@@ -17,8 +17,15 @@ Known = AdditiveTable | AttentionBias | Rotation
 
 
 def vectors(encoding: Known, positions: Any) -> Float64Array:
-    """(n, channels) for (n,) positions, or (axes, n) for rotations: rows of a table, a vector of ones that was turned, or the biases of all heads
-    for a query at the position and a key at 0.
+    """What tells positions from each other: rows of a table, a vector of ones that was turned, or the biases of all
+    heads for a query at the position and a key at 0.
+
+    Args:
+        encoding: of any kind.
+        positions: (n,); (axes, n) for rotations with several axes.
+
+    Returns:
+        (n, channels).
     """
     if isinstance(encoding, AdditiveTable):
         return encoding.table(positions)
@@ -28,8 +35,15 @@ def vectors(encoding: Known, positions: Any) -> Float64Array:
 
 
 def scores(encoding: Known, positions: Any) -> Float64Array:
-    """(heads, n, n) what attention sees of pairs of (n,) positions: the products of rows of a table, the score of one
-    query and one key that were turned, or the bias.
+    """What attention sees of pairs of positions: the products of rows of a table, the score of one query and one key
+    that were turned, or the bias.
+
+    Args:
+        encoding: of any kind.
+        positions: (n,).
+
+    Returns:
+        (heads, n, n), one head where the encoding knows of none.
     """
     if isinstance(encoding, AdditiveTable):
         rows = encoding.table(positions)

@@ -1,0 +1,461 @@
+"""Which scheme and which encoding has which property: the matrix by hand, and schemes that break one property each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import combinations
+from math import cos, log2, sin
+from typing import Any, ClassVar
+
+import compared
+import numpy as np
+import pytest
+from record import QUOTING
+
+from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos.__main__ import main
+from mmpos.compare import ENCODING_PROPERTIES, SCHEME_PROPERTIES, Finding, Matrix, measure, measure_encodings
+from mmpos.encodings import AdditiveTable, AttentionBias, Encoding, Rotation, Sinusoidal
+from mmpos.errors import InvalidInputError
+from mmpos.rotary import Rotary
+from mmpos.schemes import Flatten, Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
+
+MARKS = {"✓": True, "✗": False, "–": None}
+
+# From the formulas of the schemes, with h×w patches after the text id L and before K:
+# symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
+#   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0.
+# unique: a vision encoder counts every grid from 0; ⌊t·¼·2⌋ gives two frames one id.
+# linear shift, relative: rows and columns of a reset stay where they are; a line of text does not move a grid below it.
+# delta 0: ids consumed less patches; rows and grid-2d have no next position.
+# prefix-stable: a frame more changes the strides, or the centre, of three-axis ties.
+# Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
+#   2(h+1)(w+1)−1, hw, hw, lcm(2, h+1, w+1)−1.
+# Growth: log2 of the ids of 128×128 by those of 64×64; for lcm of 127×128 by 63×64, in three axes 126×128 by 62×64.
+SCHEMES = f"""
+    rope-tie                     2 ✓✓✓✓✓✓✗✓✓ 624 1153 {log2(16640 / 4224)}
+    rope-tie-fractional          2 ✓✓✓✓✓✓✓✗✓ 576 576 2
+    rope-tie-v2                  2 ✓✓✓✓✓✓✓✗✓ 576 576 2
+    rope-tie-lcm                 2 ✓✓✓✓✓✓✗✓✓ 24 1153 {log2(16511 / 4159)}
+    flatten                      1 ✓✓✓✓✓✓✓✓✓ 576 576 2
+    rows                         2 ✗✗✓✓✓✗–✓✓ – – –
+    naive-2d                     2 ✓✗✓✓✓✓✗✓✓ 24 576 1
+    grid-2d                      2 ––✗✓✓✓–✓✓ – – –
+    mrope                        3 ✓✗✓✓✓✓✗✓✓ 24 576 1
+    mrope-transformers           3 ✓✗✓✓✓✓✗✓✓ 24 576 1
+    mrope-qwen2.5                3 ✓✗✗✓✓✓✗✓✓ 24 576 1
+    mrope-qwen3                  3 ✓✗✓✓✓✓✗✓✓ 24 576 1
+    mrope-interleave-reset       3 ✓✗✓✓✗✗✗✓✓ 24 576 1
+    v2pe                         1 ✓✗✓✓✓✓✗✗✓ 144 144 2
+    videorope                    3 ✓✗✓✓✓✓✗✓✓ 1 1 0
+    vrope                        4 ✓✓✓✓✓✓✗✓✓ 47 576 {log2(255 / 127)}
+    rope-tie,axes=3              3 ✓✓✓✓✓✓✗✓✗ 1249 2307 {log2(33281 / 8449)}
+    rope-tie-fractional,axes=3   3 ✓✓✓✓✓✓✓✗✗ 576 576 2
+    rope-tie-v2,axes=3           3 ✓✓✓✓✓✓✓✗✗ 576 576 2
+    rope-tie-lcm,axes=3          3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
+"""
+
+# axes; unique, bounded, length-independent, linear shift, relative, extrapolates, deterministic.
+# Far keys share a bias where distances are clipped or in buckets, all do without one; p, p/(T−1) and the products of
+# bits and of one sine are not of p − q; a map from sin(ωp) to sin(ω(p+1)) would have to know cos(ωp).
+ENCODINGS = """
+    integer            1 ✓✗✓✓✗✓✓
+    normalised         1 ✓✓✗✓✗✓✓
+    binary             1 ✓✓✓✗✗✓✓
+    single-sinusoid    1 ✓✓✓✗✗✓✓
+    sinusoidal         1 ✓✓✓✓✓✓✓
+    learned-absolute   1 ✓✓✓✗✗✗✗
+    clipped-relative   1 ✗✓✓–✓✓✗
+    t5-buckets         1 ✗✓✓–✓✓✗
+    alibi              1 ✓✗✓–✓✓✓
+    nope               1 ✗✓✓–✓✓✓
+    rope-1d            1 ✓✓✓✓✓✓✓
+    rope-1d-adjacent   1 ✓✓✓✓✓✓✓
+    rope-2d            2 ✓✓✓✓✓✓✓
+    rope-nd            3 ✓✓✓✓✓✓✓
+    p-rope             1 ✓✓✓✓✓✓✓
+"""
+
+
+def by_hand(table: str) -> dict[str, list[Any]]:
+    rows = [line.split() for line in table.strip().splitlines()]
+    return {
+        name.replace(",", ", "): [int(axes), *(MARKS[mark] for mark in marks), *map(number, numbers)]
+        for name, axes, marks, *numbers in rows
+    }
+
+
+def number(text: str) -> Any:
+    return None if text == "–" else pytest.approx(float(text), abs=1e-12)
+
+
+def values(matrix: Matrix, *left_out: str) -> dict[str, list[Any]]:
+    kept = [each.name for each in matrix.properties if each.name not in left_out]
+    return {row: [matrix[row, name].value for name in kept] for row in matrix.rows}
+
+
+def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
+    assert values(compared.schemes()) == by_hand(SCHEMES)
+    assert list(compared.schemes().rows) == list(by_hand(SCHEMES))
+
+
+def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> None:
+    assert values(compared.encodings(), "separation") == by_hand(ENCODINGS)
+
+
+def test_separation_is_that_of_the_nearest_two_positions() -> None:
+    found = {name: compared.encodings()[name, "separation"].value for name in compared.encodings().rows}
+    pairs = list(combinations(range(256), 2))
+    sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
+    assert found["integer"] == found["alibi"] == pytest.approx(1 / 255)
+    assert found["single-sinusoid"] == pytest.approx(min(sines) / max(sines), rel=1e-6)
+    assert (found["binary"], found["t5-buckets"], found["nope"]) == (1, 0, 0)
+    assert found["sinusoidal"] == pytest.approx(found["rope-1d"], abs=0.1)
+
+
+def why(matrix: Matrix) -> dict[tuple[str, str], str]:
+    return {(name, each.name): words for name, each, words in matrix.reasons}
+
+
+def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
+    said = why(compared.schemes())
+    holds = "; holds for {} of 144 images, those with {}"
+    odd, even = holds.format(36, "h and w odd"), holds.format(72, "h and w both odd or both even")
+    line = holds.format(23, "h = 1 or w = 1")
+    expected = {
+        ("naive-2d", "symmetric"): "1,1x2,1: gaps (1, 1) and (2, 1)" + holds.format(12, "h = w"),
+        ("videorope", "symmetric"): "1,1x2,1: gaps (1, 1, 1) and (1, 1, 0)" + odd,
+        ("v2pe", "symmetric"): "1,1x1,1: gaps 1/4 and 7/4",
+        ("rows", "text-is-rope-1d"): "2: start 0 puts token 1 at (0, 1)",
+        ("rows", "relative"): (
+            "2,1x1,1: a token more in front changes the way from token 0 to 2 from (1, 0) to (1, -1)"
+        ),
+        ("grid-2d", "unique"): "1x1,1x1: tokens 0 and 1 are both at (0, 0)",
+        ("mrope-qwen2.5", "unique"): (
+            "1,2x1x1,1 (1/4 s per frame): tokens 1 and 2 are both at (1, 1, 1); holds for every image"
+        ),
+        ("mrope-interleave-reset", "linear-shift"): "1,1x1,1: start 1 moves token 1 from (1, 0, 0) to (2, 0, 0)",
+        ("mrope", "delta-0"): "1,2x2,1: delta -2" + line,
+        ("rope-tie-v2", "integer"): "1,1x2,1: token 1 is at (3/2, 1)" + even,
+        ("rope-tie, axes=3", "prefix-stable"): "1,1x1: a frame more moves token 1 from (4, 4, 4) to (4, 6, 6)",
+        ("rows", "growth"): "rows has no next position",
+        ("grid-2d", "symmetric"): "grid-2d takes no text",
+    }
+    assert {key: said[key] for key in expected} == expected
+    assert len(said) == sum(marks.count("✗") + marks.count("–") for marks in SCHEMES.split("\n"))
+
+
+def test_encodings_have_counterexamples_too() -> None:
+    said = why(compared.encodings())
+    expected = {
+        ("integer", "bounded"): "512 has 512, the first 64 positions at most 63",
+        ("normalised", "length-independent"): "1 has 0.06667 among 16 positions and 0.003922 among 256",
+        ("integer", "relative"): "0 and 0 give 0, 1 and 1 give 48",
+        ("clipped-relative", "unique"): "keys 16 and 17 before a query have the same bias",
+        ("t5-buckets", "unique"): "keys 8 and 9 before a query have the same bias",
+        ("t5-buckets", "deterministic"): "weights: 32×4 numbers to learn",
+        ("learned-absolute", "extrapolates"): "positions[0]: got 512, want < 512",
+        ("alibi", "linear-shift"): "a bias belongs to two positions: there is no vector to shift",
+    }
+    assert {key: said[key] for key in expected} == expected
+
+
+def test_a_counterexample_is_what_place_gives() -> None:
+    """The words for naive-2d, read back: 1,1x2,1 has gaps (1, 1) and (2, 1)."""
+    ids = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]]), "naive-2d").dense()
+    assert ((ids[:, 1] - ids[:, 0]).tolist(), (ids[:, 3] - ids[:, 2]).tolist()) == ([1, 1], [2, 1])
+
+
+@dataclass(frozen=True)
+class Lopsided(Naive2D):
+    name: ClassVar[str] = "lopsided"
+
+    def advance(self, grids: Grids) -> Any:
+        return super().advance(grids) + 1
+
+
+@dataclass(frozen=True)
+class Colliding(Naive2D):
+    name: ClassVar[str] = "colliding"
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([cursor, cursor], step_row=[1, 0])
+
+
+@dataclass(frozen=True)
+class Backwards(Naive2D):
+    name: ClassVar[str] = "backwards"
+
+    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+        return Placement([cursor + runs.lengths - 1] * 2, step_col=[-1, -1])
+
+
+@dataclass(frozen=True)
+class Doubled(Naive2D):
+    name: ClassVar[str] = "doubled"
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([cursor, 2 * cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Crowded(Naive2D):
+    """Knows whether other grids are in the batch."""
+
+    name: ClassVar[str] = "crowded"
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        origin = cursor + 1000 * (grids.frames.size > 1)
+        return Placement([origin, origin], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Foreseeing(Naive2D):
+    """Knows whether its document has another grid."""
+
+    name: ClassVar[str] = "foreseeing"
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        more = np.append(cursor[1:] > cursor[:-1], np.False_) * 1000
+        return Placement([cursor + more, cursor + more], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Counted(Flatten):
+    """A video lies as far on as it has frames."""
+
+    name: ClassVar[str] = "counted"
+    row_separators = False
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([cursor + grids.frames - 1], [grids.height * grids.width], [grids.width], [1])
+
+    def advance(self, grids: Grids) -> Any:
+        return grids.tokens + grids.frames - 1
+
+
+@dataclass(frozen=True)
+class Floored(MRopeQwen25):
+    """Only the floored times: the ends of a video are symmetric, and what is between them is not."""
+
+    name: ClassVar[str] = "floored"
+    axes = 1
+    tokens_per_second: int = 1
+
+    def advance(self, grids: Grids) -> Any:
+        sides = np.minimum(grids.extents, [[2**31], [1], [1]])
+        return super().advance(Grids(sides, grids.start, None, grids.seconds_per_frame))
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        whole = super().place(grids, cursor)
+        return Placement(whole.origin[:1], None, [0], [0], pieces=whole.pieces)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "words"),
+    [
+        (Lopsided(), "symmetric", "1,1x1,1: gaps (1, 1) and (2, 2)"),
+        (Lopsided(), "delta-0", "1,1x1,1: delta 1"),
+        (Colliding(), "unique", "1,1x2,1: tokens 1 and 2 are both at (1, 1); holds for 12 of 144 images"),
+        (Backwards(), "text-is-rope-1d", "2: start 0 puts token 0 at (1, 1)"),
+        (Backwards(), "prefix-stable", "1,1x1,1: a token more moves token 2 from (2, 2) to (3, 3)"),
+        (Doubled(), "linear-shift", "1,1x1,1: start 1 moves token 1 from (1, 2) to (2, 4)"),
+        (Doubled(), "relative", "2,1x1,1: start 1 changes the way from token 0 to 2 from (2, 4) to (2, 5)"),
+        (Crowded(), "length-independent", "1,1x1,1: others beside it move token 1 from (1, 1) to (1001, 1001)"),
+        (Foreseeing(), "length-independent", "1,1x1,1: 3x2 after it moves token 1 from (1, 1) to (1001, 1001)"),
+        (Counted(), "prefix-stable", "1,1x1: a frame more moves token 1 from 1 to 2"),
+        (Counted(), "symmetric", "1,2x1x1,1: gaps 2 and 1; holds for every image"),
+        (
+            Floored(),
+            "symmetric",
+            "1,3x1x1,1 (3/2 s per frame): gaps 2 and 3 at patch 1; holds for every image",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_scheme_that_breaks_a_property_is_told_where(scheme: Scheme, name: str, words: str) -> None:
+    finding = measure([scheme])[scheme.name, name]
+    assert (finding.value, finding.why) == (False, words)
+
+
+@dataclass(frozen=True)
+class Fine(Naive2D):
+    """naive-2d in units so fine, and different, that no 64-bit integer holds their common denominator."""
+
+    name: ClassVar[str] = "fine"
+    fractional = True
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        unit = 2**20 + 2 * grids.height + 26 * grids.width + 1
+        return Placement([cursor * unit, cursor * unit], None, [unit, 0], [0, unit], unit)
+
+
+def test_units_beyond_64_bits_are_exact() -> None:
+    fine, naive = measure([Fine()]), measure(["naive-2d"])
+    assert fine.rows["fine"] == naive.rows["naive-2d"]
+
+
+def test_schemes_with_parameters_are_named_with_them() -> None:
+    matrix = measure(["rope-tie-v2", RopeTieV2(rounding="floor")])
+    assert list(matrix.rows) == ["rope-tie-v2", "rope-tie-v2, rounding=floor"]
+    assert (matrix["rope-tie-v2, rounding=floor", "integer"], matrix["rope-tie-v2", "integer"].value) == (
+        Finding(True),
+        False,
+    )
+
+
+@dataclass(frozen=True)
+class Halved(AdditiveTable):
+    name: ClassVar[str] = "halved"
+    dim: int = 1
+
+    def table(self, positions: Any) -> Any:
+        return np.asarray(positions, np.float64)[..., None] // 2
+
+
+@dataclass(frozen=True)
+class Centred(AdditiveTable):
+    """Sines counted from the middle of the sequence."""
+
+    name: ClassVar[str] = "centred"
+    dim: int = 8
+
+    def table(self, positions: Any) -> Any:
+        return Sinusoidal(self.dim).table(np.asarray(positions) - np.max(positions) / 2)
+
+
+@dataclass(frozen=True)
+class Product(AttentionBias):
+    name: ClassVar[str] = "product"
+    num_heads: int = 1
+
+    def bias(self, query_positions: Any, key_positions: Any) -> Any:
+        return (np.asarray(query_positions)[:, None] * 1.0 - 2.0 * np.asarray(key_positions))[None]
+
+
+@dataclass(frozen=True)
+class RowsOnly(Rotation):
+    name: ClassVar[str] = "rows-only"
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(4, axes=2, allocation=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "words"),
+    [
+        (Halved(), "unique", "0 is as 1"),
+        (Centred(), "length-independent", "0 has -0.938 among 16 positions and -0.965 among 256"),
+        (Product(), "relative", "0 and 0 give 0, 1 and 1 give -1"),
+        (Product(), "bounded", "512 has 512, the first 64 positions at most 63"),
+        (RowsOnly(), "unique", "0, 0 is as 0, 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_an_encoding_that_breaks_a_property_is_told_where(encoding: Encoding, name: str, words: str) -> None:
+    finding = measure_encodings([encoding])[encoding.name, name]
+    assert (finding.value, finding.why) == (False, words)
+
+
+class Wordless(Encoding):
+    name: ClassVar[str] = "wordless"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: measure("rope-tie"), "schemes: got 'rope-tie', want a list of names or Scheme objects"),
+        (lambda: measure([]), "schemes: got none, want at least one"),
+        (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want every name once"),
+        (lambda: measure(["tie"]), "scheme: got 'tie', want a Scheme or one of "),
+        (lambda: measure_encodings(["rope"]), "encoding: got 'rope', want one of 'integer', "),
+        (lambda: measure_encodings(Halved()), "encodings: got Halved(dim=1), want a list of names or Encoding objects"),
+        (lambda: measure_encodings([Wordless()]), "encoding: got <"),
+        (lambda: compared.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
+        (lambda: compared.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
+        (lambda: Finding(False), "Finding.why: got '' for False, want the reason"),
+        (lambda: Finding(True, "since"), "Finding.why: got 'since' for True, want none"),
+    ],
+)
+def test_mistakes_are_named(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        call()
+    assert str(raised.value).startswith(message)
+
+
+def test_every_property_says_what_it_is() -> None:
+    for properties in (SCHEME_PROPERTIES, ENCODING_PROPERTIES):
+        assert len({each.name for each in properties}) == len({each.title for each in properties}) == len(properties)
+        assert all(each.definition.endswith(".") and "\n" not in each.definition for each in properties)
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
+def test_pages_tell_what_is_measured(page: Any) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert compared.fill_in(text) == text
+
+
+def test_pages_quote_everything_and_nothing_else() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
+    assert all(f"<!-- compare: {name} -->" in pages for name in compared.QUOTES)
+    with pytest.raises(SystemExit, match="compare: got 'colours', want one of schemes, "):
+        compared.fill_in("<!-- compare: colours -->\n<!-- /compare -->")
+    changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
+    assert compared.fill_in(changed).splitlines()[1] == (
+        "| encoding | axes | unique | separation | bounded | length-independent | linear shift | relative "
+        "| extrapolates | deterministic |"
+    )
+
+
+def run(*arguments: str) -> str:
+    testing, app = pytest.importorskip("typer.testing"), pytest.importorskip("mmpos.cli").app
+    result = testing.CliRunner().invoke(app, ["compare", *arguments])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return str(result.stdout)
+
+
+def test_the_command_prints_tables_that_fit_and_why() -> None:
+    printed = run("rope-tie", "alibi", "--why", "--define")
+    lines = printed.splitlines()
+    rows = [line.split() for line in lines if line.startswith(("rope-tie ", "alibi "))]
+    assert rows == [
+        ["rope-tie", "2", *"✓✓✓✓✓✓✗"],
+        ["rope-tie", *"✓✓", "624", "1,153", "2"],
+        ["alibi", "1", "✓", "0.0039", *"✗✓–✓✓"],
+        ["alibi", "✓"],
+    ]
+    assert "rope-tie, delta-0: 1,1x1,1: delta 2" in lines
+    assert "integer: Every id is a whole number." in lines
+    assert max(len(line) for line in lines if "──" in line) <= 100
+
+
+def test_json_and_markdown_hold_the_same() -> None:
+    found = json.loads(run("naive-2d", "nope", "--json"))
+    naive, nope = measure(["naive-2d"]), measure_encodings(["nope"])
+    assert found == {"schemes": naive.to_dict(), "encodings": nope.to_dict()}
+    assert found["schemes"]["naive-2d"]["ids-of-a-square"] == {"value": 24, "why": ""}
+    assert run("naive-2d", "nope", "--markdown") == naive.to_markdown() + "\n" + nope.to_markdown()
+    assert naive.to_markdown().splitlines()[2] == (
+        "| `naive-2d` | 2 | ✓ | ✗ | ✓ | ✓ | ✓ | ✓ | ✗ | ✓ | ✓ | 24 | 576 | 1 |"
+    )
+
+
+def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tie"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "mmpos: error: NAME: got 'tie', want one of rope-tie, rope-tie-fractional"
+    )
+
+
+def test_it_runs_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import mmpos; "
+        "print(mmpos.compare.measure(['rows'])['rows', 'symmetric'].cell, "
+        "mmpos.compare.measure_encodings(['rope-nd'])['rope-nd', 'unique'].cell)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("✗ ✓\n", "")

@@ -18,7 +18,7 @@ from record import QUOTING
 from mmpos import Grid, Scheme, SegmentTable, Text, place
 from mmpos.__main__ import main
 from mmpos.compare import ENCODING_PROPERTIES, SCHEME_PROPERTIES, Finding, Matrix, measure, measure_encodings
-from mmpos.encodings import AdditiveTable, AttentionBias, Encoding, Rotation, Sinusoidal
+from mmpos.encodings import AdditiveTable, AttentionBias, Encoding, LearnedAbsolute, Rotation, Sinusoidal
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.schemes import Flatten, Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
@@ -361,6 +361,20 @@ def test_an_encoding_that_breaks_a_property_is_told_where(encoding: Encoding, na
     assert (finding.value, finding.why) == (False, words)
 
 
+def test_tables_of_other_sizes_are_measured_as_far_as_they_go() -> None:
+    matrix = measure_encodings([LearnedAbsolute.drawn(20, 4), LearnedAbsoluteToo.drawn(100, 768), Sinusoidal(128)])
+    assert values(matrix, "separation") == {
+        "learned-absolute": [1, True, True, True, False, False, False, False],
+        "too": [1, True, True, True, None, False, False, False],
+        "sinusoidal, dim=128": [1, True, True, True, True, True, True, True],
+    }
+    assert matrix["too", "linear-shift"].why == "100 positions are too few to tell: a matrix of 768 channels fits any"
+
+
+class LearnedAbsoluteToo(LearnedAbsolute):
+    name = "too"
+
+
 class Wordless(Encoding):
     name: ClassVar[str] = "wordless"
 
@@ -373,7 +387,10 @@ class Wordless(Encoding):
         (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want every name once"),
         (lambda: measure(["tie"]), "scheme: got 'tie', want a Scheme or one of "),
         (lambda: measure_encodings(["rope"]), "encoding: got 'rope', want one of 'integer', "),
-        (lambda: measure_encodings(Halved()), "encodings: got Halved(dim=1), want a list of names or Encoding objects"),
+        (
+            lambda: measure_encodings(Halved()),  # type: ignore[arg-type]
+            "encodings: got Halved(dim=1), want a list of names or Encoding objects",
+        ),
         (lambda: measure_encodings([Wordless()]), "encoding: got <"),
         (lambda: compared.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
         (lambda: compared.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),

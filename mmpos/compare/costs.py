@@ -60,7 +60,7 @@ def growth(scheme: Scheme) -> Finding:
     small, large = (
         _most_ids(scheme, (Grid(side - i, side - j) for i in range(9) for j in range(9))) for side in (_SIDE, 2 * _SIDE)
     )
-    return Finding(log2(large / small))
+    return Finding(log2(max(large, 1) / max(small, 1)))
 
 
 def _consumed(scheme: Scheme, image: Grid) -> Finding:

@@ -1,4 +1,4 @@
-"""Properties of encodings, measured on the first 256 positions and on some far ones."""
+"""Properties of encodings, measured on the first 256 positions, or all if there are fewer, and on some far ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from mmpos.compare.finding import Finding
 from mmpos.compare.labels import parameters
-from mmpos.compare.vectors import Known, scores, vectors
+from mmpos.compare.vectors import Known, first_positions, scores, vectors
 from mmpos.encodings import AttentionBias, Rotation
 from mmpos.errors import InvalidInputError
 
@@ -22,7 +22,7 @@ __all__ = [
     "unique",
 ]
 
-_FIRST = np.arange(256)
+_FIRST = 256
 _FAR = [2**k for k in range(9, 21)]
 _SHIFTS = (1, 7, 100)
 _TOLERANCE = 1e-9
@@ -53,7 +53,7 @@ def separation(encoding: Known) -> Finding:
 
 def bounded(encoding: Known) -> Finding:
     """No number of a far position, up to 2^20, is more than twice the largest of the first 64 positions."""
-    limit = 2 * np.abs(vectors(encoding, _FIRST[:64])).max()
+    limit = 2 * np.abs(vectors(encoding, first_positions(encoding, 64))).max()
     for p in _FAR:
         try:
             largest = np.abs(vectors(encoding, np.array([p]))).max()
@@ -66,23 +66,28 @@ def bounded(encoding: Known) -> Finding:
 
 def length_independent(encoding: Known) -> Finding:
     """A position is encoded alike in a sequence of 16 tokens and in one of 256."""
-    short, long = vectors(encoding, _FIRST[:16]), vectors(encoding, _FIRST)[:16]
+    positions = first_positions(encoding, _FIRST)
+    short, long = vectors(encoding, positions[:16]), vectors(encoding, positions)[:16]
     differs = (np.abs(short - long) > _TOLERANCE * np.abs(long).max(initial=1)).any(axis=1)
     if not differs.any():
         return Finding(True)
     p = int(differs.argmax())
-    return Finding(False, f"{p} has {short[p, 0]:.4g} among 16 positions and {long[p, 0]:.4g} among 256")
+    among = f"{short[p, 0]:.4g} among {len(short)} positions and {long[p, 0]:.4g} among {len(positions)}"
+    return Finding(False, f"{p} has {among}")
 
 
 def linear_shift(encoding: Known) -> Finding:
     """One matrix M_k and one vector b_k take every position to the one k further, PE(p + k) = M_k·PE(p) + b_k: by
-    least squares over the first 256 positions, to 1e-9 of the largest number.
+    least squares over the first 256 positions, or more where there are more channels, to 1e-9 of the largest number.
     """
     if isinstance(encoding, AttentionBias):
         return Finding(None, "a bias belongs to two positions: there is no vector to shift")
-    rows = vectors(encoding, _FIRST)
+    channels = vectors(encoding, [0]).shape[1]
+    rows = vectors(encoding, first_positions(encoding, max(_FIRST, 4 * channels)))
     with_one = np.column_stack([rows, np.ones(len(rows))])
     for k in _SHIFTS:
+        if len(rows) - k < 2 * (channels + 1):
+            return Finding(None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any")
         matrix = np.linalg.lstsq(with_one[:-k], rows[k:])[0]
         error = np.abs(with_one[:-k] @ matrix - rows[k:]).max() / np.abs(rows).max()
         if error > _TOLERANCE:
@@ -94,9 +99,9 @@ def relative(encoding: Known) -> Finding:
     """What attention sees of two positions stays, to 1e-9 of the most, when both are raised by the same k: the product
     of their rows of a table, the bias, or the score of a query and a key that were turned.
     """
-    near = scores(encoding, _FIRST[:32])
+    positions = first_positions(encoding, 32 + _SHIFTS[-1])
     for k in _SHIFTS:
-        far = scores(encoding, _FIRST[:32] + k)
+        near, far = (scores(encoding, moved) for moved in (positions[:-k][:32], positions[k:][:32]))
         differs = (np.abs(near - far) > _TOLERANCE * np.abs(near).max()).any(axis=0)
         if differs.any():
             p, q = np.argwhere(differs)[0].tolist()
@@ -128,7 +133,9 @@ def deterministic(encoding: Known) -> Finding:
 def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
     """The distance of the two nearest positions as a share of that of the two farthest, and which two they are."""
     count = encoding.axes if isinstance(encoding, Rotation) else 1
-    places = np.indices((round(len(_FIRST) ** (1 / count)),) * count).reshape(count, -1)
+    places = np.indices((round(_FIRST ** (1 / count)),) * count).reshape(count, -1)
+    if count == 1:
+        places = places[:, : len(first_positions(encoding, _FIRST))]
     rows = vectors(encoding, places if count > 1 else places[0])
     distances = np.zeros((len(rows), len(rows)))
     for channel in rows.T:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.checks import IntArray
 from mmpos.encodings import AdditiveTable, AttentionBias, Rotation
+from mmpos.errors import InvalidInputError
 
-__all__ = ["Known", "scores", "vectors"]
+__all__ = ["Known", "first_positions", "scores", "vectors"]
 
 Float64Array = npt.NDArray[np.float64]
 Known = AdditiveTable | AttentionBias | Rotation
 """The kinds of encodings."""
+
+
+def first_positions(encoding: Known, most: int) -> IntArray:
+    """(n,) 0, 1, …, as many as asked for, or as the encoding has."""
+
+    def refused(last: int) -> bool:
+        try:
+            vectors(encoding, np.array([last]))
+        except InvalidInputError:
+            return True
+        return False
+
+    return np.arange(bisect_left(range(most), True, key=refused))
 
 
 def vectors(encoding: Known, positions: Any) -> Float64Array:

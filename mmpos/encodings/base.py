@@ -70,7 +70,7 @@ class AttentionBias(Encoding):
 class Rotation(Encoding):
     """An encoding that turns pairs of channels of q and k by angles proportional to positions.
 
-    Pair j turns by [[cos, −sin], [sin, cos]] (*corrected*: the first of the seeds prints its transpose).
+    Pair j turns by [[cos, −sin], [sin, cos]] (*corrected*: a source prints its transpose for RoPE).
     Frequencies, axes and pairs of channels are those of ``rotary``.
     """
 

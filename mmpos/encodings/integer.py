@@ -21,7 +21,7 @@ class Integer(AdditiveTable):
 
     Unique, and p + k is one step of k away, but unbounded: soon larger than any embedding.
 
-    *Corrected*: one seed counts 0 … L, which is one position more than a sequence of L tokens has.
+    *Corrected*: one source counts 0 … L, which is one position more than a sequence of L tokens has.
 
     Source: the first attempt of "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 

@@ -21,7 +21,7 @@ class Normalised(AdditiveTable):
 
     The same position has another vector in a longer sequence, and neighbours come ever closer.
 
-    Source: "Transformer's positional encoding in detail", the second of the ideas that it drops.
+    Source: "详解Transformer中的Positional Encoding" (2021), the second of the ideas that it drops.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -19,7 +19,7 @@ class PRope(Rotation):
     That is not ``partial_rotary_factor``, which shortens the ladder: for d = 16 and p = 1/4 it is [1, 0.3162, 0, …]
     here and [1, 0.01] there.
 
-    Source: "Round and round we go!" (Barbero et al., 2024), of which one of the seeds tells.
+    Source: "Round and round we go!" (Barbero et al., 2024).
 
     >>> PRope(head_dim=16, p=0.25).rotary.inv_freq_array.round(4).tolist()
     [1.0, 0.3162, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]

@@ -18,7 +18,7 @@ class Rope1D(Rotation):
 
     R_mᵀR_n = R_{n−m}: scores see only distances, norms stay, and the same c added to all positions changes nothing.
 
-    *Corrected*: one of the seeds rotates the embedding once, before the network. q and k of every layer turn
+    *Corrected*: one source rotates the embedding once, before the network. q and k of every layer turn
     instead: W_q R_p x is not R_p W_q x, so scores of its layer know absolute positions. Its table of shape
     (seq, 1, dim/2) must be (1, seq, dim/2), too: beside a batch it goes by the batch index, or does not fit.
 

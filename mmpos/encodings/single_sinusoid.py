@@ -23,7 +23,7 @@ class SingleSinusoid(AdditiveTable):
     *Corrected*: with small ω neighbours are nearly equal, at most ω apart, and with large ω far positions collide;
     the original has the two the other way round.
 
-    Source: "Transformer's positional encoding in detail", the step before many frequencies.
+    Source: "详解Transformer中的Positional Encoding" (2021), the step before many frequencies.
 
     >>> SingleSinusoid(dim=1, omega=1.0).table([0, 1]).round(6).ravel().tolist()
     [0.0, 0.841471]

@@ -23,9 +23,9 @@ class Sinusoidal(AdditiveTable):
 
     PE(p + k) = M_k PE(p) with an orthogonal M_k, see ``shift``; PE(p)·PE(q) = Σ cos ω_k(p − q).
 
-    *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512), one seed multiplies. No two
+    *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512), one source multiplies. No two
     whole positions share a vector: pair 0 alone would need p − q to be a multiple of 2π. So positions 1 and 513
-    differ, and the 63,000 "unique positions" of another seed are only the period 2π·10⁴ that the slowest pair
+    differ, and the 63,000 "unique positions" of another are only the period 2π·10⁴ that the slowest pair
     comes close to.
 
     Source: "Attention is all you need" (Vaswani et al., 2017).

@@ -84,12 +84,15 @@ def linear_shift(encoding: Known) -> Finding:
         return Finding(None, "a bias belongs to two positions: there is no vector to shift")
     channels = vectors(encoding, [0]).shape[1]
     rows = vectors(encoding, first_positions(encoding, max(_FIRST, 4 * channels)))
-    with_one = np.column_stack([rows, np.ones(len(rows))])
-    for k in _SHIFTS:
-        if len(rows) - k < 2 * (channels + 1):
-            return Finding(None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any")
-        matrix = np.linalg.lstsq(with_one[:-k], rows[k:])[0]
-        error = np.abs(with_one[:-k] @ matrix - rows[k:]).max() / np.abs(rows).max()
+    shifts = [k for k in _SHIFTS if len(rows) - k >= 2 * (channels + 1)]
+    if not shifts:
+        return Finding(None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any")
+    kept = len(rows) - shifts[-1]
+    known = np.column_stack([rows[:kept], np.ones(kept)])
+    wanted = np.stack([rows[k : k + kept] for k in shifts], axis=1)
+    found = known @ np.linalg.lstsq(known, wanted.reshape(kept, -1))[0]
+    errors = np.abs(found.reshape(wanted.shape) - wanted).max(axis=(0, 2)) / np.abs(rows).max()
+    for k, error in zip(shifts, errors.tolist(), strict=True):
         if error > _TOLERANCE:
             return Finding(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
     return Finding(True)

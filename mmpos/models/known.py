@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
+
+from mmpos.rotary.hf_models import OTHER_ROTATIONS
 
 __all__ = ["ENCODER_ORDERS", "MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType"]
 
@@ -49,7 +52,6 @@ class ModelType:
 
 _VISION = ("vision_start_token_id", "vision_end_token_id")
 _IMAGE, _VIDEO = (("image_start_token_id", "image_end_token_id"), ("video_start_token_id", "video_end_token_id"))
-_MERGED = "grids are before merging"
 
 
 def _frames_apart(text: str, note: str = "") -> ModelType:
@@ -128,16 +130,15 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 )
 """Every model type that from_hf_config knows."""
 
-ENCODER_ORDERS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split()
-            + "glm4v glm4v_moe glm_ocr ernie4_5_vl_moe".split(),
-            "merged",
-        ),
-        "paddleocr_vl": "raster",
-        "pixtral": "raster",
-    }
+Order = Literal["raster", "merged"]
+
+_MERGED_ENCODERS = _names("""
+    ernie4_5_vl_moe glm4v glm4v_moe glm_ocr qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+""")
+_RASTER_ENCODERS = _names("paddleocr_vl pixtral")
+
+ENCODER_ORDERS: Mapping[str, Order] = MappingProxyType(
+    {name: "merged" if name in _MERGED_ENCODERS else "raster" for name in sorted(_MERGED_ENCODERS | _RASTER_ENCODERS)}
 )
 """Vision encoders (without _vision) that turn by rows and columns, and the order of their patches."""
 
@@ -147,8 +148,8 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
             ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
             "audio and video share ids by time",
         ),
-        "hunyuan_vl": "it turns the two channels of a pair by different axes",
-        "glm_image": "ids of images to come are set before the text ends",
+        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl"],
+        "glm_image": "ids of the images that it generates are set ahead of them",
         "paligemma": "its ids count from one",
     }
 )

@@ -142,7 +142,7 @@ class ModelSettings:
 
         if self.vision_scheme is None or self.patch_size is None:
             raise UnsupportedError(
-                f"image_processor: got {self.model_type!r}, want a model whose config says the order and size of patches"
+                f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
             )
         told = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
         return ImageProcessor(**{**told, "order": self.vision_scheme.order, **arguments})

@@ -227,6 +227,7 @@ def test_frames_that_do_not_merge_are_refused() -> None:
 
 def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
     told = without("qwen2_vl", "text_config")
+    del told["vision_config"]["model_type"]
     told |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
     told["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
     assert mmpos.from_hf_config(told) == settings_of("qwen2_vl")

@@ -28,8 +28,8 @@ def from_hf_config(
     Args:
         config: the whole config object of a model, or the mapping of its config.json.
         engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL): of
-            "transformers", whose config this is and in which models are trained, or of "serving" engines, where text
-            goes on after the last id of a video.
+            "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
+            video.
         layer_type: which rotation, where the config has one for each type of layer (Gemma 3).
 
     Raises:
@@ -56,7 +56,7 @@ def from_hf_config(
         patch_size=None if vision is None else vision.integer("patch_size", minimum=1),
         temporal_patch_size=None if vision is None else vision.integer("temporal_patch_size", minimum=1),
         frames_apart=known.frames_apart,
-        **_encoder(vision),
+        **_encoder(told, vision),
     )
 
 
@@ -121,10 +121,16 @@ def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None
     return begin, end
 
 
-def _encoder(vision: Fields | None) -> dict[str, Any]:
+def _encoder(told: Fields, vision: Fields | None) -> dict[str, Any]:
     """Positions and rotation of an encoder whose rows and columns turn."""
-    order = None if vision is None or vision.get("model_type") is None else ENCODER_ORDERS.get(vision.part_type())
-    if vision is None or order is None:
+    if vision is None:
         return {}
+    # The first config.json of Qwen2-VL and Qwen2.5-VL do not name their encoders, which are always their own.
+    encoder = told.model_type() if vision.get("model_type") is None else vision.part_type()
+    if encoder not in ENCODER_ORDERS:
+        return {}
+    order = ENCODER_ORDERS[encoder]
     side = 1 if order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
-    return {"vision_scheme": Grid2D(order, side), "vision_rotary": Rotary.from_hf_config(vision.config)}
+    allocation = "pixtral" if encoder == "pixtral" else "axial"
+    rotary = Rotary.from_hf_config(vision.config, allocation=allocation, pairing="half")
+    return {"vision_scheme": Grid2D(order, side), "vision_rotary": rotary}

@@ -26,7 +26,7 @@ def texts(path: Path) -> list[str]:
     return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def pixels(path: Path) -> npt.NDArray[np.int64]:
+def pixels(path: Path) -> npt.NDArray[np.uint8]:
     """(height, width, 3) of a PNG."""
     with Image.open(path) as picture:
-        return np.asarray(picture.convert("RGB")).astype(np.int64)
+        return np.asarray(picture.convert("RGB"))

@@ -21,7 +21,7 @@ BLUE, VERMILLION, TEXT = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x22, 0x22, 0x
 
 
 def colours(path: Path) -> dict[tuple[int, int, int], int]:
-    red, green, blue = np.moveaxis(pixels(path), 2, 0)
+    red, green, blue = np.moveaxis(pixels(path).astype(np.int64), 2, 0)
     codes = np.bincount((red << 16 | green << 8 | blue).ravel())
     return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
 

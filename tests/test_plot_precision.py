@@ -11,7 +11,7 @@ from pictures import texts
 
 from mmpos.errors import InvalidInputError
 from mmpos.plot import PhaseErrors, phase_errors, plot_phase_error
-from mmpos.plot.precision import exact_turns, float32_angles, true_turns
+from mmpos.plot.precision import exact_turns, float32_angles, true_turns, turns_rest
 from mmpos.rotary import Llama3, Rotary
 
 IDS = np.array([0, 1, 2, 4095, 32768, 10**6, 2**24 + 1, 2**31 - 1, -1, -(2**31)])
@@ -25,7 +25,7 @@ ROTARIES = {
 @pytest.mark.parametrize("name", ROTARIES)
 def test_the_truth_is_within_two_units_of_2_to_the_minus_64(name: str) -> None:
     rotary = ROTARIES[name]
-    found = true_turns(IDS, rotary)
+    found = true_turns(IDS, rotary.turns, turns_rest(rotary))
     with mp.workdps(60):
         for i, row in zip(IDS.tolist(), found.tolist(), strict=True):
             for value, frequency in zip(row, rotary.exact_inv_freq, strict=True):

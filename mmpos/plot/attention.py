@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -37,30 +38,49 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: 
         raise InvalidInputError("kernels: got none, want at least one to draw")
     if len(kernels) > _MAX_KERNELS:
         raise LimitExceededError(f"kernels: got {len(kernels)}, want at most {_MAX_KERNELS}")
+    layout = _layout(kernels)
+    with canvas(target, _WIDTH, layout.height) as figure:
+        _titles(figure, title, layout.height)
+        _maps(figure, kernels, layout)
+        if layout.curves:
+            _curves(figure, kernels, layout.height)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Columns of maps, the inches of a map and of the page, and whether there are curves."""
+
+    columns: int
+    width: float
+    tall: float
+    height: float
+    curves: bool
+
+
+def _layout(kernels: Sequence[Kernel]) -> _Layout:
     columns = min(len(kernels), 2 if len(kernels) in (2, 4) else 3)
-    rows = -(-len(kernels) // columns)
     width = (_WIDTH - _LEFT - _BAR - _GAP * (columns - 1)) / columns
     ratios = [kernel.patches.shape[0] / kernel.patches.shape[1] for kernel in kernels]
     tall = min(width * max(ratios), _TALLEST)
-    width = min(width, tall / min(ratios))
-    text = any(kernel.before.size or kernel.after.size for kernel in kernels)
-    maps = rows * (_MAP_TOP + tall + _MAP_BELOW)
-    below = _CURVES_TOP + _key_lines(kernels) * _KEY + _CURVES + _FOOT if text else 0.1
-    height = _TITLE + maps + below
-    with canvas(target, _WIDTH, height) as figure:
-        _titles(figure, title, height)
-        low = min(float(kernel.patches.min()) for kernel in kernels)
-        for i, kernel in enumerate(kernels):
-            left = _LEFT + i % columns * (width + _GAP)
-            bottom = height - _TITLE - (i // columns + 1) * (_MAP_TOP + tall + _MAP_BELOW) + _MAP_BELOW
-            axes = figure.add_axes((left / _WIDTH, bottom / height, width / _WIDTH, tall / height))
-            image = _map(axes, kernel, low, first=i % columns == 0)
-        first = height - _TITLE - _MAP_TOP - tall
-        right = _LEFT + columns * (width + _GAP) - _GAP + 0.12
-        bar = figure.add_axes((right / _WIDTH, first / height, 0.13 / _WIDTH, tall / height))
-        _colour_bar(figure, image, bar)
-        if text:
-            _curves(figure, kernels, height)
+    curves = any(kernel.before.size or kernel.after.size for kernel in kernels)
+    height = _TITLE - (-len(kernels) // columns) * (_MAP_TOP + tall + _MAP_BELOW)
+    height += _CURVES_TOP + _key_lines(kernels) * _KEY + _CURVES + _FOOT if curves else 0.1
+    return _Layout(columns, min(width, tall / min(ratios)), tall, height, curves)
+
+
+def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
+    """All maps, row by row, and the bar of their colours at the end of the first row."""
+    low = min(float(kernel.patches.min()) for kernel in kernels)
+    width, tall, height = layout.width, layout.tall, layout.height
+
+    def add_axes(left: float, row: int, width: float) -> Any:
+        bottom = height - _TITLE - (row + 1) * (_MAP_TOP + tall + _MAP_BELOW) + _MAP_BELOW
+        return figure.add_axes((left / _WIDTH, bottom / height, width / _WIDTH, tall / height))
+
+    for i, kernel in enumerate(kernels):
+        row, column = divmod(i, layout.columns)
+        image = _map(add_axes(_LEFT + column * (width + _GAP), row, width), kernel, low, first=column == 0)
+    _colour_bar(figure, image, add_axes(_LEFT + layout.columns * (width + _GAP) - _GAP + 0.12, 0, 0.13))
 
 
 def _titles(figure: Any, title: str | None, height: float) -> None:

@@ -91,7 +91,7 @@ def _legend(figure: Any, planes: Sequence[Plane], height: float, *, frames: bool
     from matplotlib.lines import Line2D
 
     images = max(len(plane.images) for plane in planes)
-    dot = {"linestyle": "", "marker": "o", "markersize": 5.5, "markeredgewidth": 0}
+    dot: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 5.5, "markeredgewidth": 0}
     handles = [Line2D([], [], color=INK, label="text", **dot)]
     for i in range(min(images, _MAX_NAMED)):
         name = f"image {i + 1}" if images > 1 else "image"
@@ -99,7 +99,12 @@ def _legend(figure: Any, planes: Sequence[Plane], height: float, *, frames: bool
     if any(image.square for plane in planes for image in plane.images):
         label = "from the text before to the text after"
         handles.append(Line2D([], [], color=FAINT, linestyle="--", linewidth=1, label=label))
-    style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 6}
+    style: dict[str, Any] = {
+        "markerfacecolor": "white",
+        "markeredgecolor": INK,
+        "markeredgewidth": 1.3,
+        "markersize": 6,
+    }
     handles.append(Line2D([], [], linestyle="", marker="D", label="next position", **style))
     if frames:
         handles.append(Line2D([], [], linestyle="", label="(frame ids are not drawn)"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, UInt64Array, fixed_point_turns
 
-__all__ = ["PhaseErrors", "exact_turns", "float32_angles", "phase_errors", "true_turns"]
+__all__ = ["PhaseErrors", "exact_turns", "float32_angles", "phase_errors", "true_turns", "turns_rest"]
 
 _WINDOW = 512
 _MASK = 2**32 - 1
@@ -52,37 +51,35 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike | None = None, window: int =
     first_bad("ids", points, minimum=0, maximum=INT32_MAX)
     if not points.size or (np.diff(points) < 0).any():
         raise InvalidInputError(f"ids: got {points.tolist()}, want ascending ids, at least one")
-    rounded = rotary.inv_freq_array.astype(np.float32)
-
-    def worst(error: Callable[[IntArray], Float64Array]) -> Float64Array:
-        found = [error(np.arange(max(0, top - window + 1), top + 1)).max() for top in points.tolist()]
-        largest: Float64Array = np.maximum.accumulate(found)
-        return largest
-
-    return PhaseErrors(
-        points,
-        worst(lambda ids: _angle_errors(float32_angles(ids, rounded), true_turns(ids, rotary))),
-        worst(lambda ids: _angle_errors(float32_angles(ids, rotary.inv_freq_float32), true_turns(ids, rotary))),
-        worst(lambda ids: _turn_errors(exact_turns(ids, rotary.turns), true_turns(ids, rotary))),
-    )
+    rounded, rest = rotary.inv_freq_array.astype(np.float32), turns_rest(rotary)
+    largest = np.empty((3, points.size))
+    for i, top in enumerate(points.tolist()):
+        near = np.arange(max(0, top - window + 1), top + 1)
+        truth = true_turns(near, rotary.turns, rest)
+        largest[:, i] = (
+            _angle_errors(float32_angles(near, rounded), truth).max(),
+            _angle_errors(float32_angles(near, rotary.inv_freq_float32), truth).max(),
+            _turn_errors(exact_turns(near, rotary.turns), truth).max(),
+        )
+    return PhaseErrors(points, *np.maximum.accumulate(largest, axis=1))
 
 
 def _decades() -> IntArray:
     return np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_MAX)
 
 
-def true_turns(ids: IntArray, rotary: Rotary) -> UInt64Array:
-    """(ids, pairs) angles in units of 2⁻⁶⁴ turn, modulo one turn, within 1.25 units for ids within int32.
-
-    The 64 bits of ``rotary.turns`` are taken on to 96.
-    """
+def turns_rest(rotary: Rotary) -> IntArray:
+    """(pairs,) what rounding to the 64 bits of ``rotary.turns`` left, either sign, in units of 2⁻⁹⁶ turn."""
     with Exact().context():
         finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
-    # What the rounding to 64 bits left, either sign, in units of 2⁻⁹⁶ turn.
-    rest = finer.astype(np.uint32).view(np.int32).astype(np.int64)
+    return finer.astype(np.uint32).view(np.int32).astype(np.int64)
+
+
+def true_turns(ids: IntArray, turns: UInt64Array, rest: IntArray) -> UInt64Array:
+    """(ids, pairs) angles in units of 2⁻⁶⁴ turn, modulo one turn, within 1.25 units for ids within int32."""
     rows = ids[:, None]
-    turns: UInt64Array = rows.astype(np.uint64) * rotary.turns + ((rows * rest) >> 32).astype(np.uint64)
-    return turns
+    found: UInt64Array = rows.astype(np.uint64) * turns + ((rows * rest) >> 32).astype(np.uint64)
+    return found
 
 
 def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:

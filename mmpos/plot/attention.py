@@ -17,7 +17,7 @@ _MAX_KERNELS = 6
 # Inches: of the page; of the maps, their margins, and the bar of colours; of the curves.
 _WIDTH, _LEFT, _GAP, _BAR, _MAP_TOP, _MAP_BELOW = 8.0, 0.66, 0.42, 0.72, 0.28, 0.46
 _TALLEST, _CURVES, _CURVES_TOP, _FOOT, _TITLE, _BAND = 2.9, 2.1, 0.12, 0.5, 0.66, 0.4
-_KEY = 0.24  # of a line of the legend
+_KEY, _LETTER = 0.24, 0.07  # of a line of the legend; of a letter of 10 points
 
 
 def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: str | None = None) -> None:
@@ -65,7 +65,9 @@ def _layout(kernels: Sequence[Kernel]) -> _Layout:
     curves = any(kernel.before.size or kernel.after.size for kernel in kernels)
     height = _TITLE - (-len(kernels) // columns) * (_MAP_TOP + tall + _MAP_BELOW)
     height += _CURVES_TOP + _key_lines(kernels) * _KEY + _CURVES + _FOOT if curves else 0.1
-    return _Layout(columns, min(width, tall / min(ratios)), tall, height, curves)
+    # A map of a tall image is as wide as its name at least.
+    width = min(width, max(tall / min(ratios), _LETTER * max(len(kernel.label) for kernel in kernels)))
+    return _Layout(columns, width, tall, height, curves)
 
 
 def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
@@ -79,7 +81,10 @@ def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
 
     for i, kernel in enumerate(kernels):
         row, column = divmod(i, layout.columns)
-        image = _map(add_axes(_LEFT + column * (width + _GAP), row, width), kernel, low, first=column == 0)
+        axes = add_axes(_LEFT + column * (width + _GAP), row, width)
+        image = _map(axes, kernel, low, first=column == 0)
+        size = min(10.0, 10 * (width + _GAP) / (_LETTER * (len(kernel.label) + 1)))
+        axes.set_title(kernel.label, loc="left", fontsize=size, pad=5)
     _colour_bar(figure, image, add_axes(_LEFT + layout.columns * (width + _GAP) - _GAP + 0.12, 0, 0.13))
 
 
@@ -98,7 +103,7 @@ def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
     row, column = kernel.query
     for colour, size, edge in (("white", 9, 3.2), (INK, 8, 1.5)):
         axes.plot([column], [row], "x", color=colour, markersize=size, markeredgewidth=edge)
-    axes.set_title(kernel.label, loc="left", fontsize=10, pad=5)
+    axes.set_anchor("W")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.tick_params(length=0, colors="#444444", labelsize=8.5)

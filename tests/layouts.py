@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from types import SimpleNamespace
@@ -82,14 +82,16 @@ class Answer(NamedTuple):
 CLASSES = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}
 
 
-def rope_index(model: str, layout: Layout) -> Answer:
-    """The method of the model, with a configuration and no weights."""
+def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
+    """The method of the model, with a configuration and no weights; seconds as a tensor, or as a list of floats."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     kind = getattr(module, CLASSES[model])
     vision = SimpleNamespace(spatial_merge_size=layout.merge, tokens_per_second=layout.rate)
     unbound = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     unbound.get_vision_position_ids = kind.get_vision_position_ids.__get__(unbound)
-    timed: dict[str, Any] = {} if layout.seconds is None else {"second_per_grid_ts": torch.tensor(layout.seconds)}
+    timed: dict[str, Any] = {}
+    if layout.seconds is not None:
+        timed = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
     ids, deltas = kind.get_rope_index(
         unbound,
         torch.from_numpy(layout.input_ids),
@@ -110,48 +112,57 @@ def answered(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer
     return tuple((layout, rope_index(model, layout)) for layout in layouts)
 
 
+class Row(NamedTuple):
+    """The ids of one row, and its grids before merging."""
+
+    ids: list[int]
+    images: list[list[int]]
+    videos: list[list[int]]
+
+
 def random_layout(random: Random, model: str, videos: bool) -> Layout:
-    """A batch of one to four rows of text, images and videos, padded on one side.
+    """A batch of one to four rows of text, images and videos, padded on one side with text or placeholders.
 
     No two images and no two videos touch, since Transformers refuses those.
     """
-    plan = Layout(
-        np.zeros((0, 0), np.int64),
-        images=[],
-        videos=[],
-        merge=random.choice([1, 2, 2, 3]),
+    merge, apart = random.choice([1, 2, 2, 3]), model == "qwen3_vl"
+    rows = [_random_row(random, merge, videos, apart) for _ in range(random.randint(1, 4))]
+    grids = [grid for row in rows for grid in row.videos]
+    timed = model == "qwen2_5_vl" and grids and random.random() < 0.8
+    input_ids, mask = _padded(random, [row.ids for row in rows])
+    return Layout(
+        input_ids,
+        None if mask.all() else mask,
+        [grid for row in rows for grid in row.images] or None,
+        grids or None,
+        merge=merge,
         rate=random.choice([2, 4, 25]),
-        apart=model == "qwen3_vl",
+        seconds=[2 / random.choice(FRAME_RATES) for _ in grids] if timed else None,
+        apart=apart,
     )
-    rows = [_random_row(random, plan, videos) for _ in range(random.randint(1, 4))]
-    if model == "qwen2_5_vl" and random.random() < 0.8:
-        plan = replace(plan, seconds=[2 / random.choice(FRAME_RATES) for _ in plan.videos or ()])
-    return _padded(random, plan, rows)
 
 
-def _random_row(random: Random, plan: Layout, videos: bool) -> list[int]:
-    """The ids of a row; its grids are appended to those of the plan."""
-    assert plan.images is not None and plan.videos is not None
-    ids: list[int] = []
+def _random_row(random: Random, merge: int, videos: bool, apart: bool) -> Row:
+    row = Row([], [], [])
     for _ in range(random.randint(1, 6)):
         kind = random.choice([0, IMAGE, VIDEO] if videos else [0, IMAGE])
-        if kind == 0 or ids[-1:] == [kind]:
-            ids += [random.randint(1, 7) for _ in range(random.randint(1, 5))]
+        if kind == 0 or row.ids[-1:] == [kind]:
+            row.ids.extend(random.randint(1, 7) for _ in range(random.randint(1, 5)))
         if kind == 0:
             continue
         frames = random.randint(1, 6) if kind == VIDEO else 1
         height, width = random.randint(1, 4), random.randint(1, 4)
-        (plan.videos if kind == VIDEO else plan.images).append([frames, height * plan.merge, width * plan.merge])
-        if kind == VIDEO and plan.apart:
+        (row.videos if kind == VIDEO else row.images).append([frames, height * merge, width * merge])
+        if kind == VIDEO and apart:
             for _ in range(frames):
-                ids += [random.randint(1, 7)] * random.randint(1, 2) + [kind] * (height * width)
+                row.ids.extend([random.randint(1, 7)] * random.randint(1, 2) + [kind] * (height * width))
         else:
-            ids += [kind] * (frames * height * width)
-    return ids
+            row.ids.extend([kind] * (frames * height * width))
+    return row
 
 
-def _padded(random: Random, plan: Layout, rows: list[list[int]]) -> Layout:
-    """The rows in one array, padded left or right with text or placeholders."""
+def _padded(random: Random, rows: list[list[int]]) -> tuple[Array, Array]:
+    """Ids and mask (batch, seq) of rows."""
     width = max(map(len, rows)) + random.randint(0, 2)
     left = random.random() < 0.5
     input_ids = np.full((len(rows), width), random.choice([0, IMAGE, VIDEO]))
@@ -160,11 +171,4 @@ def _padded(random: Random, plan: Layout, rows: list[list[int]]) -> Layout:
         begin = width - len(ids) if left else 0
         input_ids[row, begin : begin + len(ids)] = ids
         mask[row, begin : begin + len(ids)] = 1
-    return replace(
-        plan,
-        input_ids=input_ids,
-        attention_mask=None if mask.all() else mask,
-        images=plan.images or None,
-        videos=plan.videos or None,
-        seconds=plan.seconds or None,
-    )
+    return input_ids, mask

@@ -17,7 +17,10 @@ FLOORED = RopeTieV2(rounding="floor")
 
 
 def hunyuan(document: Document) -> list[tuple[int, int]]:
-    """(y, x) per token: text at its token index; an image from index L at trunc(L + (wh − h)/2 + i, L + (wh − w)/2 + j)."""
+    """(y, x) per token: text at its index; an image from index L at L + (wh − h)/2 + i, L + (wh − w)/2 + j, truncated.
+
+    Source: build_2d_rope of Tencent-Hunyuan/HunyuanImage-3.0, commit 5848fb47.
+    """
     ids: list[tuple[int, int]] = []
     for part in document:
         start = len(ids)

@@ -1,4 +1,4 @@
-"""Conformance: where Transformers raises on legal input, ours answers; where it is silent on illegal input, ours raises."""
+"""Conformance: legal input that Transformers refuses, illegal input that it takes, and what ours does with both."""
 
 from __future__ import annotations
 

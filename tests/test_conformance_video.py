@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import groupby, pairwise
 from math import floor
 
@@ -119,30 +120,54 @@ def times_of(seconds: float, rate: int, frames: int, listed: bool = False) -> Ar
     return rope_index("qwen2_5_vl", layout, listed).ids[0, 0]
 
 
+def times_of_engines(seconds: float, rate: int, frames: int) -> Array:
+    """The frame ids of one video in SGLang, and in vLLM up to January 2026: float32, seconds first."""
+    return (torch.arange(frames) * torch.tensor(seconds) * rate).long().numpy()
+
+
+def times_of_newer_vllm(seconds: float, rate: int, frames: int) -> Array:
+    """The same in vLLM since: float64, of seconds that were float32."""
+    return (np.arange(frames) * (torch.tensor(seconds).item() * rate)).astype(np.int64)
+
+
+def times_of_binary(seconds: float, rate: int, frames: int) -> Array:
+    """Exact floors of the value that the float has, which is not the one that is meant."""
+    return np.array([floor(t * Fraction(seconds) * rate) for t in range(frames)])
+
+
+def exact_times(seconds: float, rate: int, frames: int) -> Array:
+    """Ours, in both schemes."""
+    segments = SegmentTable.from_documents([[Grid(1, 1, frames=frames, seconds_per_frame=seconds)]])
+    schemes = MRopeTransformers(tokens_per_second=rate), MRopeQwen25(tokens_per_second=rate)
+    first, second = (place(segments, scheme).dense()[0] for scheme in schemes)
+    np.testing.assert_array_equal(first, second)
+    return first
+
+
 def test_floors_of_exact_products_are_those_of_transformers_at_every_frame_rate() -> None:
     frames = 384
-    wrong = dict.fromkeys(["exact", "listed", "engines", "binary"], 0)
+    others: dict[str, Callable[[float, int, int], Array]] = {
+        "tensor": times_of,
+        "list": partial(times_of, listed=True),
+        "engines": times_of_engines,
+        "newer vLLM": times_of_newer_vllm,
+        "binary": times_of_binary,
+    }
+    wrong = dict.fromkeys(others, 0)
     for rate in (2, 4, 25):
         for seconds in (2 / fps for fps in FRAME_RATES):
-            theirs = times_of(seconds, rate, frames)
-            video = Grid(1, 1, frames=frames, seconds_per_frame=seconds)
-            exact = place(SegmentTable.from_documents([[video]]), MRopeTransformers(tokens_per_second=rate)).dense()[0]
-            engines = (torch.arange(frames) * torch.tensor(seconds) * rate).long().numpy()
-            binary = [floor(t * Fraction(seconds) * rate) for t in range(frames)]
-            wrong["exact"] += int((exact != theirs).sum())
-            wrong["listed"] += int((exact != times_of(seconds, rate, frames, listed=True)).sum())
-            wrong["engines"] += int((exact != engines).sum())
-            wrong["binary"] += int((np.array(binary) != theirs).sum())
+            exact = exact_times(seconds, rate, frames)
+            for name, times in others.items():
+                wrong[name] += int((exact != times(seconds, rate, frames)).sum())
     assert 3 * len(FRAME_RATES) * frames == 21_888
-    assert wrong == {"exact": 0, "listed": 86, "engines": 160, "binary": 1929}
+    assert wrong == {"tensor": 0, "list": 86, "engines": 160, "newer vLLM": 826, "binary": 1929}
 
 
-def test_engines_multiply_by_the_seconds_first_and_lose_an_id_at_25_frames_per_second() -> None:
-    seconds = 2 / 25
-    video = [[Grid(1, 1, frames=6, seconds_per_frame=seconds)]]
-    exact = place(SegmentTable.from_documents(video), MRopeQwen25(tokens_per_second=25)).dense()[0]
-    assert exact.tolist() == times_of(seconds, 25, 6).tolist() == [0, 2, 4, 6, 8, 10]
-    assert (torch.arange(6) * torch.tensor(seconds) * 25).long().tolist() == [0, 2, 4, 6, 8, 9]
+def test_at_25_frames_per_second_floats_of_the_engines_lose_ids() -> None:
+    video = (2 / 25, 25, 6)
+    assert exact_times(*video).tolist() == times_of(*video).tolist() == [0, 2, 4, 6, 8, 10]
+    assert times_of_engines(*video).tolist() == [0, 2, 4, 6, 8, 9]
+    assert times_of_newer_vllm(*video).tolist() == [0, 1, 3, 5, 7, 9]
 
 
 def test_frames_of_less_than_a_second_stay_apart() -> None:

@@ -176,6 +176,7 @@ def test_frames_of_less_than_a_second_stay_apart() -> None:
     segments = SegmentTable.from_documents([[Grid(1, 1, frames=4, seconds_per_frame=0.5), Text(1)]])
     ours = place(segments, MRopeTransformers(tokens_per_second=2))
     assert ours.dense()[0].tolist() == [0, 1, 2, 3, 1]
+    assert exact_times(1e-6, 2, 4).tolist() == [0, 0, 0, 0]
 
 
 def test_an_image_of_several_frames_has_no_time_in_transformers() -> None:

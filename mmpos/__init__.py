@@ -21,6 +21,7 @@ from mmpos.segments import Grid, SegmentTable, Text
 if TYPE_CHECKING:
     from mmpos import client, compare, data, encodings, rotary
     from mmpos.images import ImageProcessor, ImageSize
+    from mmpos.models import ModelSettings, from_hf_config
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
 
@@ -37,6 +38,7 @@ __all__ = [
     "LimitExceededError",
     "Markers",
     "MmposError",
+    "ModelSettings",
     "PositionTable",
     "Scheme",
     "SegmentTable",
@@ -48,6 +50,7 @@ __all__ = [
     "compare",
     "data",
     "encodings",
+    "from_hf_config",
     "info",
     "place",
     "rotary",
@@ -59,7 +62,9 @@ _LAZY = {
     "ImageSize": "mmpos.images",
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
+    "ModelSettings": "mmpos.models",
     "SequenceBuilder": "mmpos.sequence",
+    "from_hf_config": "mmpos.models",
 }
 
 _MODULES = ("client", "compare", "data", "encodings", "rotary")

@@ -1,6 +1,6 @@
 """The command line: every command is a door to one thing the library does."""
 
-from mmpos.cli import bench, compare, preprocess, remote  # their commands join the app
+from mmpos.cli import bench, compare, plot, preprocess, remote  # their commands join the app
 from mmpos.cli.commands import app
 
-__all__ = ["app", "bench", "compare", "preprocess", "remote"]
+__all__ = ["app", "bench", "compare", "plot", "preprocess", "remote"]

@@ -224,6 +224,27 @@ class Foreseeing(Naive2D):
 
 
 @dataclass(frozen=True)
+class FarOff(Naive2D):
+    """Right up to id 500."""
+
+    name: ClassVar[str] = "far-off"
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        origin = cursor + (cursor > 500)
+        return Placement([origin, origin], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Restarting(Naive2D):
+    """Columns of text begin at 0, wherever the document does."""
+
+    name: ClassVar[str] = "restarting"
+
+    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+        return Placement([cursor, cursor - runs.start], step_col=[1, 1])
+
+
+@dataclass(frozen=True)
 class Counted(Flatten):
     """A video lies as far on as it has frames."""
 
@@ -266,6 +287,11 @@ class Floored(MRopeQwen25):
         (Doubled(), "relative", "2,1x1,1: start 1 changes the way from token 0 to 2 from (2, 4) to (2, 5)"),
         (Crowded(), "length-independent", "1,1x1,1: others beside it move token 1 from (1, 1) to (1001, 1001)"),
         (Foreseeing(), "length-independent", "1,1x1,1: 3x2 after it moves token 1 from (1, 1) to (1001, 1001)"),
+        (FarOff(), "symmetric", "1,1x1,1: gaps (2, 2) and (0, 0)"),
+        (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002)"),
+        (FarOff(), "linear-shift", "1,1x1,1: start 1000 moves token 1 from (1, 1) to (1002, 1002)"),
+        (FarOff(), "relative", "2,1x1,1: start 1000 changes the way from token 0 to 2 from (2, 2) to (3, 3)"),
+        (Restarting(), "text-is-rope-1d", "1: start 1 puts token 0 at (1, 0)"),
         (Counted(), "prefix-stable", "1,1x1: a frame more moves token 1 from 1 to 2"),
         (Counted(), "symmetric", "1,2x1x1,1: gaps 2 and 1; holds for every image"),
         (

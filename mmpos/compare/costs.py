@@ -7,9 +7,8 @@ from math import log2
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.compare.batch import Batch
-from mmpos.compare.family import STARTS, around, grids, spec
+from mmpos.compare.family import around, grids, spec
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
 from mmpos.parts import Grid, Text
@@ -23,20 +22,15 @@ _SIDE = 64
 
 
 def delta_0(scheme: Scheme) -> Finding:
-    """Generation goes on at the id that is the number of tokens before it (plus start), whatever grids are among them:
+    """Generation goes on at the id that is the number of tokens before it (counted from the start), whatever grids are among them:
     the decode delta is 0.
     """
     if not scheme.resumable:
         return _no_next(scheme)
     trial = Trial(grids(scheme))
     documents = [around(scheme, grid) for grid in trial.grids]
-    for start in STARTS:
-        deltas = Batch.placed(scheme, documents, start).table.deltas
-
-        def words(d: int, deltas: IntArray = deltas) -> str:
-            return f"{spec(documents[d])}: delta {deltas[d]}"
-
-        trial.note(deltas != 0, words)
+    deltas = Batch.placed(scheme, documents).table.deltas
+    trial.note(deltas != 0, lambda d: f"{spec(documents[d])}: delta {deltas[d]}")
     return trial.verdict()
 
 

@@ -288,7 +288,7 @@ class Floored(MRopeQwen25):
         (Crowded(), "length-independent", "1,1x1,1: others beside it move token 1 from (1, 1) to (1001, 1001)"),
         (Foreseeing(), "length-independent", "1,1x1,1: 3x2 after it moves token 1 from (1, 1) to (1001, 1001)"),
         (FarOff(), "symmetric", "1,1x1,1: gaps (2, 2) and (0, 0)"),
-        (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002)"),
+        (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002); holds for 132 of 144 images"),
         (FarOff(), "linear-shift", "1,1x1,1: start 1000 moves token 1 from (1, 1) to (1002, 1002)"),
         (FarOff(), "relative", "2,1x1,1: start 1000 changes the way from token 0 to 2 from (2, 2) to (3, 3)"),
         (Restarting(), "text-is-rope-1d", "1: start 1 puts token 0 at (1, 0)"),

@@ -22,8 +22,8 @@ _SIDE = 64
 
 
 def delta_0(scheme: Scheme) -> Finding:
-    """Generation goes on at the id that is the number of tokens before it (counted from the start), whatever grids are among them:
-    the decode delta is 0.
+    """Generation goes on at the id that is the number of tokens before it, counted from the start, whatever grids are
+    among them: the decode delta is 0.
     """
     if not scheme.resumable:
         return _no_next(scheme)

@@ -20,6 +20,7 @@ from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
     from mmpos import client, data, rotary
+    from mmpos.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SCHEMES",
     "ByteTokenizer",
+    "Diagnosis",
     "Grid",
     "ImageProcessor",
     "ImageSize",
@@ -46,6 +48,7 @@ __all__ = [
     "block_keys",
     "client",
     "data",
+    "diagnose",
     "info",
     "place",
     "rotary",
@@ -53,11 +56,13 @@ __all__ = [
 
 _LAZY = {
     "ByteTokenizer": "mmpos.tokenizers",
+    "Diagnosis": "mmpos.diagnosis",
     "ImageProcessor": "mmpos.images",
     "ImageSize": "mmpos.images",
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
     "SequenceBuilder": "mmpos.sequence",
+    "diagnose": "mmpos.diagnosis",
 }
 
 _MODULES = ("client", "data", "rotary")

@@ -16,6 +16,9 @@ OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
 FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
 
+AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col"), 4: ("axis 0", "axis 1", "axis 2", "axis 3")}
+"""What the axes of a position are, by their number."""
+
 NO_POSITION = int(np.iinfo(np.int64).min)
 """Stands for the next position and the delta of schemes that have none."""
 

@@ -22,6 +22,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
     assert mmpos.__all__ == [
         "SCHEMES",
         "ByteTokenizer",
+        "Diagnosis",
         "Grid",
         "ImageProcessor",
         "ImageSize",
@@ -39,6 +40,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "block_keys",
         "client",
         "data",
+        "diagnose",
         "info",
         "place",
         "rotary",

@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_SPECS = (
+SPECS_HELP = (
     "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
     "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
     "marker, its patches and a marker."
@@ -53,7 +53,8 @@ def root(
 
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
 
-    Exit codes: 0 done, 1 something is missing on this machine, 2 a wrong argument or input.
+    Exit codes: 0 done, 1 something is missing on this machine, 2 a wrong argument or input, 3 ids that
+    [bold]mmpos check[/bold] found to differ.
     """
     if show_version:
         typer.echo(f"mmpos {_version()}")
@@ -74,23 +75,29 @@ def demo(
     run_demo(report.console(), make_scheme(scheme, None), output)
 
 
-@app.command(help=f"Print the ids of documents.\n\n{_SPECS}\n\n{_JSON}")
+@app.command(help=f"Print the ids of documents.\n\n{SPECS_HELP}\n\n{_JSON}")
 def positions(
     documents: Specs,
     scheme: SchemeName = "rope-tie",
     start: Start = 0,
     axes: Axes = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all ids.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.npy", help="Write (axes, tokens) ids there, too, by numpy.save."),
+    ] = None,
 ) -> None:
     """Print the ids of documents."""
     read, segments, placed = _place(documents, scheme, start, axes)
+    if output is not None:
+        report.save_ids(output, placed)
     if json:
         typer.echo(report.to_json_text(read, placed))
     else:
         report.print_positions(report.console(), segments, placed)
 
 
-@app.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{_SPECS}")
+@app.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS_HELP}")
 def plot(
     documents: Specs,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to, .png or .svg.")],
@@ -106,7 +113,7 @@ def plot(
     typer.echo(output)
 
 
-@app.command(help=f"Say in one sentence why a token has its position.\n\n{_SPECS}")
+@app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS_HELP}")
 def explain(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="Documents.", show_default=False)],
     token: Annotated[int, typer.Argument(metavar="TOKEN", help="The token, counted from 0.", show_default=False)],

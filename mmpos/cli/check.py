@@ -1,0 +1,81 @@
+"""The command that compares ids in a file with a scheme, and says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from mmpos.cli.commands import SPECS_HELP, Axes, SchemeName, Start, app, make_scheme
+from mmpos.diagnosis import Diagnosis, diagnose
+from mmpos.errors import InvalidInputError
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents
+
+DIFFERENT = 3
+"""The exit code when ids differ."""
+
+_WANT = "want an array saved with numpy.save"
+
+
+class Padding(StrEnum):
+    """The side of a padded batch on which padding is."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@app.command(
+    help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
+    f"{SPECS_HELP}\n\n"
+    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
+    f"Exit codes: 0 equal, {DIFFERENT} different."
+)
+def check(
+    ids: Annotated[Path, typer.Argument(metavar="IDS.npy", help="The ids of one batch.", show_default=False)],
+    specs: Annotated[
+        list[str],
+        typer.Option("--spec", metavar="SPEC|FILE", help="A document, or a file of them; once for each."),
+    ],
+    scheme: SchemeName = "rope-tie",
+    start: Start = 0,
+    axes: Axes = None,
+    padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
+    tolerance: Annotated[float, typer.Option(min=0, help="How far an id may be from the exact one.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare ids in a file with a scheme."""
+    segments = SegmentTable.from_documents(read_documents(specs))
+    found = diagnose(_read(ids), segments, make_scheme(scheme, axes), start, side=padding.value, tolerance=tolerance)
+    typer.echo(_json(found) if as_json else "\n".join(found.sentences))
+    if not found.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _read(path: Path) -> npt.NDArray[Any]:
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(6)
+        if beginning[:2] == b"PK":
+            raise InvalidInputError(f"{path}: got an archive (.npz, or of torch.save), {_WANT}, not savez")
+        if beginning != b"\x93NUMPY":
+            raise InvalidInputError(f"{path}: got no .npy file, {_WANT}")
+        # Mapped, so that a header that promises more than the file has costs nothing.
+        found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise InvalidInputError(f"{path}: got {error.strerror or error}, {_WANT}") from None
+    except (ValueError, EOFError, OverflowError) as error:
+        raise InvalidInputError(f"{path}: got {error}, {_WANT}") from None
+    return found
+
+
+def _json(found: Diagnosis) -> str:
+    """The fields of a diagnosis, one per line; exact ids as numbers where they are whole, else as fractions."""
+    want = found.want and [int(value) if value.denominator == 1 else str(value) for value in found.want]
+    values = {**vars(found), "want": want, "message": str(found)}
+    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"

@@ -1,0 +1,67 @@
+"""Mistakes of counting: token indexes for ids, another start, ids of the neighbour, a constant too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mmpos.columns import FIRST_TOKEN
+from mmpos.diagnosis.case import Case, Guess
+
+
+def token_index(case: Case) -> Iterator[Guess]:
+    """1-D ids, of the document, of the whole batch, or of the padded row."""
+    words = "ids are the token's index{}: 1-D ids, which know no images"
+    counts = {
+        " in its document": case.index,
+        " in the whole batch, not restarted at a document": np.arange(case.index.size),
+    }
+    if case.column is not None:
+        counts[" in its padded row"] = case.column
+    for where, count in counts.items():
+        for first in sorted({0, 1, *case.start[:1].tolist()}):
+            yield Guess(words.format(where), count + first)
+
+
+def start(case: Case) -> Iterator[Guess]:
+    """Documents that begin at another id."""
+    if case.offset is None or not case.offset.is_integer():
+        return
+    first = case.start + int(case.offset)
+    ids = case.placed(start=first)
+    if case.segments is None:
+        ids = case.want + case.offset
+    if ids is not None:
+        document = case.document[case.first]
+        yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
+
+
+def one_token_off(case: Case) -> Iterator[Guess]:
+    """Every token has the ids of its neighbour, as if ids had been shifted like labels."""
+    last = case.begin + case.positions.lengths[case.document] - 1
+    token = np.arange(last.size)
+    for step, words in ((1, "every token has the ids of the one after it"), (-1, "… of the one before it")):
+        words = words.replace("…", "every token has the ids")
+        moved = token + step
+        inside = (moved >= case.begin) & (moved <= last)
+        rolled = np.where(inside, moved, np.where(moved > last, case.begin, last))
+        repeated = case.want[:, np.clip(moved, case.begin, last)]
+        yield Guess(words, repeated)
+        yield Guess(words, np.where(inside, repeated, 0))
+        yield Guess(words, case.want[:, rolled])
+        yield Guess(words, np.roll(case.want, -step, axis=1))
+        if step > 0 and case.deltas is not None:
+            following = case.positions.next_positions[case.document]
+            yield Guess(words, np.where(inside, repeated, following))
+
+
+def constant(case: Case) -> Iterator[Guess]:
+    """From the first difference to the end of the document, the same too much or too little."""
+    document = case.document[case.first]
+    stop = case.positions.documents[FIRST_TOKEN, document] + case.positions.lengths[document]
+    if not case.offset or stop - case.first < 2:
+        return
+    amount, way = f"{abs(case.offset):g}", "large" if case.offset > 0 else "small"
+    words = f"from the first difference to the end of the document, ids are {amount} too {way}"
+    yield Guess(words, np.where(case.late, case.want + case.offset, case.want))

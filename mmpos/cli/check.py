@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
+from tokenize import TokenError  # numpy reads headers with it
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,8 +21,6 @@ from mmpos.specs import read_documents
 
 DIFFERENT = 3
 """The exit code when ids differ."""
-
-_WANT = "want an array saved with numpy.save"
 
 
 class Padding(StrEnum):
@@ -46,7 +46,7 @@ def check(
     start: Start = 0,
     axes: Axes = None,
     padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
-    tolerance: Annotated[float, typer.Option(min=0, help="How far an id may be from the exact one.")] = 0.0,
+    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare ids in a file with a scheme."""
@@ -61,21 +61,21 @@ def _read(path: Path) -> npt.NDArray[Any]:
     try:
         with path.open("rb") as file:
             beginning = file.read(6)
-        if beginning[:2] == b"PK":
-            raise InvalidInputError(f"{path}: got an archive (.npz, or of torch.save), {_WANT}, not savez")
-        if beginning != b"\x93NUMPY":
-            raise InvalidInputError(f"{path}: got no .npy file, {_WANT}")
-        # Mapped, so that a header that promises more than the file has costs nothing.
-        found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        if beginning == b"\x93NUMPY":
+            # Mapped, so that a header that promises more than the file has costs nothing.
+            found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            return found
+        got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
     except OSError as error:
-        raise InvalidInputError(f"{path}: got {error.strerror or error}, {_WANT}") from None
-    except (ValueError, EOFError, OverflowError) as error:
-        raise InvalidInputError(f"{path}: got {error}, {_WANT}") from None
-    return found
+        got = error.strerror or str(error)
+    except (ValueError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+        got = str(error)
+    raise InvalidInputError(f"{path}: got {got}, want an array saved with numpy.save")
 
 
 def _json(found: Diagnosis) -> str:
-    """The fields of a diagnosis, one per line; exact ids as numbers where they are whole, else as fractions."""
+    """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
     want = found.want and [int(value) if value.denominator == 1 else str(value) for value in found.want]
-    values = {**vars(found), "want": want, "message": str(found)}
+    got = found.got and [value if math.isfinite(value) else str(value) for value in found.got]
+    values = {**vars(found), "got": got, "want": want, "message": str(found)}
     return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"

@@ -25,9 +25,9 @@ def low_precision(case: Case) -> Iterator[Guess]:
     """Ids that went through a float with too few bits."""
     with np.errstate(over="ignore"):
         forms: dict[str, Ids] = {
-            "float32": case.want.astype(np.float32).astype(np.float64),
-            "bfloat16": bfloat16(case.want),
             "float16": case.want.astype(np.float16).astype(np.float64),
+            "bfloat16": bfloat16(case.want),
+            "float32": case.want.astype(np.float32).astype(np.float64),
         }
     for name, ids in forms.items():
         error = np.abs(ids - case.want).max(initial=0)

@@ -41,7 +41,7 @@ _ADVANCES = {
 
 def other_scheme(case: Case) -> Iterator[Guess]:
     """The ids of another scheme, or of the same with other parameters."""
-    for scheme in _VARIANTS:
+    for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
         ids = None if scheme == case.scheme else case.placed(scheme)
         if ids is not None:
             yield Guess(f"these are the ids of {_named(scheme)}", ids)

@@ -61,7 +61,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
     one_of("side", side, ("left", "right"))
     packed, batch = _shapes(array, positions)
     tokens = expand.per_token(positions, ~positions.is_padding).astype(np.bool_)
-    if packed:
+    if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
             raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
         rows = array.reshape(-1, positions.num_tokens)
@@ -86,17 +86,15 @@ def _numbers(array: Array) -> Array:
 
 
 def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:
-    """Whether ids are packed; and if not, their batch and length, if they are padded."""
-    axes, tokens, shape = positions.axes, positions.num_tokens, array.shape
-    rows = (1, axes)
-    if shape[-1:] == (tokens,) and (
-        array.ndim == 1
-        or (array.ndim == 2 and shape[0] in rows)
-        or (array.ndim == 3 and shape[0] in rows and shape[1] == 1)
-    ):
-        return True, None
-    fits = array.ndim in (2, 3) and shape[-2] == positions.num_documents and shape[-1] >= positions.max_seqlen
-    return False, shape[-2:] if fits and (array.ndim == 2 or shape[0] in rows) else None
+    """Whether ids can be packed ones, and their batch and length if they can be padded ones."""
+    shape, has_axes = array.shape, array.shape[:1] in ((1,), (positions.axes,))
+    packed = shape[-1:] == (positions.num_tokens,) and (
+        array.ndim == 1 or (has_axes and (array.ndim == 2 or (array.ndim == 3 and shape[1] == 1)))
+    )
+    padded = (array.ndim == 2 or (array.ndim == 3 and has_axes)) and (
+        shape[-2] == positions.num_documents and shape[-1] >= positions.max_seqlen
+    )
+    return packed, (shape[-2], shape[-1]) if padded else None
 
 
 def _mask(

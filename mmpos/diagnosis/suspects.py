@@ -23,12 +23,12 @@ class Suspect:
 
 
 SUSPECTS = (
-    Suspect(
-        counting.token_index, "give the model ids with all axes, as positions.dense() has them, in place of arange"
-    ),
     Suspect(numbers.cut_fractions, "keep ids as float64, or as exact integers in the table; never .long() them"),
     Suspect(numbers.low_precision, "keep ids out of casts to low precision: in int32, in float64, or in the table"),
     Suspect(numbers.narrow_integers, "hold ids in int32 or int64"),
+    Suspect(
+        counting.token_index, "give the model ids with all axes, as positions.dense() has them, in place of arange"
+    ),
     Suspect(axes.permuted, "order the axes as the scheme does: (row, col) or (frame, row, col)"),
     Suspect(axes.sides_exchanged, "give grids as (frames, height, width), the rows of patches before the columns"),
     Suspect(axes.column_major, "flatten patches row after row, the column fastest"),
@@ -47,4 +47,4 @@ SUSPECTS = (
     Suspect(counting.one_token_off, "shift labels and not position ids: id and token have the same index"),
     Suspect(counting.constant, "look at what stands before the first difference: it takes another number of ids"),
 )
-"""In the order in which they are tried."""
+"""In the order in which they are tried; casts first, since few bits make the ids of all other mistakes alike."""

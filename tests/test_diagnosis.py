@@ -256,6 +256,20 @@ def test_another_scheme() -> None:
     assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == "these are the ids of grid-2d"
 
 
+def test_another_scheme_with_parameters() -> None:
+    floored = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
+    assert why(floored, "3,2x3,2") == "these are the ids of rope-tie-v2 with rounding='floor'"
+    video: dict[str, list[list[float]]] = {
+        "rope-tie": [[0, 4, 8, 12], [0, 6, 6, 12], [0, 6, 6, 12]],
+        "rope-tie-fractional": [[0, 1, 2, 3], [0, 1.5, 1.5, 3], [0, 1.5, 1.5, 3]],
+        "rope-tie-lcm": [[0, 2, 4, 6], [0, 3, 3, 6], [0, 3, 3, 6]],
+    }
+    for name, ids in video.items():
+        assert why(ids, "1,2x1x1,1", scheme="mrope") == f"these are the ids of {name} with axes=3"
+    halves: list[list[float]] = [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]]
+    assert why(halves, "1,2x1x2,1", scheme="mrope") == "these are the ids of rope-tie-v2 with axes=3"
+
+
 def test_times_of_video_frames() -> None:
     space = [3, 3, 3]
     ids = [[0, 1, 2, 3, 4, 5, 4], [0, 1, 2, *space, 4], [0, 1, 2, *space, 4]]
@@ -338,10 +352,12 @@ def test_the_maximum_of_halves_and_of_three_axes() -> None:
 
 
 def test_grids_before_merging() -> None:
-    grid = [*[2] * 9], [2, 2, 2, 3, 3, 3, 4, 4, 4], [2, 3, 4, 2, 3, 4, 2, 3, 4]
-    assert why([[0, 1, *axis, 8, 9] for axis in grid], "2,3x3,2", scheme="mrope") == (
-        "spatial merging is forgotten: ids after a grid are those of 2x2 times the patches"
-    )
+    frames, rows, cols = [2] * 25, [2 + i // 5 for i in range(25)], [2 + i % 5 for i in range(25)]
+    for side in (2, 3, 4):
+        ids = [[0, 1, *axis, 2 + 5 * side, 3 + 5 * side] for axis in (frames, rows, cols)]
+        assert why(ids, "2,5x5,2", scheme="mrope") == (
+            f"spatial merging is forgotten: ids after a grid are those of {side}x{side} times the patches"
+        )
     assert why([[0, 4, 16]] * 2, "1,1x1,1") == (  # 3x3 patches
         "spatial merging is forgotten: strides and ids after a grid are those of 3x3 times the patches"
     )
@@ -361,20 +377,21 @@ def test_the_delta_of_another_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "neighbour"),
+    ("first", "last", "neighbour"),
     [
-        ([1, 3, 3, 7, 8, 9], [1, 3, 5, 7, 8, 9], "after"),
-        ([1, 3, 3, 7, 8, 8], [1, 3, 5, 7, 8, 8], "after"),
-        ([1, 3, 3, 7, 8, 0], [1, 3, 5, 7, 8, 0], "after"),
-        ([0, 0, 1, 3, 3, 7], [0, 0, 1, 3, 5, 7], "before"),
-        ([8, 0, 1, 3, 3, 7], [8, 0, 1, 3, 5, 7], "before"),
+        ([], [14], "after"),  # the next position
+        ([], [0], "after"),
+        ([], [5], "after"),  # rolled
+        ([0], [], "before"),
+        ([13], [], "before"),
+        ([5], [], "before"),
     ],
 )
-def test_ids_shifted_by_one_token(rows: list[int], cols: list[int], neighbour: str) -> None:
-    assert ids_of("2,1x2,2").tolist() == [[0, 1, 4, 4, 7, 8], [0, 1, 3, 5, 7, 8]]
-    ids = np.array([rows, cols])
-    ids[0][ids[0] == 3] = 4
-    assert why(ids, "2,1x2,2") == f"every token has the ids of the one {neighbour} it"
+def test_ids_shifted_by_one_token(first: list[int], last: list[int], neighbour: str) -> None:
+    rows, cols = [5, 6, 9, 9, 12, 13], [5, 6, 8, 10, 12, 13]
+    assert ids_of("2,1x2,2", start=5).tolist() == [rows, cols]
+    ids = [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in (rows, cols)]
+    assert why(ids, "2,1x2,2", start=5) == f"every token has the ids of the one {neighbour} it"
 
 
 def test_ids_shifted_through_all_documents() -> None:
@@ -387,6 +404,12 @@ def test_a_constant_from_some_token_on() -> None:
     assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 3 too large"
     ids[:, 11:] -= 10
     assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
+
+
+def test_nothing_equals_nothing() -> None:
+    nothing = SegmentTable.from_documents([])
+    assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."
+    assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing, padding_id=7).equal
 
 
 def test_what_no_mistake_gives_has_no_cause() -> None:
@@ -456,7 +479,7 @@ def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Case:
     return Case(ids, placed, np.zeros(placed.num_documents, np.int64), 0.0, segments, get_scheme(scheme))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(SPECS, SCHEMES, st.data())
 def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
     specs: list[str], scheme: str, data: st.DataObject

@@ -48,7 +48,7 @@ def diagnose(
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes, which stands for all
             axes; integers or floats, a list, an array or a tensor on the host. Where a shape can be both,
-            it is packed.
+            it is packed, unless it comes with an attention_mask.
         documents: what the ids are of; mistakes in placing are found only for a SegmentTable.
         scheme: for a SegmentTable, a name or a scheme object; "rope-tie" if not given.
         start: for a SegmentTable, id of each document's first token, one or (documents,).

@@ -39,21 +39,17 @@ def start(case: Case) -> Iterator[Guess]:
 
 def one_token_off(case: Case) -> Iterator[Guess]:
     """Every token has the ids of its neighbour, as if ids had been shifted like labels."""
-    last = case.begin + case.positions.lengths[case.document] - 1
-    token = np.arange(last.size)
-    for step, words in ((1, "every token has the ids of the one after it"), (-1, "… of the one before it")):
-        words = words.replace("…", "every token has the ids")
-        moved = token + step
-        inside = (moved >= case.begin) & (moved <= last)
-        rolled = np.where(inside, moved, np.where(moved > last, case.begin, last))
-        repeated = case.want[:, np.clip(moved, case.begin, last)]
-        yield Guess(words, repeated)
-        yield Guess(words, np.where(inside, repeated, 0))
-        yield Guess(words, case.want[:, rolled])
+    token = np.arange(case.index.size)
+    for step, neighbour in ((1, "after"), (-1, "before")):
+        words = f"every token has the ids of the one {neighbour} it"
+        moved = case.index + step
+        inside = (moved >= 0) & (moved < case.positions.lengths[case.document])
+        shifted = case.want[:, np.where(inside, token + step, token)]
+        yield Guess(words, np.where(inside, shifted, 0))
         yield Guess(words, np.roll(case.want, -step, axis=1))
         if step > 0 and case.deltas is not None:
             following = case.positions.next_positions[case.document]
-            yield Guess(words, np.where(inside, repeated, following))
+            yield Guess(words, np.where(inside, shifted, following))
 
 
 def constant(case: Case) -> Iterator[Guess]:

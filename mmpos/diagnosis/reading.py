@@ -64,7 +64,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
     if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
             raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
-        rows = array.reshape(-1, positions.num_tokens)
+        rows = array.reshape(_rows(array, 1), positions.num_tokens)
         (where,) = (~tokens).nonzero()
         document = positions.cu_seqlens.searchsorted(where, side="right") - 1
         places = np.stack([document, where - positions.cu_seqlens[document]])
@@ -72,7 +72,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
     if batch is None:
         raise _shape_error(array, positions)
     mask = _mask(positions, tokens, attention_mask, side, batch)
-    rows = array.reshape(-1, prod(batch))
+    rows = array.reshape(_rows(array, 2), prod(batch))
     return Dump(rows[:, mask.ravel()], mask, rows[:, ~mask.ravel()], np.stack((~mask).nonzero()))
 
 
@@ -95,6 +95,11 @@ def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, in
         shape[-2] == positions.num_documents and shape[-1] >= positions.max_seqlen
     )
     return packed, (shape[-2], shape[-1]) if padded else None
+
+
+def _rows(array: Array, places: int) -> int:
+    """Rows of ids, where the last so many dimensions are places; told, since no ids have any number of rows."""
+    return array.shape[0] if array.ndim > places else 1
 
 
 def _mask(

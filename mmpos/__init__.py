@@ -19,7 +19,7 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
-    from mmpos import client, data, rotary
+    from mmpos import client, data, encodings, rotary
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.models import ModelSettings, from_hf_config
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
@@ -48,6 +48,7 @@ __all__ = [
     "block_keys",
     "client",
     "data",
+    "encodings",
     "from_hf_config",
     "info",
     "place",
@@ -65,7 +66,7 @@ _LAZY = {
     "from_hf_config": "mmpos.models",
 }
 
-_MODULES = ("client", "data", "rotary")
+_MODULES = ("client", "data", "encodings", "rotary")
 
 if not TYPE_CHECKING:
 

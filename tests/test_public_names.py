@@ -40,6 +40,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "block_keys",
         "client",
         "data",
+        "encodings",
         "from_hf_config",
         "info",
         "place",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
+    from mmpos.video import Video
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "Video",
     "block_keys",
     "client",
     "data",
@@ -58,6 +60,7 @@ _LAZY = {
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
     "SequenceBuilder": "mmpos.sequence",
+    "Video": "mmpos.video",
 }
 
 _MODULES = ("client", "data", "rotary")

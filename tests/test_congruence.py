@@ -252,6 +252,14 @@ def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
         same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
 
 
+def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> None:
+    assert [profile.row_token_id for profile in ask("info").profiles] == [None, None, 300]
+    with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
+        ask("build", [Grid(99_999, 1)], profile="breaks")
+    with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):
+        ask("build", [Grid(100, 1)] * 501, profile="breaks")
+
+
 def test_a_batch_with_errors_in_their_places(ask: Ask) -> None:
     documents = [*PARTS, *WRONG_PARTS]
     found = ask("build_batch", documents, errors="return")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import CASES, Case, exact, placed, settled
 
@@ -81,7 +81,7 @@ def test_frames_are_any_images() -> None:
     np.testing.assert_array_equal(sizes.input_ids, want.input_ids)
 
 
-@settled
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(data=st.data())
 @pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
 def test_one_more_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
@@ -122,7 +122,7 @@ def test_sixty_four_frames_cost_40_000_ids_apart_and_40_624_in_one_grid() -> Non
         (90, "{seconds:.0f} s", "90 s"),
         (2.5, "at {seconds:06.2f}, {{s}}", "at 002.50, {s}"),
         (2, "", ""),
-        (75, lambda time: f"{time // 60}:{time % 60:02}" if time == 75 else "?", "1:15"),
+        (75, lambda time: f"{time // 60}:{int(time % 60):02}", "1:15"),
     ],
 )
 def test_a_timestamp_is_written_from_the_exact_time(seconds: Any, timestamp: Any, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_half_of_an_image_is_pruned() -> None:
 @settled
 @given(tables(), st.data())
 def test_kept_tokens_keep_their_ids_and_documents(positions: PositionTable, data: st.DataObject) -> None:
-    side = data.draw(st.sampled_from(["left", "right"]))
+    side: Literal["left", "right"] = data.draw(st.sampled_from(["left", "right"]))
     padded = positions.pad(side=side) if data.draw(st.booleans()) else positions
     tokens = padded.num_tokens
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), bool)

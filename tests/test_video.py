@@ -140,9 +140,13 @@ def test_the_digits_of_a_timestamp_are_within_half_a_unit(numerator: int, denomi
 
 def test_frames_at_a_rate_are_at_exact_times() -> None:
     ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
-    assert ntsc.times == (0, Fraction(1001, 30000), Fraction(1001, 15000))
+    assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
     assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)
-    assert Video([Grid(1, 1)] * 3, times=np.array([0, 0.1, 0.1])).times == (0, Fraction(1, 10), Fraction(1, 10))
+    assert Video([Grid(1, 1)] * 3, times=np.array([0, 0.1, 0.1])).times == (
+        Fraction(0),
+        Fraction(1, 10),
+        Fraction(1, 10),
+    )
 
 
 def test_a_video_shows_its_times_and_pickles() -> None:

@@ -134,7 +134,7 @@ class PositionTable(Columns):
         if mask.dtype != np.bool_ or mask.shape != (self.num_tokens,):
             got = f"{mask.dtype} {mask.shape}"
             raise InvalidInputError(f"mask: got {got}, want bool ({self.num_tokens},), one per token")
-        kept = self.take(*ranges.runs(np.ascontiguousarray(mask)))
+        kept = self.take(*ranges.runs(mask))
         documents = kept.documents.copy()
         lost = self.real_lengths - kept.real_lengths
         documents[DELTA] += np.where(documents[DELTA] == NO_POSITION, 0, lost)

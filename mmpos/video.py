@@ -96,7 +96,7 @@ def plain_parts(parts: Iterable[Any]) -> Iterator[Plain]:
 
 def given_offsets(offsets: npt.ArrayLike, given: Sequence[int]) -> IntArray:
     """(parts given + 1,) first token of each part given, and the total, from (plain parts + 1,) those of plain ones."""
-    edges = np.diff(np.asarray(given, np.int64), prepend=-1, append=-2).nonzero()
+    edges = np.diff(np.asarray(given, np.int64), prepend=-1, append=-1).nonzero()
     found: IntArray = np.asarray(offsets, np.int64)[edges]
     return found
 

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from oracle import Id, exact, settled
 from test_engine_identities import tables
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, SequenceBuilder, Text, Video, place
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    PositionTable,
+    SegmentTable,
+    SequenceBuilder,
+    Text,
+    UnsupportedError,
+    Video,
+    place,
+)
 from mmpos.columns import NO_POSITION
 from mmpos.rotary import Rotary, apply_rotary
 
@@ -57,6 +67,13 @@ def test_everything_and_nothing_may_be_kept() -> None:
     assert (none.num_tokens, none.num_documents, none.next_positions.tolist()) == (0, 2, [5, 3])
     assert none.deltas.tolist() == none.next_positions.tolist()
     assert place(SegmentTable.from_documents([])).keep(np.empty(0, bool)).num_tokens == 0
+
+
+def test_a_scheme_without_next_positions_has_none_after_pruning() -> None:
+    kept = place(BATCH, "rows").keep(np.arange(10) > 2)
+    assert kept.documents[2:].tolist() == [[NO_POSITION] * 2] * 2
+    with pytest.raises(UnsupportedError, match="deltas: got a table of rows"):
+        _ = kept.deltas
 
 
 def test_a_strided_mask_is_read_right() -> None:

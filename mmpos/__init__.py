@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mmpos.models import ModelSettings, from_hf_config
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
+    from mmpos.video import Video
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "Video",
     "block_keys",
     "client",
     "data",
@@ -63,6 +65,7 @@ _LAZY = {
     "Markers": "mmpos.sequence",
     "ModelSettings": "mmpos.models",
     "SequenceBuilder": "mmpos.sequence",
+    "Video": "mmpos.video",
     "from_hf_config": "mmpos.models",
 }
 

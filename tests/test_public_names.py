@@ -37,6 +37,7 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "SequenceBuilder",
         "Text",
         "UnsupportedError",
+        "Video",
         "block_keys",
         "client",
         "data",

@@ -57,8 +57,8 @@ BY_HAND = [
     Case1x2("mrope", 3, [(t, 1, j) for t in (1, 2, 3) for j in (1, 2)], 4, 5),
     # Text goes on at 1 + max(1, 2) = 3; the next position is beyond all ids, the frames' too.
     Case1x2("mrope-transformers", 4, [(t, 1, j) for t in (1, 2, 3, 4) for j in (1, 2)], 3, 5),
-    # ⌊2.9⌋ = 2 seconds at 2 ids each.
-    Case1x2(MRopeTransformers(tokens_per_second=2), 2, [(t, 1, j) for t in (1, 5) for j in (1, 2)], 3, 6),
+    # ⌊t · 2.9 · 2⌋ = 0, 5.
+    Case1x2(MRopeTransformers(tokens_per_second=2), 2, [(t, 1, j) for t in (1, 6) for j in (1, 2)], 3, 7),
     # ⌊t · 2.9 · 2⌋ = 0, 5, 11.
     Case1x2("mrope-qwen2.5", 3, [(t, 1, j) for t in (1, 6, 12) for j in (1, 2)], 13, 14),
     # ⌊t · 29/10 · 10/3⌋ = ⌊t · 29/3⌋ = 0, 9, 19, 29, exact at the last.

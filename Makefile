@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo test slow check format proto baseline bench clean
+.PHONY: help demo gallery test slow check format proto baseline bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -14,6 +14,10 @@ help:  ## show this list
 demo: $(VENV)/demo  ## positions of a text with two photographs, printed and drawn
 	@mkdir -p out
 	$(BIN)/mmpos demo -o out/demo.png
+
+gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
+	@mkdir -p docs/gallery
+	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
 
 test: $(VENV)/dev  ## the tests
 	$(BIN)/pytest -q -n 2

@@ -19,11 +19,13 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
-    from mmpos import client, data, rotary
+    from mmpos import client, data, encodings, rotary
     from mmpos.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
+    from mmpos.models import ModelSettings, from_hf_config
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
+    from mmpos.video import Video
 
 __version__ = "0.1.0"
 
@@ -39,16 +41,20 @@ __all__ = [
     "LimitExceededError",
     "Markers",
     "MmposError",
+    "ModelSettings",
     "PositionTable",
     "Scheme",
     "SegmentTable",
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "Video",
     "block_keys",
     "client",
     "data",
     "diagnose",
+    "encodings",
+    "from_hf_config",
     "info",
     "place",
     "rotary",
@@ -61,11 +67,14 @@ _LAZY = {
     "ImageSize": "mmpos.images",
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
+    "ModelSettings": "mmpos.models",
     "SequenceBuilder": "mmpos.sequence",
+    "Video": "mmpos.video",
     "diagnose": "mmpos.diagnosis",
+    "from_hf_config": "mmpos.models",
 }
 
-_MODULES = ("client", "data", "rotary")
+_MODULES = ("client", "data", "encodings", "rotary")
 
 if not TYPE_CHECKING:
 

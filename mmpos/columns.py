@@ -130,6 +130,14 @@ class Columns:
         return _gaps(self.documents[FIRST_TOKEN], self.num_tokens)
 
     @property
+    def real_lengths(self) -> IntArray:
+        """(documents,) tokens of each document, padding not included."""
+        before = np.zeros(self.num_segments + 1, np.int64)
+        np.cumsum(self.segment_lengths * ~self.is_padding, out=before[1:])
+        first = before[self.documents[FIRST_SEGMENT]]
+        return _gaps(first, int(before[-1]))
+
+    @property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:
         """(documents + 1,) int32 first token of each document, then the total, as varlen attention takes it.
 

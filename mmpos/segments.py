@@ -164,7 +164,7 @@ class SegmentTable:
         image_grid_thw: npt.ArrayLike | None = None,
         video_grid_thw: npt.ArrayLike | None = None,
         *,
-        image_token_id: int,
+        image_token_id: int | None,
         video_token_id: int | None = None,
         spatial_merge_size: int = 1,
         cu_seqlens: npt.ArrayLike | None = None,
@@ -178,8 +178,8 @@ class SegmentTable:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
             image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
             video_grid_thw: (videos, 3) likewise.
-            image_token_id: the placeholder of image patches.
-            video_token_id: the placeholder of video patches.
+            image_token_id: the placeholder of image patches; None if there are none.
+            video_token_id: the placeholder of video patches; likewise.
             spatial_merge_size: patches merged along each side; divides heights and widths.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,

@@ -172,10 +172,10 @@ def _mrope(grid: Grid, cursor: int) -> Grown:
 
 
 def _mrope_transformers(grid: Grid, cursor: int, tokens_per_second: int | None = None) -> Grown:
-    step = 1
+    step = Fraction(1)
     if tokens_per_second is not None:
-        step = tokens_per_second * (1 if grid.seconds_per_frame is None else int(grid.seconds_per_frame))
-    ids = [_id(cursor + t * step, cursor + i, cursor + j) for t, i, j in _raster(grid)]
+        step = tokens_per_second * (Fraction(1) if grid.seconds_per_frame is None else grid.seconds_per_frame)
+    ids = [_id(cursor + floor(t * step), cursor + i, cursor + j) for t, i, j in _raster(grid)]
     return ids, cursor + max(grid.height, grid.width)
 
 

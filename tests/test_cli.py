@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from pictures import texts
 from PIL import Image
 
 from mmpos import info
@@ -237,15 +238,34 @@ def test_the_demo_takes_other_schemes(tmp_path: Path) -> None:
     assert (tmp_path / "v2.svg").stat().st_size > 10_000
 
 
-def test_plot_writes_its_picture_and_says_where(tmp_path: Path) -> None:
-    assert run("plot", "3,2x3,2", "-o", "ids.png", "--title", "Hello") == "ids.png\n"
-    with Image.open(tmp_path / "ids.png") as picture:
-        assert picture.format == "PNG"
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("ids 3,2x3,2", ["Hello", "image 1: 2×3", "next position: 16"]),
+        ("ids 3,2x3,2 -s mrope -s flatten --start 7", ["Hello", "mrope", "flatten", "next position 15", "token"]),
+        ("attention 3,2x3,2 -s rope-tie-v2 -s mrope --head-dim 12", ["Hello", "rope-tie-v2", "mrope"]),
+        (
+            "attention 3,2x3,2 --token 8 --allocation split --allocation axial",
+            ["Hello", "rope-tie, split", "rope-tie, axial", "tokens after the image"],
+        ),
+        ("attention 2x3,2 -s mrope --allocation sections --mrope-section 16,24,24", ["Hello", "mrope"]),
+        ("phase --theta 500000", ["Hello", "0.073 rad at id 1,000,000"]),
+        ("growth -s rope-tie -s mrope", ["Hello", "rope-tie", "mrope"]),
+    ],
+)
+def test_plot_writes_its_picture_and_says_where(tmp_path: Path, arguments: str, words: list[str]) -> None:
+    assert run("plot", *arguments.split(), "-o", "ids.svg", "--title", "Hello") == "ids.svg\n"
+    found = texts(tmp_path / "ids.svg")
+    assert [word for word in words if word not in found] == []
 
 
-@pytest.mark.parametrize("command", ["demo", "positions", "plot", "explain", "schemes"])
+def test_plot_alone_lists_what_it_draws() -> None:
+    assert [run("plot").count(f" {name} ") > 0 for name in ("ids", "attention", "phase", "growth")] == [True] * 4
+
+
+@pytest.mark.parametrize("command", ["demo", "positions", "plot ids", "plot attention", "explain", "schemes"])
 def test_help_teaches_every_command(command: str) -> None:
-    words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(command, "--help")).split())
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*command.split(), "--help")).split())
     if command in ("demo", "schemes"):
         assert "24×24" in words or "photographs" in words
     else:
@@ -316,14 +336,22 @@ WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg 
         (["positions", "3", "--axes", "4"], "RopeTie.axes: got 4, want 2 or 3"),
         (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
-        (["plot", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png or .svg"),
+        (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png or .svg"),
         (
-            ["plot", "3", "-o", "no/ids.png"],
+            ["plot", "ids", "3", "-o", "no/ids.png"],
             "path: got 'no/ids.png' (No such file or directory), want a path to write to",
         ),
-        (["plot", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
-        (["plot", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
-        (["plot", "3"], "Missing option '--output' / '-o'; mmpos plot --help tells more"),
+        (["plot", "ids", *["3"] * 9, "-o", "ids.png"], "positions: got 9 documents, want at most 8"),
+        (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
+        (["plot", "ids", "3"], "Missing option '--output' / '-o'; mmpos plot ids --help tells more"),
+        (["plot", "3"], "No such command '3'; mmpos plot --help tells more"),
+        (["plot", "ids", "3", "-s", "tie", "-o", "a.svg"], f"--scheme: got 'tie', want one of {', '.join(SCHEMES)}"),
+        (
+            ["plot", "attention", "3,2x3", "--mrope-section", "1,x", "-o", "a.svg"],
+            "--mrope-section: got '1,x', want numbers such as 16,24,24",
+        ),
+        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want one to look from"),
+        (["plot", "phase", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
         (["positions"], "Missing argument 'SPEC|FILE...'; mmpos positions --help tells more"),
         (["bogus"], "No such command 'bogus'; mmpos --help tells more"),
@@ -405,7 +433,7 @@ def test_a_missing_extra_is_one_line_that_names_it(
     for name in [name for name in sys.modules if name.partition(".")[0] == missing or name.startswith("mmpos.cli")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    code, message = fail(capsys, "plot", "3", "-o", "ids.png")
+    code, message = fail(capsys, "plot", "ids", "3", "-o", "ids.png")
     assert (code, message) == (1, f'{missing} is not installed, want pip install "mmpos[cli]"')
     if missing == "typer":
         assert fail(capsys, "serve") == (1, 'typer is not installed, want pip install "mmpos[server]"')

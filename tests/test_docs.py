@@ -66,3 +66,14 @@ def test_links_lead_to_files(path: Path) -> None:
 def _served(code: str, request: pytest.FixtureRequest) -> str:
     """The example with the address of a server that is there, if it names one."""
     return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code
+
+
+def test_the_tests_that_the_page_of_differences_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/differences.md").read_text()))
+    there = {
+        name
+        for path in (ROOT / "tests").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 10
+    assert named - there == set()

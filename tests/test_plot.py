@@ -4,39 +4,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from pictures import pixels, table, texts
 from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.placing import place
 from mmpos.plot import plot_positions
 from mmpos.plot.plane import read_plane
-from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES
-from mmpos.segments import SegmentTable
-from mmpos.specs import read_documents
 
 pytest.importorskip("matplotlib")
 
 BLUE, VERMILLION, TEXT = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x22, 0x22, 0x22)
 
 
-def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
-    return place(SegmentTable.from_documents(read_documents(specs)), scheme)
-
-
-def texts(path: Path) -> list[str]:
-    """The words of an SVG, in order."""
-    root = ElementTree.parse(path).getroot()
-    return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
-
-
 def colours(path: Path) -> dict[tuple[int, int, int], int]:
-    with Image.open(path) as picture:
-        red, green, blue = np.moveaxis(np.asarray(picture.convert("RGB")).astype(np.int64), 2, 0)
+    red, green, blue = np.moveaxis(pixels(path).astype(np.int64), 2, 0)
     codes = np.bincount((red << 16 | green << 8 | blue).ravel())
     return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
 
@@ -159,6 +144,14 @@ def test_fine_images_are_thinned_and_say_so(tmp_path: Path) -> None:
     assert texts(tmp_path / "ids.svg").count("(1 in 2 rows and columns)") == 2
     plot_positions(table("3,128x128,3"), tmp_path / "whole.svg")
     assert not any("rows and columns" in line for line in texts(tmp_path / "whole.svg"))
+
+
+def test_points_that_would_melt_together_are_a_block(tmp_path: Path) -> None:
+    plot_positions(table("9,8x8,9", scheme="rope-tie-v2"), tmp_path / "points.svg")
+    assert (tmp_path / "points.svg").read_text().count("<use ") > 18 + 64
+    plot_positions(table("900,8x8,9", scheme="rope-tie-v2"), tmp_path / "block.svg")
+    assert 909 < (tmp_path / "block.svg").read_text().count("<use ") < 909 + 64
+    assert "8×8" in " ".join(texts(tmp_path / "block.svg"))
 
 
 def test_many_images_are_counted_in_the_legend(tmp_path: Path) -> None:

@@ -187,13 +187,13 @@ def test_transformers_goes_on_below_the_frames() -> None:
     assert positions.decode(2).dense().tolist() == [[104, 105]] * 3
 
 
-def test_transformers_takes_whole_seconds() -> None:
+def test_transformers_floors_frames_and_not_seconds() -> None:
     timed: Document = [
         Grid(1, 1, frames=3, seconds_per_frame=2.9),
         Text(1),
         Grid(1, 1, frames=3, seconds_per_frame=0.9),
     ]
-    assert placed(timed, MRopeTransformers(tokens_per_second=2)).dense()[0].tolist() == [0, 4, 8, 1, 2, 2, 2]
+    assert placed(timed, MRopeTransformers(tokens_per_second=2)).dense()[0].tolist() == [0, 5, 11, 1, 2, 3, 5]
     assert placed(timed, "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 1, 2, 3, 4]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.commands import SPECS_HELP, Axes, SchemeName, Start, app, make_scheme
+from mmpos.cli.commands import SPECS, Axes, SchemeName, Start, app, make_scheme
 from mmpos.diagnosis import Diagnosis, diagnose
 from mmpos.errors import InvalidInputError
 from mmpos.segments import SegmentTable
@@ -32,7 +32,7 @@ class Padding(StrEnum):
 
 @app.command(
     help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
-    f"{SPECS_HELP}\n\n"
+    f"{SPECS}\n\n"
     "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
     f"Exit codes: 0 equal, {DIFFERENT} different."
 )

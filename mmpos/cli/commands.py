@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SPECS_HELP = (
+SPECS = (
     "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
     "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
     "marker, its patches and a marker."
@@ -75,7 +75,7 @@ def demo(
     run_demo(report.console(), make_scheme(scheme, None), output)
 
 
-@app.command(help=f"Print the ids of documents.\n\n{SPECS_HELP}\n\n{_JSON}")
+@app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{_JSON}")
 def positions(
     documents: Specs,
     scheme: SchemeName = "rope-tie",
@@ -88,7 +88,7 @@ def positions(
     ] = None,
 ) -> None:
     """Print the ids of documents."""
-    read, segments, placed = _place(documents, scheme, start, axes)
+    read, segments, placed = place_specs(documents, scheme, start, axes)
     if output is not None:
         report.save_ids(output, placed)
     if json:
@@ -97,23 +97,7 @@ def positions(
         report.print_positions(report.console(), segments, placed)
 
 
-@app.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS_HELP}")
-def plot(
-    documents: Specs,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to, .png or .svg.")],
-    scheme: SchemeName = "rope-tie",
-    start: Start = 0,
-    axes: Axes = None,
-    title: Annotated[str | None, typer.Option(help="Above the picture.", show_default="scheme and tokens")] = None,
-) -> None:
-    """Draw the plane of ids."""
-    from mmpos.plot import plot_positions
-
-    plot_positions(_place(documents, scheme, start, axes)[2], output, title)
-    typer.echo(output)
-
-
-@app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS_HELP}")
+@app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS}")
 def explain(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="Documents.", show_default=False)],
     token: Annotated[int, typer.Argument(metavar="TOKEN", help="The token, counted from 0.", show_default=False)],
@@ -122,7 +106,7 @@ def explain(
     axes: Axes = None,
 ) -> None:
     """Say in one sentence why a token has its position."""
-    typer.echo(_place([document], scheme, start, axes)[2].explain(token))
+    typer.echo(place_specs([document], scheme, start, axes)[2].explain(token))
 
 
 @app.command()
@@ -138,9 +122,10 @@ def info() -> None:
         typer.echo(f"{name:12} {value}")
 
 
-def _place(
+def place_specs(
     arguments: list[str], scheme: str, start: int, axes: int | None
 ) -> tuple[list[Document], SegmentTable, PositionTable]:
+    """The documents that arguments name, their segments, and the table of a scheme."""
     documents = read_documents(arguments)
     segments = SegmentTable.from_documents(documents)
     return documents, segments, place(segments, make_scheme(scheme, axes), start)

@@ -1,5 +1,21 @@
-"""Pictures of placed tables; needs matplotlib only when one is drawn."""
+"""Pictures of ids, attention, precision and growth; matplotlib is needed only when one is drawn."""
 
-from mmpos.plot.drawing import plot_positions
+from mmpos.plot.attention import plot_attention
+from mmpos.plot.curves import plot_growth, plot_phase_error
+from mmpos.plot.growth import Growth, id_growth
+from mmpos.plot.kernel import Kernel, attention_kernel
+from mmpos.plot.positions import plot_positions
+from mmpos.plot.precision import PhaseErrors, phase_errors
 
-__all__ = ["plot_positions"]
+__all__ = [
+    "Growth",
+    "Kernel",
+    "PhaseErrors",
+    "attention_kernel",
+    "id_growth",
+    "phase_errors",
+    "plot_attention",
+    "plot_growth",
+    "plot_phase_error",
+    "plot_positions",
+]

@@ -16,6 +16,8 @@ SUFFIXES = (".png", ".svg")
 # Okabe and Ito's colours, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, FAINT = "#222222", "#8a8a8a"
+_DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
+_MARKERS = "osD^vPX"
 
 # Fixed element ids, so that the same data gives the same bytes; the text of an SVG stays text.
 _STYLE: dict[Any, Any] = {
@@ -36,6 +38,27 @@ def picture_path(path: str | PathLike[str]) -> Path:
     if target.suffix.lower() not in SUFFIXES:
         raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
     return target
+
+
+def line_style(i: int) -> dict[str, Any]:
+    """Colour, dashes and marker of the i-th curve; where the colour is gone, dashes and marker still tell it apart.
+
+    >>> line_style(1)["color"], line_style(1)["marker"]
+    ('#D55E00', 's')
+    """
+    return {
+        "color": (*COLOURS, INK)[i % (len(COLOURS) + 1)],
+        "linestyle": _DASHES[i % len(_DASHES)],
+        "marker": _MARKERS[i % len(_MARKERS)],
+    }
+
+
+def quiet_axes(axes: Any) -> None:
+    """Faint lines behind the data, and no ticks: what all panels have in common."""
+    axes.grid(color="#e8e8e8", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors="#444444", which="both")
+    axes.spines[:].set_color("#bbbbbb")
 
 
 @contextmanager

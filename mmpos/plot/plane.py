@@ -120,18 +120,18 @@ def read_plane(positions: PositionTable, document: int) -> Plane:
     for k, s in enumerate(segments):
         a = int(positions.offset[s]) - first
         b = a + int(lengths[s])
-        if _is_text(positions, s):
+        if is_text(positions, s):
             text.append(points[:, a:b])
             continue
-        before = points[:, a - 1] if k and _is_text(positions, segments[k - 1]) else None
-        after = points[:, b] if k + 1 < len(segments) and _is_text(positions, segments[k + 1]) else None
+        before = points[:, a - 1] if k and is_text(positions, segments[k - 1]) else None
+        after = points[:, b] if k + 1 < len(segments) and is_text(positions, segments[k + 1]) else None
         if k + 1 == len(segments) and end:
             after = end_point[:, 0]
         images.append(_image(positions, s, points[:, a:b], before, after))
     return Plane(_NAMES[positions.axes], np.concatenate(text, axis=1), tuple(images), end_point, positions.axes > 1)
 
 
-def _is_text(positions: PositionTable, s: int) -> bool:
+def is_text(positions: PositionTable, s: int) -> bool:
     """Whether a segment is text: one row, and no way from one row to another."""
     return bool(positions.height[s] == 1 and not positions.step_row[:, s].any())
 

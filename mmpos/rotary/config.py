@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -180,14 +181,19 @@ class Rotary:
         return _read_only(np.array(self._layout.axis, np.int64))
 
     @cached_property
+    def exact_inv_freq(self) -> tuple[Decimal, ...]:
+        """(pairs,) rad per position, decimals of 100 digits."""
+        return tuple(self._pairs(Exact()))
+
+    @cached_property
     def inv_freq_array(self) -> Float64Array:
         """(pairs,) float64 rad per position, the exact ones rounded; read-only."""
-        return _read_only(np.array([float(value) for value in self._exact_inv_freq], np.float64))
+        return _read_only(np.array([float(value) for value in self.exact_inv_freq], np.float64))
 
     @cached_property
     def turns(self) -> UInt64Array:
         """(pairs,) uint64 turns per position in units of 2⁻⁶⁴, modulo one turn, rounded to nearest; read-only."""
-        return _read_only(fixed_point_turns(self._exact_inv_freq))
+        return _read_only(fixed_point_turns(self.exact_inv_freq))
 
     @cached_property
     def inv_freq_float32(self) -> Float32Array:
@@ -208,10 +214,6 @@ class Rotary:
     @cached_property
     def _layout(self) -> Layout:
         return allocate(self.allocation, self.axes, self.num_pairs, self.mrope_section)
-
-    @cached_property
-    def _exact_inv_freq(self) -> list[Any]:
-        return self._pairs(Exact())
 
     @property
     def _thetas(self) -> tuple[float, ...]:

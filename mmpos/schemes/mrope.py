@@ -61,8 +61,8 @@ class MRopeTransformers(MRope):
     The next position is the maximum of all ids plus one, which on long videos is beyond the next text id.
 
     Args:
-        tokens_per_second: of Qwen2.5-VL: frames are tokens_per_second · ⌊seconds_per_frame⌋ ids apart
-            (one second where not given); None, as for Qwen2-VL and Qwen3-VL: frames are one id apart.
+        tokens_per_second: of Qwen2.5-VL: frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
+            first (one second where not given); None, as for Qwen2-VL and Qwen3-VL: frames are one id apart.
     """
 
     name: ClassVar[str] = "mrope-transformers"
@@ -77,16 +77,14 @@ class MRopeTransformers(MRope):
         return grids.extents[1:].max(axis=0)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return Placement([cursor] * 3, [self._interval(grids), 0, 0], [0, 1, 0], [0, 0, 1])
+        if self.tokens_per_second is None:
+            return super().place(grids, cursor)
+        return _place_frames(self, grids, cursor, self.tokens_per_second)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray:
-        return cursor + np.maximum((grids.frames - 1) * self._interval(grids) + 1, self.advance(grids))
-
-    def _interval(self, grids: Grids) -> IntArray:
-        if self.tokens_per_second is None:
-            return np.ones_like(grids.frames)
-        seconds, per = grids.seconds
-        return self.tokens_per_second * (seconds // per)
+        rate = self.tokens_per_second
+        last = grids.frames - 1 if rate is None else _last_frame(self, grids, rate)
+        return cursor + np.maximum(last + 1, self.advance(grids))
 
 
 @dataclass(frozen=True)
@@ -114,34 +112,43 @@ class MRopeQwen25(MRope):
             raise LimitExceededError(f"MRopeQwen25.tokens_per_second: got {rate}, want terms below 2**31")
 
     def advance(self, grids: Grids) -> IntArray:
-        last = self._time(grids, grids.frames - 1, np.arange(grids.frames.size))
-        if last.max(initial=0) > 2 * INT32_MAX:  # said before place makes a piece of every frame
-            raise LimitExceededError(
-                f"{self.name}: got a last frame {last.max()} ids after the first, want ids within int32"
-            )
+        last = _last_frame(self, grids, self.tokens_per_second)
         return np.maximum(grids.extents[1:].max(axis=0), last + 1)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        """One piece per frame, since floored times are not affine."""
-        check_pieces(self, int(grids.frames.sum()))
-        owner = np.repeat(np.arange(grids.frames.size), grids.frames)
-        frame = np.arange(owner.size) - (np.cumsum(grids.frames) - grids.frames)[owner]
-        height, width = grids.height[owner], grids.width[owner]
-        pieces = Pieces(owner, height * width, frame * height * width, height, width)
-        start = cursor[owner]
-        return Placement(
-            [start + self._time(grids, frame, owner), start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces
-        )
+        return _place_frames(self, grids, cursor, self.tokens_per_second)
 
-    def _time(self, grids: Grids, frame: IntArray, owner: IntArray) -> IntArray:
-        """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
-        rate = Fraction(self.tokens_per_second)
-        seconds, per = grids.seconds
-        numerator, denominator = seconds * rate.numerator, per * rate.denominator
-        common = np.gcd(numerator, denominator)
-        numerator, denominator = (numerator // common)[owner], (denominator // common)[owner]
-        if frame.size and (frame.astype(np.float64) * numerator).max() > 2.0**62:
-            raise LimitExceededError(
-                f"{self.name}: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32"
-            )
-        return frame * numerator // denominator
+
+def _place_frames(scheme: Scheme, grids: Grids, cursor: IntArray, rate: int | Fraction) -> Placement:
+    """One piece per frame, since floored times are not affine."""
+    check_pieces(scheme, int(grids.frames.sum()))
+    owner = np.repeat(np.arange(grids.frames.size), grids.frames)
+    frame = np.arange(owner.size) - (np.cumsum(grids.frames) - grids.frames)[owner]
+    height, width = grids.height[owner], grids.width[owner]
+    pieces = Pieces(owner, height * width, frame * height * width, height, width)
+    start = cursor[owner]
+    time = _frame_times(scheme, grids, rate, frame, owner)
+    return Placement([start + time, start, start], None, [0, 1, 0], [0, 0, 1], pieces=pieces)
+
+
+def _last_frame(scheme: Scheme, grids: Grids, rate: int | Fraction) -> IntArray:
+    """(grids,) ids from the first frame to the last, refused before place makes a piece of every frame."""
+    last = _frame_times(scheme, grids, rate, grids.frames - 1, np.arange(grids.frames.size))
+    if last.max(initial=0) > 2 * INT32_MAX:
+        raise LimitExceededError(
+            f"{scheme.name}: got a last frame {last.max()} ids after the first, want ids within int32"
+        )
+    return last
+
+
+def _frame_times(scheme: Scheme, grids: Grids, rate: int | Fraction, frame: IntArray, owner: IntArray) -> IntArray:
+    """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
+    seconds, per = grids.seconds
+    numerator, denominator = seconds * rate.numerator, per * rate.denominator
+    common = np.gcd(numerator, denominator)
+    numerator, denominator = (numerator // common)[owner], (denominator // common)[owner]
+    if frame.size and (frame.astype(np.float64) * numerator).max() > 2.0**62:
+        raise LimitExceededError(
+            f"{scheme.name}: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32"
+        )
+    return frame * numerator // denominator

@@ -1,0 +1,95 @@
+"""How attention can know positions: encodings one idea per file, in the order in which one would find them.
+
+Shapes used throughout:
+    positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
+    table          (..., dim) float64, added to embeddings
+    bias           (num_heads, n, m) float64, added to scores
+    x              (n, head_dim) queries or keys of one head
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mmpos.encodings.alibi import Alibi
+from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, Rotation
+from mmpos.encodings.binary import Binary
+from mmpos.encodings.clipped_relative import ClippedRelative
+from mmpos.encodings.integer import Integer
+from mmpos.encodings.learned import LearnedBias, LearnedTable
+from mmpos.encodings.learned_absolute import LearnedAbsolute
+from mmpos.encodings.nope import NoPE, expected_square
+from mmpos.encodings.normalised import Normalised
+from mmpos.encodings.p_rope import PRope
+from mmpos.encodings.rope import Rope1D, Rope1DAdjacent
+from mmpos.encodings.rope_nd import Rope2D, RopeND
+from mmpos.encodings.single_sinusoid import SingleSinusoid
+from mmpos.encodings.sinusoidal import Sinusoidal
+from mmpos.encodings.t5_buckets import T5Buckets
+
+if TYPE_CHECKING:
+    from mmpos.encodings.attention import SelfAttention
+
+__all__ = [
+    "ENCODINGS",
+    "AdditiveTable",
+    "Alibi",
+    "AttentionBias",
+    "Binary",
+    "ClippedRelative",
+    "Encoding",
+    "Integer",
+    "LearnedAbsolute",
+    "LearnedBias",
+    "LearnedTable",
+    "NoPE",
+    "Normalised",
+    "PRope",
+    "Rope1D",
+    "Rope1DAdjacent",
+    "Rope2D",
+    "RopeND",
+    "Rotation",
+    "SelfAttention",
+    "SingleSinusoid",
+    "Sinusoidal",
+    "T5Buckets",
+    "expected_square",
+]
+
+ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
+    {
+        encoding.name: encoding
+        for encoding in (
+            Integer,
+            Normalised,
+            Binary,
+            SingleSinusoid,
+            Sinusoidal,
+            LearnedAbsolute,
+            ClippedRelative,
+            T5Buckets,
+            Alibi,
+            NoPE,
+            Rope1D,
+            Rope1DAdjacent,
+            Rope2D,
+            RopeND,
+            PRope,
+        )
+    }
+)
+"""Every encoding by its name; called without arguments, one for 48 channels in four heads."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name != "SelfAttention":
+            raise AttributeError(f"module 'mmpos.encodings' has no attribute {name!r}")
+        try:
+            from mmpos.encodings.attention import SelfAttention
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError('attention needs torch: pip install "mmpos[all]"') from error
+        return SelfAttention

@@ -1,0 +1,174 @@
+"""Random batches as processors of Transformers hand them over, and Transformers' own answer to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from mmpos import SegmentTable
+
+IMAGE, VIDEO = 8, 9
+FRAME_RATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 23.976, 24, 25, 29.97, 30, 50, 60)
+"""Frames per second that videos have; a grid of Qwen2.5-VL spans two frames."""
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One batch.
+
+    Args:
+        input_ids: (batch, seq); every placeholder stands for a merged patch.
+        attention_mask: (batch, seq) of 0 and 1; None where nothing is padded.
+        images: frames, height, width of every image before merging.
+        videos: likewise.
+        merge: the model's spatial_merge_size.
+        rate: tokens_per_second of Qwen2.5-VL.
+        seconds: one per video, or None.
+        apart: every frame of a video is a grid of its own (Qwen3-VL).
+    """
+
+    input_ids: Array
+    attention_mask: Array | None = None
+    images: list[list[int]] | None = None
+    videos: list[list[int]] | None = None
+    merge: int = 2
+    rate: int = 2
+    seconds: list[float] | None = None
+    apart: bool = False
+
+    @property
+    def kinds(self) -> Array:
+        """(batch, seq) 0 for text, 1 for images, 2 for videos: Transformers' mm_token_type_ids."""
+        return np.where(self.input_ids == IMAGE, 1, 0) + np.where(self.input_ids == VIDEO, 2, 0)
+
+    @property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """(batch, seq) whether a token is one."""
+        mask = np.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
+        return mask == 1
+
+    def segments(self) -> SegmentTable:
+        """The batch as ours."""
+        return SegmentTable.from_input_ids(
+            self.input_ids,
+            self.images,
+            self.videos,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            spatial_merge_size=self.merge,
+            attention_mask=self.attention_mask,
+            seconds_per_frame=self.seconds,
+            frames_apart=self.apart,
+        )
+
+
+class Answer(NamedTuple):
+    """What get_rope_index returns: ids (3, batch, seq) and deltas (batch,)."""
+
+    ids: Array
+    deltas: Array
+
+
+CLASSES = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}
+
+
+def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
+    """The method of the model, with a configuration and no weights; seconds as a tensor, or as a list of floats."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    kind = getattr(module, CLASSES[model])
+    vision = SimpleNamespace(spatial_merge_size=layout.merge, tokens_per_second=layout.rate)
+    unbound = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    unbound.get_vision_position_ids = kind.get_vision_position_ids.__get__(unbound)
+    timed: dict[str, Any] = {}
+    if layout.seconds is not None:
+        timed = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
+    ids, deltas = kind.get_rope_index(
+        unbound,
+        torch.from_numpy(layout.input_ids),
+        torch.from_numpy(layout.kinds),
+        None if layout.images is None else torch.tensor(layout.images),
+        None if layout.videos is None else torch.tensor(layout.videos),
+        attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask),
+        **timed,
+    )
+    return Answer(ids.numpy(), deltas.numpy()[:, 0])
+
+
+@cache
+def answered(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
+    """As many random layouts of a model, each with Transformers' answer; the same in every run."""
+    random = Random(f"{model}, videos={videos}")
+    layouts = (random_layout(random, model, videos) for _ in range(count))
+    return tuple((layout, rope_index(model, layout)) for layout in layouts)
+
+
+class Row(NamedTuple):
+    """The ids of one row, and its grids before merging."""
+
+    ids: list[int]
+    images: list[list[int]]
+    videos: list[list[int]]
+
+
+def random_layout(random: Random, model: str, videos: bool) -> Layout:
+    """A batch of one to four rows of text, images and videos, padded on one side with text or placeholders.
+
+    No two images and no two videos touch, since Transformers refuses those.
+    """
+    merge, apart = random.choice([1, 2, 2, 3]), model == "qwen3_vl"
+    rows = [_random_row(random, merge, videos, apart) for _ in range(random.randint(1, 4))]
+    grids = [grid for row in rows for grid in row.videos]
+    timed = model == "qwen2_5_vl" and grids and random.random() < 0.8
+    input_ids, mask = _padded(random, [row.ids for row in rows])
+    return Layout(
+        input_ids,
+        None if mask.all() else mask,
+        [grid for row in rows for grid in row.images] or None,
+        grids or None,
+        merge=merge,
+        rate=random.choice([2, 4, 25]),
+        seconds=[2 / random.choice(FRAME_RATES) for _ in grids] if timed else None,
+        apart=apart,
+    )
+
+
+def _random_row(random: Random, merge: int, videos: bool, apart: bool) -> Row:
+    row = Row([], [], [])
+    for _ in range(random.randint(1, 6)):
+        kind = random.choice([0, IMAGE, VIDEO] if videos else [0, IMAGE])
+        if kind == 0 or row.ids[-1:] == [kind]:
+            row.ids.extend(random.randint(1, 7) for _ in range(random.randint(1, 5)))
+        if kind == 0:
+            continue
+        frames = random.randint(1, 6) if kind == VIDEO else 1
+        height, width = random.randint(1, 4), random.randint(1, 4)
+        (row.videos if kind == VIDEO else row.images).append([frames, height * merge, width * merge])
+        if kind == VIDEO and apart:
+            for _ in range(frames):
+                row.ids.extend([random.randint(1, 7)] * random.randint(1, 2) + [kind] * (height * width))
+        else:
+            row.ids.extend([kind] * (frames * height * width))
+    return row
+
+
+def _padded(random: Random, rows: list[list[int]]) -> tuple[Array, Array]:
+    """Ids and mask (batch, seq) of rows."""
+    width = max(map(len, rows)) + random.randint(0, 2)
+    left = random.random() < 0.5
+    input_ids = np.full((len(rows), width), random.choice([0, IMAGE, VIDEO]))
+    mask = np.zeros_like(input_ids)
+    for row, ids in enumerate(rows):
+        begin = width - len(ids) if left else 0
+        input_ids[row, begin : begin + len(ids)] = ids
+        mask[row, begin : begin + len(ids)] = 1
+    return input_ids, mask

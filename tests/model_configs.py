@@ -1,0 +1,185 @@
+"""Configs of every known model type, and the settings that must come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+import mmpos
+from mmpos.models import ModelSettings
+from mmpos.rotary import Rotary, YaRN
+from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2
+
+CONFIGS: Any = CONFIG_MAPPING
+"""Config classes by model type."""
+TEXT = 5
+"""A token of text."""
+GLM_TEXT = {"head_dim": 128, "partial_rotary_factor": 0.5}
+"""What the released checkpoints say, and the defaults of the class do not."""
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "glm4v": {"text_config": GLM_TEXT},
+    "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
+    "glm4v_moe": {"text_config": GLM_TEXT},
+}
+LAYER_TYPES = {"gemma3": "full_attention", "gemma3_text": "sliding_attention"}
+HUNYUAN = {
+    "model_type": "hunyuan_image_3_moe",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "custom"},
+    "max_position_embeddings": 22800,
+    "patch_size": 1,
+    "image_token_id": 128006,
+    "im_start_id": 128000,
+    "im_end_id": 128001,
+}
+
+
+def config_of(model: str) -> Any:
+    return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**ARGUMENTS.get(model, {}))
+
+
+def settings_of(model: str, **options: Any) -> ModelSettings:
+    return mmpos.from_hf_config(config_of(model), layer_type=LAYER_TYPES.get(model), **options)
+
+
+QWEN2 = Rotary(128, theta=1e6, allocation="sections", mrope_section=(16, 24, 24))
+QWEN3 = Rotary(128, theta=5e5, allocation="mrope-interleaved")
+QWEN35 = Rotary(256, rotary_dim=64, allocation="mrope-interleaved", mrope_section=(11, 11, 10))
+GLM = Rotary(128, rotary_dim=64, allocation="sections", mrope_section=(8, 12, 12))
+ERNIE = Rotary(128, theta=5e5, axes=3, allocation=[1, 2] * 22 + [0] * 20, pairing="adjacent")
+
+
+def merged(head_dim: int) -> dict[str, Any]:
+    return {"vision_scheme": Grid2D("merged", 2), "vision_rotary": Rotary(head_dim, allocation="axial")}
+
+
+def raster(head_dim: int, allocation: str) -> dict[str, Any]:
+    return {"vision_scheme": Grid2D(), "vision_rotary": Rotary(head_dim, allocation=allocation)}
+
+
+QWEN_IDS: dict[str, Any] = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "image_markers": (151652, 151653),
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+APART_16 = {**QWEN_IDS, **merged(72), "patch_size": 16, "frames_apart": True}
+QWEN35_IDS = {"image_token_id": 248056, "video_token_id": 248057, "image_markers": (248053, 248054)}
+GLM_FIELDS = {
+    "image_token_id": 151343,
+    "video_token_id": 151344,
+    "image_markers": (151339, 151340),
+    "video_markers": (151341, 151342),
+    "spatial_merge_size": 2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "frames_apart": True,
+    **merged(128),
+}
+GLM_MOE = {"image_token_id": 151363, "video_token_id": 151364}
+GLM_OCR = {"image_token_id": 59280, "video_token_id": 59281, "image_markers": (59256, 59257)}
+
+
+def line(head_dim: int, theta: float = 1e4, **arguments: Any) -> Rotary:
+    return Rotary(head_dim, theta=theta, axes=1, **arguments)
+
+
+EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
+    "qwen2_vl": (MRopeTransformers(), QWEN2, {**QWEN_IDS, **merged(80), "patch_size": 14}),
+    "qwen2_5_vl": (MRopeTransformers(4), QWEN2, {**QWEN_IDS, **merged(224), "patch_size": 14}),
+    "qwen3_vl": (MRopeQwen3(), QWEN3, APART_16),
+    "qwen3_vl_moe": (MRopeQwen3(), QWEN3, APART_16),
+    "qwen3_5": (MRopeQwen3(), QWEN35, {**APART_16, **QWEN35_IDS}),
+    "qwen3_5_moe": (MRopeQwen3(), QWEN35, {**APART_16, **QWEN35_IDS}),
+    "glm4v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), GLM_FIELDS),
+    "glm46v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), {**GLM_FIELDS, "video_markers": (151361, 151362)}),
+    "glm4v_moe": (MRopeQwen3(), GLM, {**GLM_FIELDS, **GLM_MOE}),
+    "glm_ocr": (
+        MRopeQwen3(),
+        Rotary(64, allocation="sections", mrope_section=(8, 12, 12), pairing="adjacent"),
+        {**GLM_FIELDS, **GLM_OCR, **merged(64), "video_markers": (59258, 59259)},
+    ),
+    "ernie4_5_vl_moe": (
+        MRopeTransformers(),
+        ERNIE,
+        {
+            "image_token_id": 100295,
+            "video_token_id": 103367,
+            "image_markers": (101304, 101305),
+            "spatial_merge_size": 2,
+            "temporal_merge_size": 2,
+            "patch_size": 14,
+            **merged(80),
+        },
+    ),
+    "paddleocr_vl": (
+        MRopeTransformers(),
+        replace(QWEN2, theta=5e5),
+        {
+            "image_token_id": 100295,
+            "video_token_id": 100296,
+            "image_markers": (101305, 101306),
+            "spatial_merge_size": 2,
+            "patch_size": 14,
+            **raster(72, "axial"),
+        },
+    ),
+    "hunyuan_image_3_moe": (RopeTieV2(rounding="floor"), Rotary(128), {"image_token_id": 128006}),
+    "mistral3": (
+        Flatten(),
+        line(128, 1e9),
+        {"image_token_id": 10, "spatial_merge_size": 2, "patch_size": 14, **raster(64, "pixtral")},
+    ),
+    "lighton_ocr": (
+        Flatten(),
+        line(128, 1e6),
+        {"image_token_id": 151655, "spatial_merge_size": 2, "patch_size": 14, **raster(64, "pixtral")},
+    ),
+    "llava": (Flatten(), line(128), {"image_token_id": 32000, "patch_size": 14}),
+    "llava_next": (Flatten(), line(128), {"image_token_id": 32000, "patch_size": 14}),
+    "llava_onevision": (
+        Flatten(),
+        line(128),
+        {"image_token_id": 151646, "video_token_id": 151647, "patch_size": 14},
+    ),
+    "internvl": (Flatten(), line(128), {"image_token_id": 151667, "patch_size": 14}),
+    "idefics2": (Flatten(), line(128), {"image_token_id": 32001, "patch_size": 32}),
+    "idefics3": (Flatten(), line(128), {"image_token_id": 128257, "patch_size": 32}),
+    "smolvlm": (Flatten(), line(128), {"image_token_id": 128257, "patch_size": 32}),
+    "deepseek_vl": (Flatten(), line(128), {"image_token_id": 100015, "patch_size": 16}),
+    "janus": (Flatten(), line(128), {"image_token_id": 100581, "patch_size": 16}),
+    "emu3": (Flatten(), line(128, 1e6), {}),
+    "fuyu": (Flatten(), line(64, rotary_dim=32), {"image_token_id": 71011}),
+    "gemma3": (
+        Flatten(),
+        line(256, 1e6),
+        {"image_token_id": 262144, "image_markers": (255999, 256000), "patch_size": 16},
+    ),
+    "gemma3_text": (Flatten(), line(256, 1e4), {}),
+    "cohere": (Flatten(), line(128, 5e5, pairing="adjacent"), {}),
+    "gemma": (Flatten(), line(256), {}),
+    "gemma2": (Flatten(), line(256), {}),
+    "glm4": (Flatten(), line(128, rotary_dim=64, pairing="adjacent"), {}),
+    "gpt_oss": (Flatten(), line(64, 1.5e5, scaling=YaRN(32, 4096, truncate=False)), {}),
+    "granite": (Flatten(), line(128), {}),
+    "llama": (Flatten(), line(128), {}),
+    "ministral3": (Flatten(), line(128, 1e6, scaling=YaRN(16, 16384, mscale=1, mscale_all_dim=1)), {}),
+    "mistral": (Flatten(), line(128), {}),
+    "mixtral": (Flatten(), line(128, 1e6), {}),
+    "olmo2": (Flatten(), line(128), {}),
+    "persimmon": (Flatten(), line(64, rotary_dim=32), {}),
+    "phi3": (Flatten(), line(96), {}),
+    "qwen2": (Flatten(), line(128), {}),
+    "qwen2_moe": (Flatten(), line(128), {}),
+    "qwen3": (Flatten(), line(128), {}),
+    "qwen3_moe": (Flatten(), line(64), {}),
+    "smollm3": (Flatten(), line(128, 2e6), {}),
+    "starcoder2": (Flatten(), line(128), {}),
+}

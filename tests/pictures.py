@@ -1,0 +1,32 @@
+"""What tests ask of pictures: the words of an SVG, the pixels of a PNG, and tables to draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from mmpos.placing import place
+from mmpos.positions import PositionTable
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents
+
+
+def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
+    """The documents of these specs under a scheme."""
+    return place(SegmentTable.from_documents(read_documents(specs)), scheme)
+
+
+def texts(path: Path) -> list[str]:
+    """The words of an SVG, in order."""
+    root = ElementTree.parse(path).getroot()
+    return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def pixels(path: Path) -> npt.NDArray[np.uint8]:
+    """(height, width, 3) of a PNG."""
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))

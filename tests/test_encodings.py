@@ -1,0 +1,398 @@
+"""Encodings: numbers worked by hand, the properties that each has, and what their sources have wrong."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from mmpos import InvalidInputError, encodings
+from mmpos.encodings import (
+    ENCODINGS,
+    AdditiveTable,
+    Alibi,
+    AttentionBias,
+    Binary,
+    ClippedRelative,
+    Integer,
+    LearnedAbsolute,
+    NoPE,
+    Normalised,
+    PRope,
+    Rope1D,
+    Rope1DAdjacent,
+    Rope2D,
+    RopeND,
+    Rotation,
+    SingleSinusoid,
+    Sinusoidal,
+    T5Buckets,
+    expected_square,
+)
+
+ROTATIONS = [kind for kind in ENCODINGS.values() if issubclass(kind, Rotation)]
+BIASES = [kind for kind in ENCODINGS.values() if issubclass(kind, AttentionBias)]
+whole = st.integers(-3000, 3000)
+
+
+def vectors(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def test_every_encoding_is_of_one_kind_and_has_the_shapes_of_it() -> None:
+    assert list(ENCODINGS) == [
+        *("integer", "normalised", "binary", "single-sinusoid", "sinusoidal", "learned-absolute"),
+        *("clipped-relative", "t5-buckets", "alibi", "nope"),
+        *("rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope"),
+    ]
+    for name, kind in ENCODINGS.items():
+        made: Any = kind()
+        assert made.name == name
+        if isinstance(made, AdditiveTable):
+            found = [made.table(np.arange(6).reshape(2, 3)), made.table(4), made.table([])]
+            assert [table.shape for table in found] == [(2, 3, 48), (48,), (0, 48)]
+        elif isinstance(made, AttentionBias):
+            found = [made.bias(range(2), range(3)), made.bias([], range(3))]
+            assert [bias.shape for bias in found] == [(4, 2, 3), (4, 0, 3)]
+        else:
+            found = [made.rotate(vectors(5, 12), range(5)), made.rotate(np.empty((0, 12)), np.empty((made.axes, 0)))]
+            assert [x.shape for x in found] == [(5, 12), (0, 12)]
+        assert {array.dtype for array in found} == {np.dtype(np.float64)}
+
+
+# Tables
+
+
+def test_integers_are_unique_move_by_k_and_have_no_bound() -> None:
+    table = Integer(dim=3).table(np.arange(1000))
+    assert_array_equal(table, np.arange(1000)[:, None] * np.ones(3))
+    assert_array_equal(table[7:] - table[:-7], np.full((993, 3), 7))
+
+
+def test_corrected_integers_of_a_sequence_of_five_end_at_four() -> None:
+    assert Integer(dim=1).table(np.arange(5)).ravel().tolist() == [0, 1, 2, 3, 4]
+    assert Normalised(dim=1).table(np.arange(5)).max() == 1  # p / (T − 1) of T positions, where p / T never is 1
+
+
+def test_shares_are_bounded_and_their_step_depends_on_the_length() -> None:
+    assert Normalised(dim=2).table([1]).tolist() == [[1, 1]]
+    assert Normalised(dim=1).table([0]).tolist() == [[0]]
+    assert Normalised(dim=1, length=1).table(0).tolist() == [0]
+    assert Normalised(dim=1, length=5).table([[1, 3]]).tolist() == [[[0.25], [0.75]]]
+    assert Normalised(dim=1).table([[0, 1, 2], [0, 2, 8]]).squeeze(-1).tolist() == [[0, 0.5, 1], [0, 0.25, 1]]
+    assert [float(np.diff(Normalised(dim=1).table(range(n)), axis=0).max()) for n in (2, 5, 9)] == [1, 0.25, 0.125]
+
+
+def test_binary_numbers_are_unique_and_jump() -> None:
+    table = Binary(dim=8).table(np.arange(256))
+    assert len(np.unique(table, axis=0)) == 256
+    assert table[252].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert np.abs(table[8] - table[7]).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert Binary(dim=63).table(2**63 - 1).sum() == 63
+
+
+def test_corrected_bit_i_toggles_every_two_to_the_i_with_twice_that_period() -> None:
+    table = Binary(dim=6).table(np.arange(64 * 2) % 64)
+    for bit in range(6):
+        toggles = np.flatnonzero(np.diff(table[:, bit])) + 1
+        assert set(np.diff(toggles, prepend=0).tolist()) == {2**bit}
+        assert_array_equal(table[2 ** (bit + 1) :, bit], table[: -(2 ** (bit + 1)), bit])
+        assert (table[2**bit :, bit] != table[: -(2**bit), bit]).any()
+
+
+def test_corrected_slow_sines_have_near_neighbours_and_fast_ones_collide() -> None:
+    slow = SingleSinusoid(dim=1, omega=1e-4).table(np.arange(1000)).ravel()
+    assert np.abs(np.diff(slow)).max() <= 1e-4
+    assert len(np.unique(slow)) == 1000
+    fast = SingleSinusoid(dim=1, omega=math.pi / 2).table(np.arange(1000)).ravel()
+    assert np.abs(np.diff(fast)).min() == pytest.approx(1)
+    assert_allclose(fast[4:], fast[:-4], atol=1e-12)
+    assert len(np.unique(fast.round(9) + 0.0)) == 3
+
+
+def test_sinusoids_are_the_numbers_of_the_paper() -> None:
+    assert Sinusoidal(dim=4).table(1).round(6).tolist() == [0.841471, 0.540302, 0.01, 0.99995]
+    found = Sinusoidal(dim=6, theta=100.0).table([[0.5, 7]])[0, 1]
+    by_hand = [f(7 / 100 ** (2 * k / 6)) for k in range(3) for f in (math.sin, math.cos)]
+    assert_allclose(found, by_hand, rtol=0, atol=1e-15)
+
+
+def test_corrected_the_last_pair_of_512_channels_divides_by_9646() -> None:
+    encoding = Sinusoidal(dim=512)
+    assert (1 / encoding.frequencies[-1]) == pytest.approx(9646.61619911199, rel=1e-12)
+    assert_allclose(encoding.table(5000)[-2:], [math.sin(5000 / 9646.61619911), math.cos(5000 / 9646.61619911)])
+
+
+def test_corrected_positions_1_and_513_differ() -> None:
+    table = Sinusoidal(dim=512).table(np.arange(2000))
+    assert np.linalg.norm(table[513] - table[1]) > 1
+    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # of any two that are so far apart
+    assert distance.min() == distance[0]
+
+
+def test_corrected_63000_is_only_about_the_period_of_the_slowest_pair() -> None:
+    encoding = Sinusoidal(dim=512)
+    longest = 2 * math.pi * 10_000
+    assert round(longest) == 62832
+    assert 2 * math.pi / encoding.frequencies[-1] == pytest.approx(longest * 10_000 ** (-1 / 256))
+    apart = encoding.table(62832) - encoding.table(0)
+    assert np.linalg.norm(apart) > 1
+    # Pair 0 alone tells a million positions apart: the nearest are 312,689 = 49,766 · 2π + 2.9e-6 apart.
+    apart = Sinusoidal(dim=2).table(np.arange(1, 1_000_000)) - [0, 1]
+    assert np.hypot(*apart.T).min() == pytest.approx(2.9007e-6, rel=1e-4)
+
+
+@given(p=whole, k=whole, dim=st.sampled_from([2, 4, 10]))
+def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int) -> None:
+    encoding = Sinusoidal(dim)
+    matrix = encoding.shift(k)
+    assert_allclose(matrix @ encoding.table(p), encoding.table(p + k), atol=1e-11)
+    assert_allclose(matrix @ matrix.T, np.eye(dim), atol=1e-14)
+    assert_allclose(encoding.shift(k) @ encoding.shift(p), encoding.shift(k + p), atol=1e-11)
+    dots = np.cos(encoding.frequencies * (p - k)).sum()
+    assert encoding.table(p) @ encoding.table(k) == pytest.approx(dots, abs=1e-11)
+
+
+def test_the_blocks_of_a_shift_have_minus_sine_below() -> None:
+    matrix = Sinusoidal(dim=4).shift(2)
+    c, s, c2, s2 = math.cos(2), math.sin(2), math.cos(0.02), math.sin(0.02)
+    assert_allclose(matrix, [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c2, s2], [0, 0, -s2, c2]])
+
+
+def test_learned_positions_are_rows_and_none_is_beyond_the_last() -> None:
+    weights = vectors(5, 3)
+    encoding = LearnedAbsolute(weights)
+    assert (encoding.length, encoding.dim) == (5, 3)
+    assert_array_equal(encoding.table([[4, 0]]), weights[[[4, 0]]])
+    weights[:] = 0
+    assert encoding.table(0).any()
+    with pytest.raises(InvalidInputError, match=r"^positions\[1, 0\]: got 5, want < 5$"):
+        encoding.table([[4], [5]])
+    assert_array_equal(LearnedAbsolute.drawn(7, 2, seed=3).weights, LearnedAbsolute.drawn(7, 2, seed=3).weights)
+    assert (LearnedAbsolute.drawn(7, 2).weights != LearnedAbsolute.drawn(7, 2, seed=1).weights).all()
+    with pytest.raises(ValueError, match="read-only"):
+        encoding.weights[0] = 0
+
+
+# Biases
+
+
+def test_clipped_distances_are_constant_beyond_k() -> None:
+    encoding = ClippedRelative(np.arange(10.0).reshape(5, 2))
+    assert encoding.index([5], range(11)).tolist() == [[0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]]
+    expected = [[[0, 0, 2, 4, 6, 8, 8]], [[1, 1, 3, 5, 7, 9, 9]]]
+    assert encoding.bias([3], range(7)).tolist() == expected
+    assert ClippedRelative(np.ones((1, 1))).index([5], range(3)).tolist() == [[0, 0, 0]]
+
+
+def test_scores_with_relative_keys_are_those_of_a_loop() -> None:
+    encoding, q, rows = ClippedRelative.drawn(max_distance=2), vectors(3, 4), vectors(5, 4, seed=1)
+    queries, keys = [4, 0, 9], [0, 3, 4, 5, 8]
+    expected = [[q[n] @ rows[min(max(j - i, -2), 2) + 2] for j in keys] for n, i in enumerate(queries)]
+    assert_allclose(encoding.key_scores(q, rows, queries, keys), expected)
+    with pytest.raises(InvalidInputError, match=r"^q: got 2 rows, want 3, one for each of query_positions$"):
+        encoding.key_scores(q[:2], rows, queries, keys)
+    with pytest.raises(InvalidInputError, match=r"^vectors: got shape \(4, 4\), want \(5, 4\)$"):
+        encoding.key_scores(q, rows[1:], queries, keys)
+
+
+def bucket(distance: int, buckets: int, max_distance: int) -> int:
+    """The bucket of one direction by a loop over fractions."""
+    exact = buckets // 2
+    if distance < exact:
+        return distance
+    steps, b = buckets - exact, 0
+    while b + 1 < steps and Fraction(distance, exact) ** steps >= Fraction(max_distance, exact) ** (b + 1):
+        b += 1
+    return exact + b
+
+
+def test_buckets_are_those_of_t5() -> None:
+    causal, both = T5Buckets.drawn(bidirectional=False), T5Buckets.drawn()
+    distances = np.array([0, 15, 16, 32, 64, 91, 128, 10**9])
+    assert causal.bucket(-distances).tolist() == [0, 15, 16, 21, 26, 29, 31, 31]
+    assert causal.bucket(distances).tolist() == [0] * 8
+    assert both.bucket([0, -8, -12, -16, -64, -128, -(10**9)]).tolist() == [0, 8, 9, 10, 14, 15, 15]
+    assert both.bucket([1, 8, 12, 16, 64, 128, 10**9]).tolist() == [17, 24, 25, 26, 30, 31, 31]
+
+
+@given(buckets=st.integers(2, 40), beyond=st.integers(1, 400), distances=st.lists(st.integers(0, 600), max_size=9))
+def test_buckets_are_exact_monotone_and_bounded(buckets: int, beyond: int, distances: list[int]) -> None:
+    max_distance = buckets // 2 + beyond
+    found = T5Buckets.drawn(buckets, max_distance, bidirectional=False).bucket(-np.array(distances, np.int64))
+    assert found.tolist() == [bucket(d, buckets, max_distance) for d in distances]
+    every = T5Buckets.drawn(2 * buckets, max_distance).bucket(-np.arange(700))
+    assert (np.diff(every) >= 0).all()
+    assert every.max() <= buckets - 1
+
+
+def test_buckets_are_those_of_transformers_where_float32_logarithms_are_right() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    theirs: Any = T5Attention._relative_position_bucket
+    relative = np.arange(-20_000, 20_001)
+    for buckets, max_distance in ((32, 128), (32, 256), (32, 1000), (64, 512), (320, 800)):
+        for bidirectional in (True, False):
+            ours = T5Buckets.drawn(buckets, max_distance, bidirectional).bucket(relative)
+            assert_array_equal(ours, theirs(torch.from_numpy(relative), bidirectional, buckets, max_distance).numpy())
+
+
+def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
+    """Transformers 5.23 has 961 for 36,074 and, of the second, 451 for 24,692."""
+    assert T5Buckets.drawn(1024, 2**16, bidirectional=False).bucket([-36_074, -36_075]).tolist() == [960, 961]
+    assert Fraction(36_074, 512) ** 512 < 128**449 <= Fraction(36_075, 512) ** 512
+    assert T5Buckets.drawn(1024, 100_000).bucket([-24_691, -24_692]).tolist() == [451, 452]
+    assert Fraction(24_691, 256) ** 256 < Fraction(100_000, 256) ** 196 <= Fraction(24_692, 256) ** 256
+
+
+def test_slopes_are_powers_of_two_and_then_every_other_of_twice_the_heads() -> None:
+    eight = [2.0**-h for h in range(1, 9)]
+    assert Alibi(8).slopes.tolist() == eight
+    assert_allclose(Alibi(12).slopes, [*eight, 0.707107, 0.353553, 0.176777, 0.088388], atol=5e-7)
+    assert_allclose(Alibi(3).slopes, [2**-4, 2**-8, 2**-2])
+    assert Alibi(1).slopes.tolist() == [2**-8]
+
+
+def test_alibi_falls_by_the_slope_with_every_position() -> None:
+    assert Alibi(2).bias([2], range(4)).tolist() == [
+        [[-0.125, -0.0625, 0, -0.0625]],
+        [[-2 / 256, -1 / 256, 0, -1 / 256]],
+    ]
+
+
+@given(c=whole, queries=st.lists(whole, max_size=4), keys=st.lists(whole, max_size=4), kind=st.sampled_from(BIASES))
+def test_biases_know_distances_alone(c: int, queries: list[int], keys: list[int], kind: type[AttentionBias]) -> None:
+    i, j = np.array(queries, np.int64), np.array(keys, np.int64)
+    assert_array_equal(kind().bias(i + c, j + c), kind().bias(i, j))
+
+
+def test_nothing_is_a_bias_of_zero_and_hides_positions_in_the_variance() -> None:
+    assert not NoPE(2).bias(range(3), range(4)).any()
+    assert expected_square([1, 4, 16, 64], 2.25).tolist() == [2.25, 0.5625, 0.140625, 0.03515625]
+    with pytest.raises(InvalidInputError, match=r"^n\[1\]: got 0, want >= 1$"):
+        expected_square([1, 0], 1.0)
+
+
+@pytest.mark.parametrize("kept", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
+def test_what_an_encoding_keeps_is_read_only(kept: Any) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0] = 0
+
+
+# Rotations
+
+
+def test_rotations_are_the_numbers_of_the_papers() -> None:
+    turned = [0.540302, 0.841471, 0.99995, 0.01]
+    assert Rope1DAdjacent(head_dim=4).rotate([[1, 0, 1, 0]], [1]).round(6).tolist() == [turned]
+    assert Rope1D(head_dim=4).rotate([[1, 1, 0, 0]], [1]).round(6).tolist() == [[turned[i] for i in (0, 2, 1, 3)]]
+    assert_allclose(Rope1D(head_dim=8).rotary.inv_freq_array, [1, 0.1, 0.01, 0.001], rtol=1e-15)
+
+
+def test_corrected_the_rotation_has_minus_sine_above() -> None:
+    matrix = Rope1DAdjacent(head_dim=2).rotate(np.eye(2), [2, 2]).T
+    assert_allclose(matrix, [[math.cos(2), -math.sin(2)], [math.sin(2), math.cos(2)]])
+
+
+@given(d=st.integers(1, 8), p=whole)
+def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> None:
+    x, order = vectors(1, 2 * d), [*range(0, 2 * d, 2), *range(1, 2 * d, 2)]
+    adjacent = Rope1DAdjacent(head_dim=2 * d).rotate(x, [p])
+    assert_allclose(Rope1D(head_dim=2 * d).rotate(x[:, order], [p]), adjacent[:, order], atol=1e-12)
+
+
+@given(kind=st.sampled_from(ROTATIONS), m=whole, n=whole, c=whole)
+def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m: int, n: int, c: int) -> None:
+    encoding, (q, k) = kind(), vectors(2, 1, 12)
+    rotated = encoding.rotate(q, [m])
+    assert np.linalg.norm(rotated) == pytest.approx(np.linalg.norm(q))
+    score = (rotated @ encoding.rotate(k, [n]).T).item()
+    assert score == pytest.approx((q @ encoding.rotate(k, [n - m]).T).item(), abs=1e-9)
+    assert score == pytest.approx((encoding.rotate(q, [m + c]) @ encoding.rotate(k, [n + c]).T).item(), abs=1e-9)
+
+
+@settings(max_examples=30)
+@given(axes=st.integers(1, 4), pairs=st.integers(1, 3), seed=st.integers(0, 99))
+def test_every_axis_is_a_rope_of_its_own_on_its_part_of_the_channels(axes: int, pairs: int, seed: int) -> None:
+    positions = np.random.default_rng(seed).integers(-99, 99, (axes, 3))
+    x, width = vectors(3, 2 * pairs * axes, seed=seed), 2 * pairs
+    parts = [Rope1DAdjacent(width).rotate(x[:, width * a : width * (a + 1)], positions[a]) for a in range(axes)]
+    expected = np.concatenate(parts, axis=1)
+    assert_allclose(RopeND(2 * pairs * axes, axes).rotate(x, positions), expected, atol=1e-12)
+    if axes == 2:
+        assert_allclose(Rope2D(2 * pairs * axes).rotate(x, positions), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("encoding", "dim"), [(Rope2D, 10), (RopeND, 8)])
+def test_axes_need_pairs_of_channels_of_their_own(encoding: Any, dim: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"allocation 'axial': got {dim // 2} pairs, want a multiple of axes"):
+        encoding(head_dim=dim)
+
+
+def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> None:
+    assert PRope(16, p=0.25).rotary.inv_freq_array.round(4).tolist() == [1, 0.3162, 0, 0, 0, 0, 0, 0]
+    x = vectors(1, 16)
+    moved, all_turn = PRope(16, p=0.25).rotate(x, [7]), Rope1D(16).rotate(x, [7])
+    turning = [0, 1, 8, 9]
+    assert_array_equal(moved[:, turning], all_turn[:, turning])
+    assert_array_equal(np.delete(moved, turning, axis=1), np.delete(x, turning, axis=1))
+    assert_array_equal(PRope(16, p=1.0).rotate(x, [7]), all_turn)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Integer(dim=0), "dim: got 0, want >= 1"),
+        (lambda: Integer().table(["a"]), "positions: got dtype <U1, want integers or floats"),
+        (lambda: Integer().table([0, np.nan]), r"positions\[1\]: got nan, want a finite number"),
+        (lambda: Integer().table(np.inf), "positions: got inf, want a finite number"),
+        (lambda: Normalised(length=5).table([4, 5]), r"positions\[1\]: got 5, want < 5"),
+        (lambda: Normalised().table([0.5]), "positions: got dtype float64, want integers"),
+        (lambda: Normalised(length=0), "length: got 0, want >= 1"),
+        (lambda: Binary(dim=8).table([[3, 256]]), r"positions\[0, 1\]: got 256, want < 256"),
+        (lambda: Binary().table(-1), "positions: got -1, want >= 0"),
+        (lambda: Binary(dim=64), "dim: got 64, want <= 63"),
+        (lambda: SingleSinusoid(omega=0), "omega: got 0, want a finite number > 0"),
+        (lambda: Sinusoidal(dim=5), "dim: got 5, want an even number"),
+        (lambda: Sinusoidal(theta=0.5), "theta: got 0.5, want a finite number >= 1"),
+        (lambda: Sinusoidal().shift(math.inf), "k: got inf, want a finite number"),
+        (lambda: LearnedAbsolute(np.ones(1)), r"weights: got float64 of shape \(1,\), want finite .* \(rows, dim\)"),
+        (lambda: LearnedAbsolute(np.full((1, 1), math.nan)), "weights: got float64 of shape"),
+        (lambda: LearnedAbsolute.drawn(seed=-1), "seed: got -1, want >= 0"),
+        (lambda: ClippedRelative(np.ones((4, 2))), r"weights: got 4 rows, want 2K \+ 1"),
+        (lambda: ClippedRelative().bias([[0]], [0]), r"query_positions: got shape \(1, 1\), want 1 dimension"),
+        (lambda: ClippedRelative().bias([0], [0.5]), "key_positions: got dtype float64, want integers"),
+        (lambda: T5Buckets(np.ones((7, 2))), "weights: got 7 buckets, want an even number >= 4"),
+        (lambda: T5Buckets(np.ones((1, 2)), bidirectional=False), "weights: got 1 buckets, want a number >= 2"),
+        (lambda: T5Buckets(max_distance=8), "max_distance: got 8, want >= 9"),
+        (lambda: T5Buckets(bidirectional=1), "bidirectional: got 1, want True or False"),  # type: ignore[arg-type]
+        (lambda: Alibi(num_heads=0), "num_heads: got 0, want >= 1"),
+        (lambda: NoPE(num_heads=0), "num_heads: got 0, want >= 1"),
+        (lambda: expected_square(1, -1.0), "sigma2: got -1.0, want a finite number >= 0"),
+        (lambda: Rope1D(head_dim=3), "head_dim: got 3, want an even number"),
+        (lambda: Rope1DAdjacent(theta=0), "theta: got 0, want a finite number >= 1"),
+        (lambda: PRope(p=2), "PRoPE.p: got 2.0, want <= 1"),
+        (lambda: Rope2D().rotate(np.ones((2, 12)), np.ones((3, 2))), r"positions: got .*, want \(n,\) or \(2, n\)"),
+        (lambda: Rope1D().rotate(np.ones((2, 12)), 5), r"positions: got shape \(\), want \(n,\) or \(1, n\)"),
+        (lambda: Rope1D().rotate(np.ones((2, 12)), [1]), r"x: got shape \(2, 12\), want \(1, 12\)"),
+        (lambda: Rope1D().rotate(np.ones(12), [1]), r"x: got shape \(12,\), want 2 dimensions"),
+    ],
+)
+def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        call()
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match=r"module 'mmpos\.encodings' has no attribute 'Rope3D'"):
+        _ = encodings.Rope3D  # type: ignore[attr-defined]

@@ -1,0 +1,244 @@
+"""Settings of models, and the code of Transformers beside them: ids, rotations, encoders."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
+from transformers import AutoModel
+from transformers.vision_utils import get_vision_position_ids
+
+import mmpos
+from mmpos.models import TEXT_TYPES, ModelSettings
+from mmpos.models.known import ENCODER_ORDERS
+from mmpos.rotary import Rotary, apply_rotary
+
+HF = 2e-6
+"""Float32 products of numbers below 5 in another order; cos and sin of the same float32 angles."""
+
+MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3]
+LAYOUTS: list[list[list[Any]]] = [
+    [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],
+    [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
+    [[1, (6, 2, 2), 1, (2, 6, 4)], [(2, 2, 4), 2, (1, 2, 2), 1, (4, 4, 4), 3]],
+]
+"""Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
+
+
+def modeling(model: str) -> Any:
+    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+
+
+def classes(module: Any) -> list[Any]:
+    """Those of a module itself."""
+    return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+
+
+def rotation_of(module: Any, vision: bool) -> Any:
+    """The rotary embedding of the language model, or of the encoder."""
+    names = {value.__name__: value for value in classes(module) if value.__name__.endswith("RotaryEmbedding")}
+    (found,) = (value for name, value in names.items() if ("Vision" in name) == vision)
+    return found
+
+
+def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list[list[int]], list[Any], list[Any]]:
+    """Rows of token ids as the processor of the model makes them, and grids of images and videos."""
+    rows: list[list[int]] = []
+    images: list[Any] = []
+    videos: list[Any] = []
+    for document in documents:
+        row: list[int] = []
+        for part in document:
+            if isinstance(part, int):
+                row += [TEXT] * part
+                continue
+            frames, height, width = part
+            patches = height * width // settings.spatial_merge_size**2
+            if frames == 1:
+                images.append(part)
+                row += [settings.image_token_id or 0] * patches
+                continue
+            videos.append(part)
+            begin, end = settings.video_markers or (TEXT, TEXT)
+            token = settings.image_token_id if settings.video_markers else settings.video_token_id
+            frame = [token or 0] * patches
+            if settings.frames_apart:
+                row += [begin, *[*frame, TEXT] * frames, end]
+            else:
+                row += frame * (frames // settings.temporal_merge_size)
+        rows.append(row)
+    return rows, images, videos
+
+
+def kinds_of(settings: ModelSettings, rows: list[list[int]]) -> Any:
+    """Transformers' mm_token_type_ids."""
+    if settings.video_markers is None:
+        return [[(t == settings.image_token_id) + 2 * (t == settings.video_token_id) for t in row] for row in rows]
+    begin, end = settings.video_markers
+    told = SimpleNamespace(image_token_id=settings.image_token_id, video_start_id=begin, video_end_id=end)
+    processor = importlib.import_module("transformers.models.glm4v.processing_glm4v").Glm4vProcessor
+    return processor.create_mm_token_type_ids(told, rows)
+
+
+def padded(rows: list[list[int]], side: str, value: int = 0) -> Any:
+    width = max(map(len, rows))
+    pads = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor([pad + row if side == "left" else row + pad for row, pad in zip(rows, pads, strict=True)])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model", MROPE)
+def test_ids_are_those_of_get_rope_index(model: str, side: str) -> None:
+    config = config_of(model)
+    settings = settings_of(model)
+    (kind,) = (value for value in classes(modeling(model)) if "get_rope_index" in vars(value))
+    told: Any = SimpleNamespace(config=config)
+    told.get_vision_position_ids = kind.get_vision_position_ids.__get__(told)
+    for documents in LAYOUTS:
+        rows, images, videos = tokens_of(settings, documents)
+        ids, mask = padded(rows, side), padded([[1] * len(row) for row in rows], side)
+        grids = [torch.tensor(grid) if grid else None for grid in (images, videos)]
+        theirs, delta = kind.get_rope_index(
+            told, ids, padded(kinds_of(settings, rows), side), *grids, attention_mask=mask
+        )
+        segments = settings.segments(ids, *grids, attention_mask=mask)
+        ours = settings.place(segments)
+        np.testing.assert_array_equal(ours.dense().reshape(theirs.shape), theirs * mask)
+        assert ours.next_positions.tolist() == [len(row) + int(d) for row, d in zip(rows, delta, strict=True)]
+
+
+def turned(settings_rotary: Rotary, positions: Any, module: Any, cos: Any, sin: Any, apply: str) -> None:
+    """Compare q as ours and theirs turn it; channels that do not turn must stay."""
+    rotary = replace(settings_rotary, precision="hf")
+    q = torch.randn(1, 2, positions.num_tokens, rotary.head_dim, generator=torch.Generator().manual_seed(0))
+    ours, _ = apply_rotary(q, None, positions, rotary, layout="bhsd")
+    assert ours is not None
+    turn = q[..., : rotary.rotary_dim]
+    if apply == "apply_rotary_pos_emb_vision":
+        theirs = getattr(module, apply)(*[turn[0].transpose(0, 1)] * 2, cos, sin)[0].transpose(0, 1)[None]
+    else:
+        theirs = getattr(module, apply)(turn, turn, cos, sin)[0]
+    torch.testing.assert_close(ours[..., : rotary.rotary_dim], theirs, rtol=0, atol=HF)
+    assert torch.equal(ours[..., rotary.rotary_dim :], q[..., rotary.rotary_dim :])
+
+
+@pytest.mark.parametrize("model", [name for name in MROPE if name != "glm46v"])
+def test_rotations_are_those_of_the_language_model(model: str) -> None:
+    settings, text = settings_of(model), config_of(model).text_config
+    positions = settings.place(
+        mmpos.SegmentTable.from_documents([[mmpos.Text(3), mmpos.Grid(2, 5), mmpos.Text(40), mmpos.Grid(4, 3)]])
+    )
+    module = modeling(model)
+    ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
+    cos, sin = rotation_of(module, vision=False)(text)(torch.zeros(1), ids)
+    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
+
+
+@pytest.mark.parametrize("model", ENCODER_ORDERS.keys() - {"pixtral"})
+def test_positions_and_rotations_are_those_of_the_encoder(model: str) -> None:
+    settings, vision, module = settings_of(model), config_of(model).vision_config, modeling(model)
+    assert settings.vision_scheme is not None
+    assert settings.vision_rotary is not None
+    grids = [(1, 4, 6), (2, 2, 8)]
+    documents = [[mmpos.Grid.from_thw(grid)] for grid in grids]
+    positions = mmpos.place(mmpos.SegmentTable.from_documents(documents), settings.vision_scheme)
+    side = 1 if model == "paddleocr_vl" else vision.spatial_merge_size
+    theirs = get_vision_position_ids(torch.tensor(grids), side)
+    np.testing.assert_array_equal(positions.dense().T, theirs)
+    cos, sin = rotation_of(module, vision=True)(vision)(torch.zeros(1), theirs)
+    turned(settings.vision_rotary, positions, module, cos, sin, "apply_rotary_pos_emb_vision")
+
+
+def test_positions_and_rotations_are_those_of_pixtral() -> None:
+    settings, module = settings_of("mistral3"), modeling("pixtral")
+    small = {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CONFIGS["pixtral"](**small, patch_size=16, image_size=96)
+    encoder = module.PixtralVisionModel(config)
+    seen: list[Any] = []
+    encoder.patch_positional_embedding.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    encoder(torch.zeros(2, 3, 64, 80), image_sizes=[(48, 80), (64, 32)])
+    assert settings.vision_scheme is not None
+    assert settings.vision_rotary is not None
+    documents = [[mmpos.Grid(3, 5)], [mmpos.Grid(4, 2)]]
+    positions = mmpos.place(mmpos.SegmentTable.from_documents(documents), settings.vision_scheme)
+    np.testing.assert_array_equal(positions.dense().T, seen[0])
+    cos, sin = encoder.patch_positional_embedding(torch.zeros(1), seen[0])
+    turned(settings.vision_rotary, positions, module, cos[None], sin[None], "apply_rotary_pos_emb")
+
+
+def text_config(model: str) -> Any:
+    return CONFIGS["emu3"]().text_config if model == "emu3" else CONFIGS[model]()
+
+
+@pytest.mark.parametrize("model", sorted(TEXT_TYPES - {"gemma3"}))
+def test_rotations_are_those_of_every_text_model(model: str) -> None:
+    told = text_config(model)
+    settings = mmpos.from_hf_config({"model_type": "emu3", "text_config": told} if model == "emu3" else told)
+    ids = torch.tensor([[TEXT] * 9])
+    positions = settings.place(settings.segments(ids))
+    assert positions.dense().tolist() == [list(range(9))]
+    module = modeling(model)
+    cos, sin = rotation_of(module, vision=False)(told)(torch.zeros(1), torch.arange(9)[None])
+    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
+
+
+@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
+def test_gemma3_turns_by_the_type_of_layer(layer_type: str) -> None:
+    told, module = CONFIGS["gemma3_text"](), modeling("gemma3")
+    settings = mmpos.from_hf_config(told, layer_type=layer_type)
+    positions = settings.place(settings.segments([[TEXT] * 9]))
+    cos, sin = module.Gemma3RotaryEmbedding(told)(torch.zeros(1), torch.arange(9)[None], layer_type)
+    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY_TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320}
+TINY_TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TINY_VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
+WITH_IMAGES = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 1 and name not in TEXT_TYPES]
+WITH_IMAGES = [*(name for name in WITH_IMAGES if name != "gemma3_text"), "emu3", "gemma3"]
+
+
+def tiny(model: str) -> Any:
+    """A config of this type, small enough to run, whose images are token 7."""
+    default = CONFIGS[model]()
+    told: dict[str, Any] = {"text_config": {**TINY_TEXT, "model_type": default.text_config.model_type}}
+    if model == "emu3":
+        return CONFIGS[model](**told, vq_config=TINY_VQ, vocabulary_map={"<image>": 7})
+    told["image_token_index" if model == "gemma3" else "image_token_id"] = 7
+    if model == "janus":
+        told["vq_config"] = TINY_VQ
+    if getattr(default, "vision_config", None) is not None:
+        sizes = {"image_size": 32, "patch_size": 16}
+        told["vision_config"] = {**TINY, **sizes, "model_type": default.vision_config.model_type}
+    return CONFIGS[model](**told)
+
+
+@pytest.mark.parametrize("model", WITH_IMAGES)
+def test_models_with_one_axis_count_images_as_text(model: str) -> None:
+    config = tiny(model)
+    settings = mmpos.from_hf_config(config, layer_type=LAYER_TYPES.get(model))
+    assert settings.image_token_id == 7
+    model_class: Any = AutoModel
+    network, seen = model_class.from_config(config), []
+    for name, module in network.named_modules():
+        if name.endswith("rotary_emb") and "vision" not in name:
+            module.register_forward_pre_hook(
+                lambda _, given, named: seen.append(given[1] if len(given) > 1 else named["position_ids"]),
+                with_kwargs=True,
+            )
+    ids = torch.tensor([[5, 7, 7, 7, 7, 7, 7, 5, 7, 7, 5]])
+    with torch.no_grad():
+        network(input_ids=ids)
+    without = settings.place(settings.segments(ids))
+    np.testing.assert_array_equal(without.dense(), seen[0])
+    side = settings.spatial_merge_size
+    given = settings.segments(ids, [[1, 2 * side, 3 * side], [1, side, 2 * side]])
+    assert given.extents.T.tolist() == [[1, 1, 1], [1, 2, 3], [1, 1, 1], [1, 1, 2], [1, 1, 1]]
+    np.testing.assert_array_equal(settings.place(given).dense(), seen[0])

@@ -1,0 +1,167 @@
+"""Attention kernels: what their numbers are, that rotated vectors give them, and what their pictures say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import pixels, table, texts
+
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.plot import Kernel, attention_kernel, plot_attention
+from mmpos.positions import PositionTable
+from mmpos.rotary import Rotary
+
+
+def test_a_kernel_is_the_mean_cosine_over_pairs() -> None:
+    # θ = 1, .01; text (0, 0), patches (3, 2) (3, 4), text (6, 6); rows drive the first pair, columns the second.
+    found = attention_kernel(table("1,1x2,1"), Rotary(4))
+    assert (found.label, found.query) == ("rope-tie, interleaved", (0, 1))
+    assert found.patches.tolist() == [[pytest.approx(0.9999000033, abs=1e-10), 1.0]]
+    assert found.before.tolist() == [pytest.approx(0.0046038051, abs=1e-10)]  # (cos 3 + cos .04) / 2
+    assert found.after.tolist() == [pytest.approx(0.0049037551, abs=1e-10)]  # (cos 3 + cos .02) / 2
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "vrope"])
+@pytest.mark.parametrize("allocation", ["interleaved", "split", "axial"])
+def test_the_middle_patch_of_a_symmetric_scheme_sees_both_texts_alike(scheme: str, allocation: str) -> None:
+    placed = table("9,3x5,9", scheme=scheme)
+    found = attention_kernel(placed, Rotary(64, axes=placed.axes, allocation=allocation))
+    np.testing.assert_allclose(found.before, found.after, atol=1e-12)
+    np.testing.assert_allclose(found.patches, found.patches[::-1, ::-1], atol=1e-12)
+
+
+def test_under_mrope_the_middle_patch_is_nearer_to_the_text_before() -> None:
+    found = attention_kernel(table("9,3x5,9", scheme="mrope"), Rotary(64, axes=3))
+    assert found.before[0] - found.after[0] > 0.02
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rotary"),
+    [
+        ("rope-tie", Rotary(32, theta=500000.0)),
+        ("rope-tie-v2", Rotary(32, allocation="split")),
+        ("flatten", Rotary(32, axes=1)),
+        ("mrope", Rotary(32, allocation="sections", mrope_section=[4, 6, 6])),
+    ],
+)
+def test_scores_of_rotated_queries_and_keys_are_the_kernel(scheme: str, rotary: Rotary) -> None:
+    torch = pytest.importorskip("torch")
+    from mmpos.rotary import apply_rotary
+
+    placed = table("5,3x4,6", scheme=scheme)
+    found = attention_kernel(placed, rotary, token=9)
+    x = torch.zeros(placed.num_tokens, 1, 32)
+    x[..., :16] = 1  # one direction in every pair
+    q, _ = apply_rotary(x, None, placed, rotary)
+    scores = (q[9] * q).sum(-1)[:, 0].double().numpy() / 16
+    assert found.query == (1, 0)
+    np.testing.assert_allclose(
+        np.concatenate([found.before[::-1], found.patches.ravel(), found.after]), scores, atol=1e-6
+    )
+
+
+def test_the_default_is_the_middle_of_the_first_image_in_its_middle_frame() -> None:
+    rotary = Rotary(12, axes=3)
+    assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
+    found = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
+    assert (found.query, found.patches.shape) == ((1, 2), (2, 4))
+    same = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary, token=2 + 8 + 6)
+    assert (found.patches == same.patches).all()
+    assert (found.before == same.before).all()
+
+
+def test_the_text_runs_that_touch_the_image_are_seen_and_no_others() -> None:
+    found = attention_kernel(table("7,2x2,3,2x3,5"), Rotary(8), token=16)
+    assert (found.query, found.patches.shape, found.before.size, found.after.size) == ((0, 2), (2, 3), 3, 5)
+    padded = attention_kernel(table("7,2x2,3").pad(20), Rotary(8))
+    assert (padded.before.size, padded.after.size) == (7, 3)
+
+
+WANT_WHOLE = "that is cut, want a whole one"
+
+
+@pytest.mark.parametrize(
+    ("positions", "token", "error", "message"),
+    [
+        (table("1", "2x2"), None, InvalidInputError, "positions: got 2 documents, want 1"),
+        (table("3"), None, InvalidInputError, "positions: got no image, want one to look from"),
+        (table("3,2x2"), 2, InvalidInputError, "token: got 2, which is text, want a patch of an image"),
+        (table("3,2x2"), 7, InvalidInputError, "token: got 7, want <= 6"),
+        (
+            table("3,2x2").slice(0, 6),
+            None,
+            InvalidInputError,
+            "positions: got an image at token 3 that is cut, want a whole one",
+        ),
+        (
+            table("3,2x2").slice(4, 7),
+            0,
+            InvalidInputError,
+            "positions: got an image at token 0 that is cut, want a whole one",
+        ),
+        (table("3,2x2", scheme="mrope"), None, InvalidInputError, "positions: got 3 axes, want 2 as in rotary"),
+        (table("65536,2x2"), None, LimitExceededError, "positions: got 65540 tokens, want at most 65536"),
+    ],
+)
+def test_from_where_a_kernel_cannot_be_seen(
+    positions: PositionTable, token: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        attention_kernel(positions, Rotary(8), token)
+    assert str(caught.value) == message
+
+
+def kernel(label: str, **changed: Any) -> Kernel:
+    patches = np.linspace(0.2, 1, 12).reshape(3, 4)
+    values = {"query": (2, 3), "patches": patches, "before": patches[0], "after": patches[1]}
+    return Kernel(label, **{**values, **changed})
+
+
+def test_a_picture_names_every_kernel_over_its_map_and_at_its_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_attention([kernel("one"), kernel("two")], tmp_path / "a.svg")
+    words = texts(tmp_path / "a.svg")
+    assert [words.count(word) for word in ("one", "two", "row", "column", "the image", "mean cosine")] == [
+        2,
+        2,
+        1,
+        2,
+        1,
+        1,
+    ]
+    assert {"tokens before the image", "tokens after the image"} <= set(words)
+    plot_attention([kernel("one"), kernel("two")], tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_maps_share_one_scale_from_the_least_cosine_to_one(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    low, flat = kernel("low"), kernel("flat", patches=np.full((3, 4), 0.604))
+    plot_attention([low, flat], tmp_path / "a.png")
+    found, cividis = pixels(tmp_path / "a.png"), matplotlib.colormaps["cividis"]
+    for value in (0.0, 0.505, 1.0):  # .2, .604 and 1 of .2 to 1
+        assert (found == cividis(value, bytes=True)[:3]).all(axis=-1).sum() > 500
+
+
+def test_without_text_on_a_side_there_are_no_curves_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    none = np.zeros(0)
+    plot_attention([kernel("one", before=none)], tmp_path / "after.svg")
+    words = set(texts(tmp_path / "after.svg"))
+    assert words & {"tokens before the image", "tokens after the image", "the image", "mean cosine"} == {
+        "tokens after the image",
+        "mean cosine",
+    }
+    plot_attention([kernel("one", before=none, after=none)], tmp_path / "none.svg", title="Alone")
+    assert "mean cosine" not in texts(tmp_path / "none.svg")
+    assert "Alone" in texts(tmp_path / "none.svg")
+
+
+def test_none_and_too_many_kernels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="kernels: got none, want at least one to draw"):
+        plot_attention([], tmp_path / "a.svg")
+    with pytest.raises(LimitExceededError, match="kernels: got 7, want at most 6"):
+        plot_attention([kernel("one")] * 7, tmp_path / "a.svg")

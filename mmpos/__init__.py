@@ -20,16 +20,19 @@ from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
     from mmpos import client, compare, data, encodings, rotary
+    from mmpos.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.models import ModelSettings, from_hf_config
     from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
     from mmpos.tokenizers import ByteTokenizer
+    from mmpos.video import Video
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SCHEMES",
     "ByteTokenizer",
+    "Diagnosis",
     "Grid",
     "ImageProcessor",
     "ImageSize",
@@ -45,10 +48,12 @@ __all__ = [
     "SequenceBuilder",
     "Text",
     "UnsupportedError",
+    "Video",
     "block_keys",
     "client",
     "compare",
     "data",
+    "diagnose",
     "encodings",
     "from_hf_config",
     "info",
@@ -58,12 +63,15 @@ __all__ = [
 
 _LAZY = {
     "ByteTokenizer": "mmpos.tokenizers",
+    "Diagnosis": "mmpos.diagnosis",
     "ImageProcessor": "mmpos.images",
     "ImageSize": "mmpos.images",
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
     "ModelSettings": "mmpos.models",
     "SequenceBuilder": "mmpos.sequence",
+    "Video": "mmpos.video",
+    "diagnose": "mmpos.diagnosis",
     "from_hf_config": "mmpos.models",
 }
 

@@ -16,7 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None is the process's own.
 
     Returns:
-        The exit code: 0, 1 if something is missing on this machine, 2 if the command line or its input is wrong.
+        The exit code: 0, 1 if something is missing on this machine, 2 if the command line or its input is wrong,
+        3 if ids that were checked differ.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a dash that the terminal cannot show is no reason to stop

@@ -16,6 +16,9 @@ OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
 FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
 
+AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col"), 4: ("axis 0", "axis 1", "axis 2", "axis 3")}
+"""What the axes of a position are, by their number."""
+
 NO_POSITION = int(np.iinfo(np.int64).min)
 """Stands for the next position and the delta of schemes that have none."""
 
@@ -125,6 +128,14 @@ class Columns:
     def lengths(self) -> IntArray:
         """(documents,) tokens of each document, padding included."""
         return _gaps(self.documents[FIRST_TOKEN], self.num_tokens)
+
+    @property
+    def real_lengths(self) -> IntArray:
+        """(documents,) tokens of each document, padding not included."""
+        before = np.zeros(self.num_segments + 1, np.int64)
+        np.cumsum(self.segment_lengths * ~self.is_padding, out=before[1:])
+        first = before[self.documents[FIRST_SEGMENT]]
+        return _gaps(first, int(before[-1]))
 
     @property
     def cu_seqlens(self) -> npt.NDArray[np.int32]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.separators import separator_tokens
+from mmpos.video import given_offsets
 
 __all__ = ["Contents", "InterleavedSequence"]
 
@@ -29,15 +30,17 @@ class InterleavedSequence:
 
     Args:
         input_ids: (tokens,) int64; patches are the patch marker's id.
-        token_type_ids: (tokens,) uint8, 0 for text and markers, 1 for patches.
+        token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches.
         segments: the shape of the sequence, one document.
         positions: its position table.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
             the images are known only by size.
         grid_thw: (images, 3) int64 frames, height, width after merging.
-        image_spans: (images, 2) int64 first token of each image's patches and one past the last.
+        image_spans: (images, 2) int64 first token of each image's patches and one past the last, row separators
+            included, the one after the last row too.
         image_hashes: content hash of each image; None where only the size is known.
-        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total.
+        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
+            Video is one part.
     """
 
     input_ids: IntArray
@@ -101,38 +104,45 @@ class Contents:
     """A sequence on its way.
 
     Args:
+        row_separator: whether images have row separators.
         texts: first token and ids of every part that is text.
         document: its text, with markers, and its grids.
         images: in order.
         spans: first token of each image's patches and one past the last.
-        offsets: first token of each part, then of what comes next.
+        offsets: first token of each plain part, then of what comes next.
+        given: the part given that each plain part is of.
         text: tokens since the last grid.
     """
 
+    row_separator: bool = False
     texts: list[tuple[int, IntArray]] = field(default_factory=list)
     document: list[Text | Grid] = field(default_factory=list)
     images: list[ProcessedImage] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])
+    given: list[int] = field(default_factory=list)
     text: int = 0
 
-    def add_text(self, ids: IntArray) -> None:
+    def add_text(self, given: int, ids: IntArray) -> None:
         """One more part of text."""
+        self.given.append(given)
         self.texts.append((self.offsets[-1], ids))
         self.offsets.append(self.offsets[-1] + ids.size)
         self.text += ids.size
 
-    def add_image(self, image: ProcessedImage) -> None:
+    def add_image(self, given: int, image: ProcessedImage) -> None:
         """One more image, with its markers."""
+        self.given.append(given)
+        grid = replace(image.grid, row_separator=True) if self.row_separator else image.grid
         first = self.offsets[-1] + 1
-        stop = first + math.prod(image.grid.extents)
-        self.document += [Text(self.text + 1), image.grid]
+        stop = first + grid.frames * grid.height * (grid.width + grid.row_separator)
+        self.document += [Text(self.text + 1), grid]
         self.images.append(image)
         self.spans.append((first, stop))
         self.offsets.append(stop + 1)
         self.text = 1
 
-    def sequence(self, marker_ids: tuple[int, int, int], scheme: str | Scheme, start: int) -> InterleavedSequence:
+    def sequence(self, marker_ids: tuple[int, ...], scheme: str | Scheme, start: int) -> InterleavedSequence:
         """What has come of it."""
         document = [*self.document, Text(self.text)] if self.text else self.document
         if not document:
@@ -141,11 +151,13 @@ class Contents:
         patches = self._patches()
         positions = place(segments, scheme, start)
         spans = np.array(self.spans, np.int64).reshape(-1, 2)
-        begin, end, patch = marker_ids
+        begin, end, patch, *row = marker_ids
         input_ids = np.full(self.offsets[-1], patch, np.int64)
         for first, ids in self.texts:
             input_ids[first : first + ids.size] = ids
         input_ids[spans[:, 0] - 1], input_ids[spans[:, 1]] = begin, end
+        if row:
+            input_ids[separator_tokens(segments)] = row[0]
         return InterleavedSequence(
             input_ids=input_ids,
             token_type_ids=(input_ids == patch).view(np.uint8),  # no other token has this id
@@ -155,7 +167,7 @@ class Contents:
             grid_thw=np.array([image.grid.extents for image in self.images], np.int64).reshape(-1, 3),
             image_spans=spans,
             image_hashes=tuple(image.content_hash for image in self.images),
-            part_offsets=np.array(self.offsets, np.int64),
+            part_offsets=given_offsets(self.offsets, self.given),
         )
 
     def _patches(self) -> npt.NDArray[Any] | None:

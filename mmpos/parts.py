@@ -13,7 +13,7 @@ import numpy as np
 from mmpos.checks import INT32_MAX, boolean, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "rationals"]
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "rational", "rationals"]
 
 TEXT, GRID, PAD = 0, 1, 2
 """Kinds of segments."""
@@ -98,12 +98,14 @@ class Grid:
         return not self.row_separator and self.seconds_per_frame is None
 
 
-def rational(name: str, value: Fraction | float | None) -> Fraction | None:
-    """A positive time as an exact fraction; floats become the nearest fraction with a small denominator."""
+def rational(name: str, value: Fraction | float | None, *, zero: bool = False) -> Fraction | None:
+    """A positive time, or also 0, as an exact fraction; floats become the nearest with a small denominator."""
     if value is None:
         return None
     exact = _fraction(name, value)
-    if exact <= 0:
+    if zero and exact < 0:
+        raise InvalidInputError(f"{name}: got {value}, want >= 0")
+    if exact <= 0 and not zero:
         raise InvalidInputError(f"{name}: got {value}, want > 0 (a float: >= 1e-06)")
     if max(exact.numerator, exact.denominator) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {value}, want a numerator and a denominator below 2**31")

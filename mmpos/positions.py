@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import expand, ranges
-from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, int_array, integer, one_of, per_document
-from mmpos.columns import FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, OFFSET, WIDTH, Columns
+from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, host_array, int_array, integer, one_of, per_document
+from mmpos.columns import DELTA, FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.explain import explain
 from mmpos.joining import join
@@ -116,6 +116,29 @@ class PositionTable(Columns):
             i = int(owner[int(back.argmax()) + 1])
             raise InvalidInputError(f"starts[{i}]: got {starts[i]}, in a document before that of the range before it")
         return self._view(columns, document, self.documents[NEXT_POSITION:])
+
+    def keep(self, mask: npt.ArrayLike) -> PositionTable:
+        """The tokens of a mask, for good: pruned of the others, with the ids that they had; documents stay.
+
+        Next positions stay, so what is generated goes on as if nothing were missing. Each delta grows by the tokens
+        that its document has lost: next position = start + delta + tokens holds for what is left. (``take`` leaves
+        deltas, since its pieces are those of a sequence that stays whole.)
+
+        Args:
+            mask: (tokens,) bool, True for a token that is kept; it selects from input_ids and labels likewise.
+
+        Raises:
+            InvalidInputError: anything else than a bool for every token.
+        """
+        mask = host_array("mask", mask)
+        if mask.dtype != np.bool_ or mask.shape != (self.num_tokens,):
+            got = f"{mask.dtype} {mask.shape}"
+            raise InvalidInputError(f"mask: got {got}, want bool ({self.num_tokens},), one per token")
+        kept = self.take(*ranges.runs(mask))
+        documents = kept.documents.copy()
+        lost = self.real_lengths - kept.real_lengths
+        documents[DELTA] += np.where(documents[DELTA] == NO_POSITION, 0, lost)
+        return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
         """Tokens start to stop; slices concatenated equal the whole, also when they cut an image."""

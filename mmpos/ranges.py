@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.checks import IntArray
 from mmpos.columns import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
@@ -33,6 +34,12 @@ def cut(table: IntArray, tokens: int, starts: IntArray, stops: IntArray) -> tupl
     columns[SKIP] += begin - offset[segment]
     columns[OFFSET] = np.minimum(ends[segment], stops[owner]) - begin
     return columns, segment, owner
+
+
+def runs(mask: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """First and one past the last of each run of True, as ranges of tokens."""
+    edges = np.diff(mask.view(np.int8), prepend=0, append=0).nonzero()[0]
+    return edges[::2], edges[1::2]
 
 
 def text(axes: int, first: IntArray, lengths: IntArray) -> IntArray:

@@ -17,13 +17,14 @@ import numpy as np
 from mmpos import checks
 from mmpos.about import cores
 from mmpos.checks import IntArray, first_bad, int_array, integer
-from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.interleaved import Contents, InterleavedSequence
 from mmpos.markers import Markers
 from mmpos.parts import Grid
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.tokenizers import ByteTokenizer, adapt
+from mmpos.video import Video, plain_parts
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
@@ -31,17 +32,18 @@ MAX_CUTS = 10_000
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Images that any thread may read: files and arrays."""
 
-__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder"]
+__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
 
 
 @dataclass(frozen=True)
 class SequenceBuilder:
-    """Builds sequences from parts: str, token ids, and images of any sort that the ImageProcessor takes.
+    """Builds sequences from parts: str, token ids, images of any sort that the ImageProcessor takes, and Videos.
 
-    A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known
-    only by its size. Text that spells a marker given by name stays text: where the tokenizer would make the marker
-    of it, it is encoded in two pieces, cut inside the marker. Every text part is encoded by itself, so a tokenizer
-    that puts something before each text (a space, as SentencePiece does) puts it before each part.
+    A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known only by its
+    size; a Video is its frames, each an image after its time in text. Text that spells a marker given by name stays
+    text: where the tokenizer would make the marker of it, it is encoded in two pieces, cut inside the marker. Every
+    text part is encoded by itself, so a tokenizer that puts something before each text (a space, as SentencePiece does)
+    puts it before each part.
 
     >>> builder = SequenceBuilder()
     >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
@@ -51,7 +53,7 @@ class SequenceBuilder:
         tokenizer: a tokenizers or transformers object, or anything with encode and decode.
         images: how images become patches; may be left out when every image is a Grid.
         scheme: a name from mmpos.SCHEMES or a scheme object.
-        markers: the special tokens of images.
+        markers: the special tokens of images; with Markers(row=…) every image has row separators.
         start: id of the first token.
     """
 
@@ -60,7 +62,7 @@ class SequenceBuilder:
     scheme: str | Scheme = "rope-tie"
     markers: Markers = field(default_factory=Markers)
     start: int = 0
-    marker_ids: tuple[int, int, int] = field(init=False, repr=False)
+    marker_ids: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.markers, Markers):
@@ -76,7 +78,8 @@ class SequenceBuilder:
 
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
-                ``parts[i]``.
+                ``parts[i]``, of a Video ``parts[i].frames[k]``.
+            UnsupportedError: the scheme has no place for row separators or frames that are there.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -99,18 +102,18 @@ class SequenceBuilder:
             raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
         most = cores() if threads is None else integer("threads", threads, minimum=1)
         images = [
-            (d, i)
+            (d, n, part)
             for d, parts in enumerate(documents)
             if isinstance(parts, list | tuple)
-            for i, part in enumerate(parts)
+            for n, (_, _, part) in enumerate(plain_parts(parts))
             if isinstance(part, _READ_BY_ANY) and not _is_ids(part)
         ]
         ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
         with ThreadPoolExecutor(most, "mmpos-images") as pool:
             # Once the main thread has ended, pools take no more.
             if self.images is not None and min(most, len(images)) > 1 and threading.main_thread().is_alive():
-                for d, i in images:
-                    ahead[d][i] = pool.submit(self.images.process, documents[d][i])
+                for d, n, image in images:
+                    ahead[d][n] = pool.submit(self.images.process, image)
             try:
                 return [
                     _naming(f"documents[{d}]", partial(self._build, parts, ahead[d]), joint=".")
@@ -120,20 +123,19 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[Any], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """The sequence of these parts, of which some are decoded ahead."""
+        """The sequence of these parts, of whose plain parts some are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        found = Contents()
-        for i, part in enumerate(parts):
-            name = f"parts[{i}]"
-            if i in ahead:
-                found.add_image(_naming(name, ahead.pop(i).result))  # popped, so that patches are held once
+        found = Contents(row_separator=self.markers.row is not None)
+        for n, (given, name, part) in enumerate(plain_parts(parts)):
+            if n in ahead:
+                found.add_image(given, _naming(name, ahead.pop(n).result))  # popped, so that patches are held once
                 continue
             content = self._read(name, part)
             if isinstance(content, np.ndarray):
-                found.add_text(content)
+                found.add_text(given, content)
             else:
-                found.add_image(content)
+                found.add_image(given, content)
         return found.sequence(self.marker_ids, self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
@@ -146,8 +148,10 @@ class SequenceBuilder:
                 raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
             return ids
         if isinstance(part, Grid):
-            if part.row_separator:
-                raise UnsupportedError(f"{name}: got a grid with row separators, want one without")
+            if part.row_separator and self.markers.row is None:
+                raise InvalidInputError(
+                    f"{name}: got a grid with row separators, want one without, or a builder with Markers(row=…)"
+                )
             return ProcessedImage(patches=None, grid=part, size=None, source_size=None, content_hash=None)
         if self.images is None:
             raise InvalidInputError(
@@ -173,7 +177,8 @@ class SequenceBuilder:
         return [marker for marker in self.marker_ids if (ids == marker).any()]
 
     def _pieces(self, name: str, text: str) -> Iterator[str]:
-        names = [m for m in (self.markers.begin, self.markers.end, self.markers.patch) if isinstance(m, str)]
+        markers = (self.markers.begin, self.markers.end, self.markers.patch, self.markers.row)
+        names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
         # Looked for at every character, since occurrences may overlap.
         found = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ from mmpos import (
     ImageSize,
     InvalidInputError,
     LimitExceededError,
+    Markers,
     MmposError,
     PositionTable,
     SegmentTable,
     SequenceBuilder,
     Text,
     UnsupportedError,
+    Video,
     place,
 )
 from mmpos.client import AsyncClient, Client
@@ -47,6 +51,9 @@ images = { backend = "pillow" }
 scheme = { name = "rope-tie-v2", axes = 3 }
 images = { backend = "pillow", spatial_merge_size = 1, dtype = "float32", max_source_pixels = 1000 }
 rotary = { head_dim = 32, axes = 3 }
+[profiles.breaks]
+markers = { row = 300 }
+images = { backend = "pillow" }
 """
 LOCAL = {
     None: SequenceBuilder(images=ImageProcessor("pillow")),
@@ -54,6 +61,7 @@ LOCAL = {
         images=ImageProcessor("pillow", spatial_merge_size=1, dtype="float32", max_source_pixels=1000),
         scheme="rope-tie-v2",
     ),
+    "breaks": SequenceBuilder(images=ImageProcessor("pillow"), markers=Markers(row=300)),
 }
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
 
@@ -205,6 +213,8 @@ PARTS: list[Any] = [
     ["é", [1, 2], Grid(2, 3), np.array([7])],
     [PHOTO, "and", torch.from_numpy(PHOTO).permute(2, 0, 1)],
     [ImageSize(300, 400)],
+    ["a", Video([PHOTO, PHOTO[:30], COFFEE], times=[0, 0.5, 2]), "b", PHOTO],
+    [Video([Grid(1, 2), ImageSize(90, 60)], seconds_per_frame=1, timestamp="")],
 ]
 WRONG_PARTS: list[Any] = [
     [],
@@ -216,6 +226,11 @@ WRONG_PARTS: list[Any] = [
     ["a", "\ud800"],
     [PHOTO, ImageSize(30, 40)],
     [np.zeros((10, 10, 2), np.uint8)],
+    ["a", Video([PHOTO, b"not a photo"], times=[0, 1]), "b"],
+    ["a", Video([PHOTO, np.zeros((10, 10, 2), np.uint8)], times=[0, 1]), "b"],
+    ["a", Video([PHOTO], times=[0], timestamp="\ud800")],
+    ["a", Video([PHOTO, PHOTO], times=[0, 1]), b"not a photo"],
+    ["a", Grid(1, 2, row_separator=True)],
 ]
 
 
@@ -227,6 +242,22 @@ def test_sequences(ask: Ask, parts: Any) -> None:
 @pytest.mark.parametrize("parts", WRONG_PARTS)
 def test_wrong_sequences(ask: Ask, parts: Any) -> None:
     same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
+def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
+    local = replace(LOCAL["breaks"], scheme=scheme)
+    for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
+        want, asked = (partial(call, parts) for call in (local.build, partial(ask, "build")))
+        same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
+
+
+def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> None:
+    assert [profile.row_token_id for profile in ask("info").profiles] == [None, None, 300]
+    with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
+        ask("build", [Grid(99_999, 1)], profile="breaks")
+    with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):
+        ask("build", [Grid(100, 1)] * 501, profile="breaks")
 
 
 def test_a_batch_with_errors_in_their_places(ask: Ask) -> None:

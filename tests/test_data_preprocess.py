@@ -369,6 +369,10 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", *others)) == 0
     (got,) = SequenceShard("out/s0.parquet").examples()
     assert got.sequence.input_ids.tolist() == [3, 1, *[7] * 99, 0]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", *others, "--marker", "row=8")) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    [_, height, width] = got.sequence.grid_thw[0].tolist()
+    assert got.sequence.input_ids.tolist() == [3, 1, *([7] * width + [8]) * height, 0]
 
 
 @pytest.mark.parametrize(

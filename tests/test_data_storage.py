@@ -80,7 +80,7 @@ def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_pa
     separated = replace(
         timed,
         segments=rows,
-        token_type_ids=np.repeat(rows.kind, rows.lengths),
+        token_type_ids=np.array([0, 0, *[1, 1, 1, 0] * 3], np.uint8),
         positions=place(rows, "rope-tie"),
     )
     examples = [

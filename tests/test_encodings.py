@@ -280,6 +280,12 @@ def test_nothing_is_a_bias_of_zero_and_hides_positions_in_the_variance() -> None
         expected_square([1, 0], 1.0)
 
 
+@pytest.mark.parametrize("kept", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
+def test_what_an_encoding_keeps_is_read_only(kept: Any) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0] = 0
+
+
 # Rotations
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,11 +28,13 @@ from mmpos.encodings import (
     Rope1D,
     Rope1DAdjacent,
     Rope2D,
+    Rotation,
     SelfAttention,
     Sinusoidal,
     T5Buckets,
     expected_square,
 )
+from mmpos.rotary import Rotary, YaRN, apply_rotary
 
 ROOT = Path(__file__).parent.parent
 LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
@@ -175,6 +178,30 @@ def test_positions_of_several_axes_turn_their_own_channels() -> None:
     same = block(Rope2D(), positions + np.array([[5], [-3]]), torch.float64)(x)
     assert_allclose(found.detach(), same.detach(), atol=1e-13)
     assert (found - turned).abs().max() > 1e-3
+
+
+@dataclass(frozen=True)
+class Scaled(Rotation):
+    """A rotation of one's own: two axes, channels that do not turn, and a factor of attention."""
+
+    name: ClassVar[str] = "scaled"
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(12, axes=2, rotary_dim=8, scaling=YaRN(4, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rotation_of_ones_own_is_turned_as_by_apply_rotary(dtype: torch.dtype) -> None:
+    positions, q = (
+        np.array([[0, 5, 70], [1, 2, -3]]),
+        torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 12))),
+    )
+    assert Scaled().rotary.attention_factor > 1.1
+    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), Scaled().rotary)[0]
+    assert_allclose(Scaled().rotate(q[:, 0], positions), expected[:, 0], atol=1e-6)
+    turned, _ = block(Scaled(), positions, dtype).encoding.turn(q[None].to(dtype), q[None].to(dtype))
+    assert_allclose(turned[0], expected, atol=1e-6)
 
 
 # What the sources say

@@ -22,7 +22,6 @@ from mmpos import (
     Markers,
     SegmentTable,
     SequenceBuilder,
-    UnsupportedError,
     place,
 )
 
@@ -287,11 +286,6 @@ def test_bad_parts_are_named(parts: Any, message: str) -> None:
 def test_an_image_without_a_processor_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"parts\[0\]: got bytes, want text or token ids, or a builder with"):
         SequenceBuilder().build([b""])
-
-
-def test_row_separators_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"parts\[0\]: got a grid with row separators, want one without"):
-        SequenceBuilder().build([Grid(2, 2, row_separator=True)])
 
 
 def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:

@@ -75,6 +75,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
         rotary = { head_dim = 64, axes = 3, scaling = { type = "linear", factor = 2.0 } }
         [profiles.tie]
         scheme = { name = "rope-tie-v2", axes = 3, rounding = "floor" }
+        markers = { row = 300 }
         """
     )
     qwen, tie = profiles = list(Profiles.from_config(load(file)))
@@ -90,6 +91,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
         (1, 2, 3),
     )
     assert qwen.rotary == Rotary(head_dim=64, axes=3, scaling=Linear(2.0))
+    assert tie.builder.marker_ids == (256, 257, 258, 300)
     assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
 
 
@@ -132,7 +134,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         (
             "[profiles.a.markers]\nstart = 1\n",
-            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch",
+            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row",
         ),
         ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),

@@ -267,11 +267,11 @@ def test_parts_travel_and_build_the_same_sequence(tmp_path: Path) -> None:
     tensor = torch.from_numpy(PHOTO).permute(2, 0, 1)
     given = ["é", [1, 2], path, path.read_bytes(), memoryview(path.read_bytes()), PHOTO, palette, tensor, np.array([7])]
     message = sequences_pb2.Document()
-    hashes = parts.put_parts(message, given)
+    sent = parts.put_parts(message, given)
     want, built = BUILDER.build(given), BUILDER.build(parts.get_parts("", travelled(message)))
     answer = sequences_pb2.Sequence()
     sequences.put_sequence(answer, built)
-    found = sequences.get_sequence("sequence", travelled(answer), hashes)
+    found = sequences.get_sequence("sequence", travelled(answer), sent.hashes)
     assert found.image_hashes == want.image_hashes
     assert found.patches is not None
     assert found.patches.flags.writeable
@@ -282,9 +282,10 @@ def test_parts_travel_and_build_the_same_sequence(tmp_path: Path) -> None:
 
 
 def test_sizes_and_grids_travel() -> None:
-    given = [ImageSize(300, 400), "x", Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 3))]
+    grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
+    given = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert parts.put_parts(message, given) == {}
+    assert parts.put_parts(message, given) == parts.Sent(given=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"])
     assert parts.get_parts("", travelled(message)) == given
 
 
@@ -301,7 +302,6 @@ def test_sizes_and_grids_travel() -> None:
         ["a", np.zeros((2, 2, 5), np.uint8)],
         ["a", np.zeros((0, 40, 3), np.uint8)],
         ["a", np.zeros((4, 4), np.float32)],
-        [Grid(1, 2, row_separator=True)],
     ],
     ids=repr,
 )

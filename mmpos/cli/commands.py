@@ -53,7 +53,8 @@ def root(
 
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
 
-    Exit codes: 0 done, 1 something is missing on this machine, 2 a wrong argument or input.
+    Exit codes: 0 done, 1 something is missing on this machine, 2 a wrong argument or input, 3 ids that
+    [bold]mmpos check[/bold] found to differ.
     """
     if show_version:
         typer.echo(f"mmpos {_version()}")
@@ -81,9 +82,15 @@ def positions(
     start: Start = 0,
     axes: Axes = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all ids.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.npy", help="Write (axes, tokens) ids there, too, by numpy.save."),
+    ] = None,
 ) -> None:
     """Print the ids of documents."""
     read, segments, placed = place_specs(documents, scheme, start, axes)
+    if output is not None:
+        report.save_ids(output, placed)
     if json:
         typer.echo(report.to_json_text(read, placed))
     else:

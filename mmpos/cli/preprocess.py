@@ -81,8 +81,8 @@ def preprocess(
         typer.Option(
             "--marker",
             metavar=_OPTION,
-            help="Of images, such as begin=<|vision_start|>; begin, end and patch.",
-            show_default="[IMG], [/IMG] and [PATCH]",
+            help="Of images, such as begin=<|vision_start|>; begin, end, patch and row.",
+            show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
     ] = None,
     scheme: SchemeName = "rope-tie",
@@ -194,7 +194,7 @@ def _value(name: str, kind: Any, value: str) -> Any:
     """The value in JSON; text needs no quotes, but may have them for line breaks and the like."""
     if kind == "str" and not value.startswith('"'):
         return value
-    if kind == "str | int" and not value.isdigit():
+    if kind in ("str | int", "str | int | None") and not value.isdigit():
         return value
     try:
         return json.loads(value)

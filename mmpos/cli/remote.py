@@ -94,9 +94,10 @@ def info(
         found = client.info()
     out = report.console()
     out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
-    profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "patch size", "merge")
+    profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
     for profile in found.profiles:
-        ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id)
+        row = "-" if profile.row_token_id is None else profile.row_token_id
+        ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id, row)
         sizes = (profile.patch_size, profile.spatial_merge_size)
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
-from mmpos.errors import LimitExceededError, UnsupportedError
+from mmpos.columns import AXIS_NAMES, DELTA, NEXT_POSITION, NO_POSITION
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.parts import Grid
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES
 from mmpos.segments import GRID, TEXT, SegmentTable
 from mmpos.specs import Document, to_json
-
-AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col"), 4: ("axis 0", "axis 1", "axis 2", "axis 3")}
 
 _WIDTH = 100
 _SHORT = 24  # tokens whose ids are all printed
@@ -145,6 +144,20 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable) -> str
         found["exact_position_ids"] = [[str(value) for value in axis] for axis in zip(*exact(positions), strict=True)]
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
     return "{" + ",\n ".join(lines) + "}"
+
+
+def save_ids(path: Path, positions: PositionTable) -> None:
+    """Write the dense ids of a batch as a .npy file.
+
+    Raises:
+        InvalidInputError: another suffix, or a path that cannot be written to.
+    """
+    if path.suffix.lower() != ".npy":
+        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
+    try:
+        np.save(path, positions.dense())
+    except OSError as error:
+        raise InvalidInputError(f"--output: got {str(path)!r} ({error.strerror}), want a path to write to") from None
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from mmpos.rpc.v1 import info_pb2 as pb
+from mmpos.wire.fields import optional
 
 T = TypeVar("T")
 
@@ -69,6 +70,7 @@ class ProfileInfo:
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
         rotary: whether it has a rotation.
+        row_token_id: the id after every row of an image; None where rows follow each other.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ProfileInfo:
     patch_size: int
     spatial_merge_size: int
     rotary: bool
+    row_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,9 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
         limits=_same(Limits, message.limits),
-        profiles=tuple(_same(ProfileInfo, profile) for profile in message.profiles),
+        profiles=tuple(
+            _same(ProfileInfo, profile, row_token_id=optional(profile, "row_token_id")) for profile in message.profiles
+        ),
         device=message.device,
         shared_memory_prefix=message.shared_memory_prefix,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import boolean, integer, one_of
@@ -12,8 +13,9 @@ from mmpos.client.calls import Ask, Call, Errors, Method, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceError
 from mmpos.rpc.v1 import sequences_pb2
+from mmpos.video import given_offsets
 from mmpos.wire.errors import get_error
-from mmpos.wire.parts import put_parts
+from mmpos.wire.parts import Sent, put_parts
 from mmpos.wire.schemes import put_scheme
 from mmpos.wire.sequences import get_sequence
 
@@ -46,8 +48,8 @@ def build(
     """The sequence of these parts, as ``SequenceBuilder.build`` gives it with the settings of the profile.
 
     Args:
-        parts: text, token ids, Grid, ImageSize, and images as SequenceBuilder takes them. A path travels as the bytes
-            of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
+        parts: text, token ids, Grid, ImageSize, Video, and images as SequenceBuilder takes them. A path travels as the
+            bytes of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
         scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
         start: id of the first token.
         patches: whether pixels are wanted; without them nothing is decoded.
@@ -117,12 +119,12 @@ class BuildSettings:
 
         def ask(message: Any) -> Callable[[Any], InterleavedSequence]:
             self._put(message)
-            hashes = put_parts(message.documents.add(), parts, self.memory)
+            sent = put_parts(message.documents.add(), parts, self.memory)
             self._share(message)
 
             def decode(answer: Any) -> InterleavedSequence:
                 (found,) = _results(answer, 1)
-                return _one(found, hashes, self.memory)
+                return _one(found, sent, self.memory)
 
             return decode
 
@@ -135,7 +137,7 @@ class BuildSettings:
 
         def ask(message: Any) -> Callable[[Any], Built]:
             self._put(message)
-            put: list[dict[int, str] | MmposError] = []
+            put: list[Sent | MmposError] = []
             for d, parts in enumerate(documents):
                 put.append(self._document(f"documents[{d}]", message, parts))
                 if isinstance(put[-1], MmposError) and self.errors == "raise":
@@ -162,7 +164,7 @@ class BuildSettings:
         if self.memory is not None and self.patches:
             self.memory.answer(message)
 
-    def _document(self, name: str, message: Any, parts: Any) -> dict[int, str] | MmposError:
+    def _document(self, name: str, message: Any, parts: Any) -> Sent | MmposError:
         document = message.documents.add()
         try:
             with _naming(name):
@@ -172,7 +174,7 @@ class BuildSettings:
             document.Clear()
             return error
 
-    def _outcome(self, name: str, found: Any, put: dict[int, str] | MmposError) -> InterleavedSequence | MmposError:
+    def _outcome(self, name: str, found: Any, put: Sent | MmposError) -> InterleavedSequence | MmposError:
         try:
             if isinstance(put, MmposError):
                 raise put
@@ -201,9 +203,21 @@ def _results(answer: Any, count: int) -> Any:
     return answer.results
 
 
-def _one(found: Any, hashes: dict[int, str], memory: Lease | None) -> InterleavedSequence:
-    """The sequence of one document, or its error raised."""
+def _one(found: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+    """The sequence of one document, or its error raised, both in terms of the parts given."""
     if found.WhichOneof("outcome") == "error":
-        raise get_error(found.error)
+        raise _of_given(get_error(found.error), sent.names)
     with trusting():
-        return get_sequence("sequence", found.sequence, hashes, memory)
+        sequence = get_sequence("sequence", found.sequence, sent.hashes, memory)
+        offsets, want = sequence.part_offsets, len(sent.given) + 1
+        if offsets.size != want:
+            raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
+        return replace(sequence, part_offsets=given_offsets(offsets, sent.given))
+
+
+def _of_given(error: MmposError, names: list[str]) -> MmposError:
+    """The error of a part sent, with the name of what was given: a server sees texts and images of a Video."""
+    part = re.match(r"parts\[(\d+)\]", str(error))
+    if part is None or int(part[1]) >= len(names):
+        return error
+    return type(error)(names[int(part[1])] + str(error)[part.end() :])

@@ -39,8 +39,8 @@ class Piece:
     """A part of a document.
 
     Args:
-        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid …
-        train: whether its tokens are labels; patches never are.
+        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid, a Video …
+        train: whether its tokens are labels, those of a Video's timestamps too; patches never are.
     """
 
     part: Any

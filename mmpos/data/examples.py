@@ -12,6 +12,7 @@ from mmpos.checks import IntArray, boolean, integer
 from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
 from mmpos.segments import GRID, SegmentTable
+from mmpos.separators import separator_tokens
 from mmpos.sequence import InterleavedSequence
 
 __all__ = ["IGNORE_INDEX", "Builder", "Example", "Format", "Preprocess"]
@@ -78,7 +79,7 @@ class Example:
             whole,
             input_ids=whole.input_ids[start:stop],
             token_type_ids=whole.token_type_ids[start:stop],
-            segments=SegmentTable.from_spans([stop - start], spans[kept, 0] - start, whole.grid_thw[kept]),
+            segments=_segments(whole, start, stop, kept),
             positions=whole.positions.slice(start, stop),
             patches=_patches(whole, kept),
             grid_thw=whole.grid_thw[kept],
@@ -96,7 +97,8 @@ class Preprocess:
     Args:
         format: makes a document of a record; one of mmpos.data.formats, or your own.
         builder: makes a sequence of the document's parts.
-        train_markers: whether [IMG] and [/IMG] of images that are trained on are labels; patches never are.
+        train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels; patches
+            never are.
     """
 
     format: Format
@@ -133,7 +135,22 @@ class Preprocess:
         if not self.train_markers and len(sequence.image_spans):
             train[sequence.image_spans[:, 0] - 1] = False
             train[sequence.image_spans[:, 1]] = False
+            train[separator_tokens(sequence.segments)] = False
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
+
+
+def _segments(whole: InterleavedSequence, start: int, stop: int, kept: Any) -> SegmentTable:
+    """The segments of a slice, whose grids are as they were."""
+    of_whole = whole.segments
+    separated = of_whole.row_separator is not None
+    found = SegmentTable.from_spans(
+        [stop - start], whole.image_spans[kept, 0] - start, whole.grid_thw[kept], row_separator=separated
+    )
+    if of_whole.seconds_per_frame is None or not kept.any():
+        return found
+    seconds = np.array([[0], [1]]).repeat(found.kind.size, axis=1)
+    seconds[:, found.kind == GRID] = of_whole.seconds_per_frame[:, of_whole.kind == GRID][:, kept]
+    return replace(found, seconds_per_frame=seconds)
 
 
 def _patches(whole: InterleavedSequence, kept: Any) -> Any:

@@ -118,8 +118,8 @@ class Rotation(Encoding):
         turned = real_positions("x", x, 2)
         if turned.shape != (len(angles), self.rotary.head_dim):
             raise InvalidInputError(f"x: got shape {turned.shape}, want ({len(angles)}, {self.rotary.head_dim})")
-        cos, sin = np.cos(angles), np.sin(angles)
+        cos, sin = self.rotary.attention_factor * np.cos(angles), self.rotary.attention_factor * np.sin(angles)
         first, second = self.pair_channels
         a, b = turned[:, first], turned[:, second]
         turned[:, first], turned[:, second] = a * cos - b * sin, a * sin + b * cos
-        return turned * self.rotary.attention_factor
+        return turned

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmpos.checks import INT32_MAX, int_array, text
-from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.sources import open_source
 from mmpos.parts import Grid
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.video import plain_parts
 from mmpos.wire.fields import chosen, get_rational, path, put_rational
 from mmpos.wire.tensors import get_tensor, put_tensor
 
@@ -21,24 +23,39 @@ if TYPE_CHECKING:
     from mmpos.wire.memory import Memory
 
 
-def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> dict[int, str]:
+@dataclass(frozen=True)
+class Sent:
+    """What a document was sent as; its answer is read with it.
+
+    Args:
+        hashes: content hashes of those images, by index among the images of the document, whose pixels alone do not
+            give it.
+        given: the part given that each part sent is of: a Video is sent as texts and images.
+        names: what errors call each part sent.
+    """
+
+    hashes: dict[int, str] = field(default_factory=dict)
+    given: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> Sent:
     """Fill a message with the parts of a document, as SequenceBuilder.build takes them.
 
-    A path travels as the bytes of its file, and an image without a file as its upright pixels; memory: as for
-    ``put_tensor``.
-
-    Returns:
-        content hashes of those images, by index among the images of the document, whose pixels alone do not give it.
+    A path travels as the bytes of its file, an image without a file as its upright pixels, and a Video as its plain
+    parts; memory: as for ``put_tensor``.
 
     Raises:
         MmposError: naming ``parts[i]``, as SequenceBuilder.build does.
     """
     if not isinstance(parts, list | tuple):
         raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-    hashes: dict[int, str] = {}
+    sent = Sent()
     images = 0
-    for i, part in enumerate(parts):
-        name, entry = f"parts[{i}]", message.parts.add()
+    for given, name, part in plain_parts(parts):
+        sent.given.append(given)
+        sent.names.append(name)
+        entry = message.parts.add()
         if isinstance(part, str):
             entry.text = text(name, part)
         elif isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
@@ -49,9 +66,9 @@ def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) ->
             except MmposError as error:
                 raise type(error)(f"{name}: {error}") from error
             if content_hash is not None:
-                hashes[images] = content_hash
+                sent.hashes[images] = content_hash
             images += 1
-    return hashes
+    return sent
 
 
 def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
@@ -78,13 +95,12 @@ def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:
 
 
 def _put_grid(message: pb.Grid, grid: Grid) -> None:
-    if grid.row_separator:
-        raise UnsupportedError("got a grid with row separators, want one without")
     message.height, message.width = grid.height, grid.width
     if grid.frames > 1:
         message.frames = grid.frames
     if grid.seconds_per_frame is not None:
         put_rational(message.seconds_per_frame, grid.seconds_per_frame)
+    message.row_separator = grid.row_separator
 
 
 def _file(image: os.PathLike[Any]) -> bytes:
@@ -114,7 +130,7 @@ def _get_grid(name: str, grid: pb.Grid) -> Grid:
         seconds = get_rational(path(name, "seconds_per_frame"), grid.seconds_per_frame)
     frames = grid.frames if grid.HasField("frames") else 1
     try:
-        return Grid(grid.height, grid.width, frames=frames, seconds_per_frame=seconds)
+        return Grid(grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds)
     except MmposError as error:
         raise type(error)(f"{name}: {error}") from error
 

@@ -12,6 +12,7 @@ from mmpos.checks import INT32_MAX
 from mmpos.errors import InvalidInputError
 from mmpos.queries import PositionsResult
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
 from mmpos.wire.fields import integers, path, put_integers, required
 from mmpos.wire.positions import get_result, put_result
@@ -67,7 +68,7 @@ def get_sequence(
         patches = owned(get_tensor(path(name, "patches"), message.patches, memory=memory))
     return InterleavedSequence(
         input_ids=input_ids.astype(np.int64),
-        token_type_ids=np.repeat(segments.kind, segments.lengths),
+        token_type_ids=token_types(segments),
         segments=segments,
         positions=positions,
         patches=patches,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceError
-from mmpos.images import ImageProcessor, ImageSize
+from mmpos.images import ImageSize
 from mmpos.images.sources import open_source
 from mmpos.parts import Grid
 from mmpos.rpc.v1 import sequences_pb2 as pb
@@ -107,13 +106,11 @@ class Building:
     ) -> list[Document]:
         """Read the documents, and refuse what is too much for one request from sizes alone."""
         with call.stage("read"):
-            images = builder.images
-            assert images is not None, "every profile has an image processor"
             documents = read()
             weight = np.zeros(4)
             for document in documents:
                 call.checkpoint()
-                weight += _weight(document, images, patches=patches)
+                weight += _weight(document, builder, patches=patches)
             pixels, tokens, reply, segments = weight
             call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
             check("pixels", pixels, self._limits)
@@ -187,7 +184,7 @@ def _read(message: pb.Document, call: Call) -> Document:
         return Document(outcome=error)
 
 
-def _weight(document: Document, images: ImageProcessor, *, patches: bool) -> Any:
+def _weight(document: Document, builder: SequenceBuilder, *, patches: bool) -> Any:
     """(4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
     A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. An image that is
@@ -199,12 +196,12 @@ def _weight(document: Document, images: ImageProcessor, *, patches: bool) -> Any
         if isinstance(part, str):
             total += _tokens(len(part))
         elif isinstance(part, Grid):
-            total += _tokens(math.prod(map(float, part.extents)), part.frames)
+            total += _tokens(_grid_tokens(part, builder), part.frames)
             count += 1
         elif isinstance(part, np.ndarray) and part.ndim == 1:
             total += _tokens(part.size)
         else:
-            total += _image_weight(document, i, count, images, patches=patches)
+            total += _image_weight(document, i, count, builder, patches=patches)
             count += 1
     return total
 
@@ -213,14 +210,19 @@ def _tokens(tokens: float, frames: int = 0) -> Any:
     return np.array([0, tokens, 4 * tokens, frames])
 
 
-def _image_weight(document: Document, index: int, image: int, images: ImageProcessor, *, patches: bool) -> Any:
-    part = document.parts[index]
+def _grid_tokens(grid: Grid, builder: SequenceBuilder) -> float:
+    return float(grid.frames) * grid.height * (grid.width + (builder.markers.row is not None))
+
+
+def _image_weight(document: Document, index: int, image: int, builder: SequenceBuilder, *, patches: bool) -> Any:
+    part, images = document.parts[index], builder.images
+    assert images is not None, "every profile has an image processor"
     try:
         size = images.inspect(part)
         height, width = images.fit(*size)
     except MmposError:
         return np.zeros(4)
-    weight = _tokens(math.prod(images.grid(*size).extents), 1)
+    weight = _tokens(_grid_tokens(images.grid(*size), builder), 1)
     if isinstance(part, ImageSize):
         return weight
     if not patches:

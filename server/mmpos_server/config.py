@@ -112,6 +112,7 @@ class MarkerSettings(_Settings):
     begin: str | int = "[IMG]"
     end: str | int = "[/IMG]"
     patch: str | int = "[PATCH]"
+    row: str | int | None = None
 
 
 class ImageSettings(_Settings):

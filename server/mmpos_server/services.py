@@ -108,7 +108,9 @@ def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
         profile.name,
         builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name,
     )
-    message.begin_token_id, message.end_token_id, message.patch_token_id = builder.marker_ids
+    message.begin_token_id, message.end_token_id, message.patch_token_id, *row = builder.marker_ids
+    if row:
+        message.row_token_id = row[0]
     if builder.images is not None:
         message.patch_size = builder.images.patch_size
         message.spatial_merge_size = builder.images.spatial_merge_size

@@ -49,7 +49,8 @@ class Batch:
         patches: (patches, patch_size, patch_size, 3) pixels of all images; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
-            ``positions.dense()``, which are places in ``input_ids.view(-1)``. In a shard, of each piece of an image.
+            ``positions.dense()``, which are places in ``input_ids.view(-1)``. Of each row of an image whose rows end in
+            separators, which are no patches; in a shard, of each piece of an image or a row.
         feature_spans: (spans, 2) int64 the rows that belong there of what a vision encoder makes of the patches:
             one row per token of grid_thw.
         shifted: whether labels stand at the token that predicts them; see ``shift_labels``.
@@ -156,13 +157,27 @@ class Batch:
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
         """The FlexAttention mask of this batch, on its device; see ``mmpos.data.batches.masks.mask_mod``.
 
+        Args:
+            bidirectional_images: whether tokens from the first patch of an image to its last see one another both
+                ways, separators between rows included.
+
         Raises:
             UnsupportedError: a shard, whose tokens see those of other ranks too.
         """
         if self.world_size > 1:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
-        spans = self.image_spans if boolean("bidirectional_images", bidirectional_images) else None
+        spans = self._whole_images() if boolean("bidirectional_images", bidirectional_images) else None
         return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
+
+    def _whole_images(self) -> Tensor:
+        """(images, 2) first patch of each image and one past its last, of a batch that is no shard."""
+        images = len(self.grid_thw)
+        if len(self.image_spans) == images:
+            return self.image_spans
+        ends = self.grid_thw.prod(dim=1).cumsum(0)
+        image = torch.searchsorted(ends, self.feature_spans[:, 0].contiguous(), right=True)
+        edges = torch.searchsorted(image, torch.arange(images + 1, device=self.device))
+        return torch.stack([self.image_spans[edges[:-1], 0], self.image_spans[edges[1:] - 1, 1]], dim=1)
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
         """Where features of images go: ``embeddings.view(-1, channels)[tokens] = features[rows]``.

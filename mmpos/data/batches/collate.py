@@ -15,6 +15,7 @@ from mmpos.data.batches.packing import Pack
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable, Side
+from mmpos.separators import patch_spans
 
 __all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]
 
@@ -140,7 +141,8 @@ def _batch(
     _lay(rows.text_positions, counted, before, np.zeros_like(after), 0)
     sequences = [example.sequence for example in examples]
     images = [len(sequence.grid_thw) for sequence in sequences]
-    spans = np.concatenate([sequence.image_spans for sequence in sequences])
+    grid_thw = np.concatenate([sequence.grid_thw for sequence in sequences])
+    spans = np.concatenate([sequence.image_spans for sequence in sequences]) + starts.repeat(images)[:, None]
     return Batch.from_arrays(
         tuple(example.key for example in examples),
         positions,
@@ -149,8 +151,8 @@ def _batch(
         text_positions=rows.text_positions.reshape(shape),
         attention_mask=None if rows.attention_mask is None else rows.attention_mask.reshape(shape),
         patches=_patches(examples),
-        grid_thw=np.concatenate([sequence.grid_thw for sequence in sequences]),
-        image_spans=spans + starts.repeat(images)[:, None],
+        grid_thw=grid_thw,
+        image_spans=patch_spans(spans, grid_thw),
     )
 
 

@@ -14,6 +14,7 @@ from mmpos.data.examples import Example
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
+from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
 
 try:
@@ -123,7 +124,7 @@ def from_row(row: Mapping[str, Any], axes: int) -> Example:
         patches = _array(row["patches"], row["patches_dtype"].as_py(), tuple(row["patches_shape"].as_py()))
     sequence = InterleavedSequence(
         input_ids=input_ids,
-        token_type_ids=np.repeat(kind, segments.lengths),
+        token_type_ids=token_types(segments),
         segments=segments,
         positions=positions,
         patches=patches,

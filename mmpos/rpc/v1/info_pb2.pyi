@@ -126,6 +126,7 @@ class ProfileInfo(_message.Message):
     PATCH_SIZE_FIELD_NUMBER: _builtins.int
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
     ROTARY_FIELD_NUMBER: _builtins.int
+    ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     scheme: _builtins.str
@@ -142,6 +143,8 @@ class ProfileInfo(_message.Message):
     """Patches merged along each side."""
     rotary: _builtins.bool
     """Whether it has a rotation."""
+    row_token_id: _builtins.int
+    """The id after every row of an image; left out, rows follow each other."""
     def __init__(
         self,
         *,
@@ -153,12 +156,15 @@ class ProfileInfo(_message.Message):
         patch_size: _builtins.int = ...,
         spatial_merge_size: _builtins.int = ...,
         rotary: _builtins.bool = ...,
+        row_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id", "row_token_id", b"row_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_token_id", b"begin_token_id", "end_token_id", b"end_token_id", "name", b"name", "patch_size", b"patch_size", "patch_token_id", b"patch_token_id", "rotary", b"rotary", "scheme", b"scheme", "spatial_merge_size", b"spatial_merge_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id", "begin_token_id", b"begin_token_id", "end_token_id", b"end_token_id", "name", b"name", "patch_size", b"patch_size", "patch_token_id", b"patch_token_id", "rotary", b"rotary", "row_token_id", b"row_token_id", "scheme", b"scheme", "spatial_merge_size", b"spatial_merge_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__row_token_id: _TypeAlias = _typing.Literal["row_token_id"]  # noqa: Y015
+    _WhichOneofArgType__row_token_id: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_token_id) -> _WhichOneofReturnType__row_token_id | None: ...
 
 Global___ProfileInfo: _TypeAlias = ProfileInfo  # noqa: Y015
 

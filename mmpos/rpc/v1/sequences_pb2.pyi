@@ -59,12 +59,15 @@ class Grid(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
+    ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """Rows of patches."""
     width: _builtins.int
     """Columns of patches."""
     frames: _builtins.int
     """Frames; left out, 1."""
+    row_separator: _builtins.bool
+    """Whether every row ends in one more token. A profile with a row marker has it so for all images; others refuse it."""
     @_builtins.property
     def seconds_per_frame(self) -> _table_pb2.Rational:
         """Time between two frames."""
@@ -76,10 +79,11 @@ class Grid(_message.Message):
         width: _builtins.int = ...,
         frames: _builtins.int | None = ...,
         seconds_per_frame: _table_pb2.Rational | None = ...,
+        row_separator: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "frames", b"frames", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "frames", b"frames", "height", b"height", "seconds_per_frame", b"seconds_per_frame", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "frames", b"frames", "height", b"height", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frames: _TypeAlias = _typing.Literal["frames"]  # noqa: Y015
     _WhichOneofArgType__frames: _TypeAlias = _typing.Literal["_frames", b"_frames"]  # noqa: Y015
@@ -265,7 +269,7 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def image_spans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each image's patches, and one past the last: two numbers per image."""
+        """First token of each image's patches, and one past the last, row separators included: two numbers per image."""
 
     @_builtins.property
     def image_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

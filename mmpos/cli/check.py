@@ -1,0 +1,81 @@
+"""The command that compares ids in a file with a scheme, and says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from pathlib import Path
+from tokenize import TokenError  # numpy reads headers with it
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from mmpos.cli.commands import SPECS, Axes, SchemeName, Start, app, make_scheme
+from mmpos.diagnosis import Diagnosis, diagnose
+from mmpos.errors import InvalidInputError
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents
+
+DIFFERENT = 3
+"""The exit code when ids differ."""
+
+
+class Padding(StrEnum):
+    """The side of a padded batch on which padding is."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@app.command(
+    help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
+    f"{SPECS}\n\n"
+    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
+    f"Exit codes: 0 equal, {DIFFERENT} different."
+)
+def check(
+    ids: Annotated[Path, typer.Argument(metavar="IDS.npy", help="The ids of one batch.", show_default=False)],
+    specs: Annotated[
+        list[str],
+        typer.Option("--spec", metavar="SPEC|FILE", help="A document, or a file of them; once for each."),
+    ],
+    scheme: SchemeName = "rope-tie",
+    start: Start = 0,
+    axes: Axes = None,
+    padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
+    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare ids in a file with a scheme."""
+    segments = SegmentTable.from_documents(read_documents(specs))
+    found = diagnose(_read(ids), segments, make_scheme(scheme, axes), start, side=padding.value, tolerance=tolerance)
+    typer.echo(_json(found) if as_json else "\n".join(found.sentences))
+    if not found.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _read(path: Path) -> npt.NDArray[Any]:
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(6)
+        if beginning == b"\x93NUMPY":
+            # Mapped, so that a header that promises more than the file has costs nothing.
+            found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            return found
+        got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
+    except OSError as error:
+        got = error.strerror or str(error)
+    except (ValueError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+        got = str(error)
+    raise InvalidInputError(f"{path}: got {got}, want an array saved with numpy.save")
+
+
+def _json(found: Diagnosis) -> str:
+    """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
+    want = found.want and [int(value) if value.denominator == 1 else str(value) for value in found.want]
+    got = found.got and [value if math.isfinite(value) else str(value) for value in found.got]
+    values = {**vars(found), "got": got, "want": want, "message": str(found)}
+    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"

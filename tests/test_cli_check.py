@@ -1,0 +1,217 @@
+"""mmpos check: what it says of ids in a file, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mmpos
+from mmpos.__main__ import main
+from mmpos.parts import Grid, Text
+
+testing = pytest.importorskip("typer.testing")
+app = pytest.importorskip("mmpos.cli").app
+
+RIGHT = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15]]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def check(ids: npt.ArrayLike, *arguments: str) -> tuple[int, str]:
+    """The exit code and what is printed about these ids."""
+    np.save("ids.npy", np.asarray(ids))
+    result = testing.CliRunner().invoke(app, ["check", "ids.npy", *arguments])
+    assert result.stderr == ""
+    return result.exit_code, result.stdout
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the line that a wrong command line gives."""
+    code = main(arguments)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
+    return code, captured.err.removeprefix("mmpos: error: ").rstrip("\n")
+
+
+def test_equal_ids_are_one_sentence() -> None:
+    assert check(RIGHT, "--spec", "3,2x3,2") == (0, "All 11 tokens of 1 document have the ids of rope-tie.\n")
+
+
+def test_different_ids_are_a_sentence_each_for_place_count_cause_and_remedy() -> None:
+    assert check(np.arange(11), "--spec", "3,2x3,2") == (
+        3,
+        "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): "
+        "got 3, want (6, 5) in rope-tie.\n"
+        "8 of 11 tokens differ, in 1 of 1 document.\n"
+        "Cause: ids are the token's index in its document: 1-D ids, which know no images.\n"
+        "To do: give the model ids with all axes, as positions.dense() has them, in place of arange.\n",
+    )
+
+
+def test_the_program_ends_with_three_if_ids_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("ids.npy", np.array([0, 1, 3]))
+    assert main(["check", "ids.npy", "--spec", "3"]) == 3
+    assert capsys.readouterr().out.startswith("documents[0], token 2, is place 2 of a run of text (segment 0): got 3")
+    assert main(["check", "ids.npy", "--spec", "3", "--tolerance", "1"]) == 0
+
+
+def test_several_documents_schemes_starts_and_files() -> None:
+    Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, {"grid": [2, 1, 2]}], [{"text": 2}]]}))
+    segments = mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=2)], [Text(2)], [Text(3)]])
+    ids = mmpos.place(segments, "mrope", 7).dense()
+    arguments = ("--spec", "batch.json", "--spec", "3", "--scheme", "mrope")
+    said = "All 10 tokens of 3 documents have the ids of mrope.\n"
+    assert check(ids, *arguments, "--start", "7") == (0, said)
+    code, words = check(ids, *arguments)
+    assert (code, words.splitlines()[2]) == (3, "Cause: documents start at 7, not at 0.")
+    video = mmpos.place(
+        mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 1, frames=2)]]), mmpos.schemes.RopeTie(axes=3)
+    )
+    assert check(video.dense(), "--spec", "1,2x1x1", "--axes", "3")[0] == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches(side: Any) -> None:
+    ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(2)]])).padded(side=side)
+    specs = ("--spec", "3,2x3", "--spec", "2")
+    assert check(ids, *specs, "--padding", side)[0] == 0
+    other = "left" if side == "right" else "right"
+    code, words = check(ids, *specs, "--padding", other)
+    assert (code, words.splitlines()[2]) == (3, "Cause: ids are padded on the other side than the tokens.")
+
+
+def test_json_has_every_field_and_the_sentences() -> None:
+    ids = mmpos.place(mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2)]]), "rope-tie-v2").dense()
+    assert json.loads(check(np.floor(ids), "--spec", "1,1x2", "--scheme", "rope-tie-v2", "--json")[1]) == {
+        "equal": False,
+        "scheme": "rope-tie-v2",
+        "num_tokens": 3,
+        "num_documents": 1,
+        "different_tokens": 2,
+        "different_documents": 1,
+        "document": 0,
+        "token": 1,
+        "what": "row 0, column 0 of a grid of width 2 (segment 1)",
+        "axis": 0,
+        "got": [1, 1],
+        "want": ["3/2", 1],
+        "cause": "fractions are cut off, as .long() and .astype(int) do",
+        "remedy": "keep ids as float64, or as exact integers in the table; never .long() them",
+        "explained": 2,
+        "message": "documents[0], token 1, is row 0, column 0 of a grid of width 2 (segment 1): got (1, 1), want "
+        "(3/2, 1) in rope-tie-v2. 2 of 3 tokens differ, in 1 of 1 document. Cause: fractions are cut off, as .long() "
+        "and .astype(int) do. To do: keep ids as float64, or as exact integers in the table; never .long() them.",
+    }
+    found = json.loads(check([0], "--spec", "1", "--json")[1])
+    assert (found["equal"], found["want"], found["message"]) == (
+        True, None, "All 1 token of 1 document have the ids of rope-tie.",
+    )  # fmt: skip
+
+
+def test_infinite_ids_are_legal_json() -> None:
+    found = json.loads(check(np.array([0.0, np.inf]), "--spec", "2", "--json")[1])
+    assert found["got"] == ["inf"]
+
+
+def save_archive(path: Path) -> None:
+    np.savez("ids.npz", ids=[0])
+    Path("ids.npz").rename(path)
+
+
+WANT = "want an array saved with numpy.save"
+
+
+@pytest.mark.parametrize(
+    ("save", "line"),
+    [
+        (lambda path: path.write_bytes(b""), f"ids.npy: got no .npy file, {WANT}"),
+        (lambda path: path.write_text("[0, 1]"), f"ids.npy: got no .npy file, {WANT}"),
+        (lambda path: path.mkdir(), f"ids.npy: got Is a directory, {WANT}"),
+        (lambda path: None, f"ids.npy: got No such file or directory, {WANT}"),
+        (
+            save_archive,
+            f"ids.npy: got an archive (.npz, or of torch.save), {WANT}",
+        ),
+        (lambda path: np.save(path, np.array([None])), None),
+        (lambda path: np.save(path, np.array(["a"])), None),
+        (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), None),
+        (lambda path: np.save(path, np.zeros((2, 0))), None),
+        (
+            lambda path: np.save(path, np.arange(4)),
+            "ids: got shape (4,), want (2, 3) packed or (2, 1, 3) padded, or either without axes for 1-D ids",
+        ),
+        (lambda path: np.save(path, np.array([0, np.nan, 0])), "ids[1]: got nan, want a number"),
+    ],
+)
+def test_files_that_hold_no_ids_are_named(capsys: pytest.CaptureFixture[str], save: Any, line: str | None) -> None:
+    save(Path("ids.npy"))
+    code, message = fail(capsys, "check", "ids.npy", "--spec", "3")
+    assert code == 2
+    assert (message == line) if line else message.startswith(("ids.npy: got ", "ids: got "))
+
+
+def test_a_header_that_promises_too_much_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("ids.npy", np.zeros(3))
+    content = Path("ids.npy").read_bytes()
+    Path("ids.npy").write_bytes(content.replace(b"(3,), }          ", b"(3000000000000,), }"[:17].ljust(17)))
+    assert fail(capsys, "check", "ids.npy", "--spec", "3")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["ids.npy"], "Missing option '--spec'; mmpos check --help tells more"),
+        (["ids.npy", "--spec", "3y"], None),
+        (["ids.npy", "--spec", "3", "--padding", "top"], None),
+        (["ids.npy", "--spec", "3", "--tolerance", "-1"], None),
+        (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a number >= 0"),
+        (
+            ["ids.npy", "--spec", "3", "--scheme", "flatten", "--axes", "2"],
+            "--axes: got 2, want 1 for scheme 'flatten'",
+        ),
+    ],
+)
+def test_wrong_command_lines_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None
+) -> None:
+    np.save("ids.npy", np.arange(3))
+    code, message = fail(capsys, "check", *arguments)
+    assert code == 2
+    assert line is None or message == line
+
+
+def test_positions_writes_the_file_that_check_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    result = testing.CliRunner().invoke(app, ["positions", "3,2x3,2", "-o", "ids.npy"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("11 tokens, scheme rope-tie")
+    assert np.load("ids.npy").tolist() == RIGHT
+    assert main(["check", "ids.npy", "--spec", "3,2x3,2"]) == 0
+    capsys.readouterr()
+    assert fail(capsys, "positions", "3", "-o", "ids.txt") == (
+        2,
+        "--output: got 'ids.txt', want a file ending in .npy",
+    )
+    assert fail(capsys, "positions", "3", "-o", "no/ids.npy") == (
+        2,
+        "--output: got 'no/ids.npy' (No such file or directory), want a path to write to",
+    )
+
+
+def test_help_says_what_the_exit_codes_mean() -> None:
+    def words(*arguments: str) -> str:
+        result = testing.CliRunner().invoke(app, [*arguments, "--help"])
+        return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", result.stdout).split())
+
+    assert "Exit codes: 0 equal, 3 different." in words("check")
+    assert "3 ids that mmpos check found to differ." in words()

@@ -1,0 +1,584 @@
+"""Ids against a scheme: what is equal, where the first difference is, and that a cause named is the cause."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmpos
+from mmpos.diagnosis import Diagnosis
+from mmpos.diagnosis.case import Case
+from mmpos.diagnosis.suspects import SUSPECTS
+from mmpos.errors import InvalidInputError
+from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
+from mmpos.segments import SegmentTable
+from mmpos.specs import read_documents
+
+Ids = npt.NDArray[Any]
+
+
+def table(*specs: str) -> SegmentTable:
+    return SegmentTable.from_documents(read_documents(specs))
+
+
+def ids_of(*specs: str, **options: Any) -> Ids:
+    return mmpos.place(table(*specs), **options).dense()
+
+
+def found(ids: npt.ArrayLike, *specs: str, **options: Any) -> Diagnosis:
+    return mmpos.diagnose(ids, table(*specs), **options)
+
+
+def why(ids: npt.ArrayLike, *specs: str, **options: Any) -> str | None:
+    """The cause, which explains all that differs."""
+    diagnosis = found(ids, *specs, **options)
+    assert not diagnosis.equal
+    assert diagnosis.cause is None or diagnosis.explained == diagnosis.different_tokens, str(diagnosis)
+    return diagnosis.cause
+
+
+def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
+    specs = ("3,2x3,2", "4")
+    ids = ids_of(*specs)
+    said = "All 15 tokens of 2 documents have the ids of rope-tie."
+    padded = [[row[:11], [*row[11:], 9, 9, 9, 9, 9, 9, 9]] for row in ids.tolist()]
+    left = [[row[:11], [9, 9, 9, 9, 9, 9, 9, *row[11:]]] for row in ids.tolist()]
+    assert str(found(ids, *specs)) == said
+    assert str(found(ids.astype(np.float32), *specs)) == said
+    assert str(found(ids.astype(np.uint8), *specs)) == said
+    assert str(found(ids[:, None], *specs)) == said
+    assert str(found(padded, *specs)) == said
+    assert str(found(left, *specs, side="left")) == said
+    mask = [[1] * 11, [0] * 7 + [1] * 4]
+    assert str(found(left, *specs, attention_mask=mask)) == said
+    assert str(mmpos.diagnose(ids, mmpos.place(table(*specs)))) == said
+
+
+def test_padding_of_the_table_is_left_out() -> None:
+    segments = SegmentTable.from_input_ids(
+        [[1, 2, 9, 9], [0, 0, 0, 1]],
+        [[1, 1, 2]],
+        image_token_id=9,
+        attention_mask=[[1, 1, 1, 1], [0, 0, 0, 1]],
+    )
+    placed = mmpos.place(segments)
+    said = "All 5 tokens of 2 documents have the ids of rope-tie."
+    for ids in (
+        placed.dense(),
+        placed.dense().reshape(2, 2, 4),
+        placed.dense().reshape(2, 2, 4) + np.array([[0] * 4, [5, 5, 5, 0]]),
+    ):
+        assert str(mmpos.diagnose(ids, segments)) == said
+        assert str(mmpos.diagnose(ids, placed)) == said
+
+
+def test_one_row_stands_for_all_axes() -> None:
+    assert found(range(4), "4", scheme="mrope").equal
+    assert found([range(4)], "4", scheme="mrope").equal
+    assert found([[0, 1, 2, 3], [0, 1, 7, 7]], "4", "2", scheme="mrope").equal
+
+
+def test_a_tensor_is_as_good_as_an_array() -> None:
+    torch = pytest.importorskip("torch")
+    assert found(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
+
+
+def test_padding_is_compared_on_demand() -> None:
+    ids = [[[0, 1, 1], [0, 1, 2]], [[0, 1, 0], [0, 1, 2]]]
+    assert found(ids, "2", "3").equal
+    diagnosis = found(ids, "2", "3", padding_id=0)
+    assert str(diagnosis) == (
+        "documents[0], token 2, is padding: got (1, 0), want (0, 0) in rope-tie. 1 of 6 tokens differ, in 1 of 2 "
+        "documents. Cause: all tokens have their ids, and padding has others than it should. To do: nothing, if "
+        "padding is masked; or write the id that padding should have."
+    )
+    assert str(found([[[0, 1, 5], [0, 1, 2]]] * 2, "2", "3", padding_id=5)) == (
+        "All 6 tokens of 2 documents have the ids of rope-tie."
+    )
+
+
+def test_a_difference_has_all_its_fields() -> None:
+    ids = ids_of("2", "3,2x3,2", scheme="rope-tie-v2")
+    ids[1, 6] = 9.5
+    diagnosis = found(ids, "2", "3,2x3,2", scheme="rope-tie-v2")
+    assert diagnosis == Diagnosis(
+        equal=False,
+        scheme="rope-tie-v2",
+        num_tokens=13,
+        num_documents=2,
+        different_tokens=1,
+        different_documents=1,
+        document=1,
+        token=4,
+        what="row 0, column 1 of a grid of width 3 (segment 2)",
+        axis=1,
+        got=(5.0, 9.5),
+        want=(Fraction(5), Fraction(11, 2)),
+    )
+    assert str(diagnosis) == (
+        "documents[1], token 4, is row 0, column 1 of a grid of width 3 (segment 2): got (5, 9.5), want (5, 11/2) in "
+        "rope-tie-v2. 1 of 13 tokens differ, in 1 of 2 documents. "
+        "Cause unknown: no known mistake gives the first difference."
+    )
+
+
+def test_a_tolerance_lets_small_errors_pass() -> None:
+    ids = ids_of("3,2x3,2", scheme="rope-tie-fractional").astype(np.float32)
+    assert not found(ids, "3,2x3,2", scheme="rope-tie-fractional").equal
+    assert found(ids, "3,2x3,2", scheme="rope-tie-fractional", tolerance=1e-6).equal
+
+
+def test_ids_of_one_dimension() -> None:
+    said = (
+        "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): got 3, want (6, 5) in rope-tie. "
+        "8 of 11 tokens differ, in 1 of 1 document. Cause: ids are the token's index in its document: 1-D ids, which "
+        "know no images. To do: give the model ids with all axes, as positions.dense() has them, in place of arange."
+    )
+    assert str(found(range(11), "3,2x3,2")) == said
+    assert str(found([range(11)] * 2, "3,2x3,2")) == said.replace("got 3,", "got (3, 3),")
+    two = ("2,1x2", "1,1x1,1")
+    assert why([0, 1, 2, 3, 0, 1, 2], *two) == said.partition("Cause: ")[2].partition(".")[0]
+    assert why([0, 1, 2, 3, 4, 5, 6], *two) == (
+        "ids are the token's index in the whole batch, not restarted at a document: 1-D ids, which know no images"
+    )
+    assert why([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]], *two, side="left") == (
+        "ids are the token's index in its padded row: 1-D ids, which know no images"
+    )
+    assert (
+        why([1, 2, 3, 4, 1, 2, 3], *two) == "ids are the token's index in its document: 1-D ids, which know no images"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cols", "how"),
+    [
+        ([4, 5, 6], "fractions are cut off, as .long() and .astype(int) do"),
+        ([4, 6, 6], "fractions are rounded to integers, halves to the even one, as round does"),
+        ([5, 6, 7], "fractions are rounded to integers, halves up"),
+    ],
+)
+def test_halves_made_whole(cols: list[int], how: str) -> None:
+    ids = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, *cols, *cols, 9, 10]]
+    assert why(ids, "3,2x3,2", scheme="rope-tie-v2") == how
+
+
+def test_other_fractions_made_whole() -> None:
+    specs = "1,1x2,1"  # rows -3.5, -3.5; cols -4, -3
+    options: dict[str, Any] = {"scheme": "rope-tie-v2", "start": -5}
+    assert mmpos.place(table(specs), **options).dense().tolist() == [[-5, -3.5, -3.5, -2], [-5, -4, -3, -2]]
+    assert (
+        why([[-5, -4, -4, -2], [-5, -4, -3, -2]], specs, **options) == "fractions are rounded down, as floor and // do"
+    )
+    assert why([[-5, -3, -3, -2], [-5, -4, -3, -2]], specs, **options) == (
+        "fractions are cut off, as .long() and .astype(int) do"
+    )
+    assert why([[-10, -7, -7, -4], [-10, -8, -6, -4]], specs, **options) == (
+        "ids are twice as large, as if to have no halves"
+    )
+    rows, cols = [5, 5, 5, 7, 7, 7], [4, 6, 8, 4, 6, 8]  # 13/3, 20/3; 15/4, 11/2, 29/4
+    assert why([[0, 1, 2, *rows, 9], [0, 1, 2, *cols, 9]], "3,2x3,1", scheme="rope-tie-fractional") == (
+        "fractions are rounded up"
+    )
+
+
+def test_floats_with_too_few_bits() -> None:
+    torch = pytest.importorskip("torch")
+    exact = ids_of("3,2x3,2", scheme="rope-tie-fractional", start=100_000)
+    for name, amount in (("float32", "0.0026"), ("bfloat16", "170"), ("float16", "inf")):
+        low = torch.tensor(exact).to(getattr(torch, name)).double()
+        said = f"ids are rounded to {name}, by up to {amount}"
+        assert why(low, "3,2x3,2", scheme="rope-tie-fractional", start=100_000) == said
+    said = "ids are rounded to bfloat16, by up to 1"
+    assert why(torch.arange(300).to(torch.bfloat16).float(), "300", scheme="mrope") == said
+    assert why(torch.tensor([[99840.0] * 2, [99840.0] * 2]), "2", start=100_000) == (
+        "ids are rounded to bfloat16, by up to 161"
+    )
+
+
+def test_integers_with_too_few_bits() -> None:
+    assert why([*range(128), *range(-128, -56)], "200") == "ids wrap around in int8"
+    assert why([*range(256), *range(44)], "300") == "ids wrap around in uint8"
+    assert why([32767, -32768, -32767], "3", start=32767) == "ids wrap around in int16"
+    assert why([65535, 0, 1], "3", start=65535) == "ids wrap around in uint16"
+    ids = [2**30, 1 - 2**30, 2**30 + 2]  # 2**31 + 2 halves are 2 - 2**31 in int32
+    assert why(ids, "1,1x1,1", scheme="rope-tie-fractional", start=2**30) == "numerators wrap around in int32"
+
+
+def test_axes_in_another_order() -> None:
+    rows, cols = [0, 1, 2, 6, 6, 6, 10, 10, 10, 14], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14]
+    assert why([cols, rows], "3,2x3,1") == (
+        "axes are swapped: they stand in the order (col, row) and should be (row, col)"
+    )
+    frame, row, col = [0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]
+    assert why([row, col, frame], "1,2x2,1", scheme="mrope") == (
+        "axes are swapped: they stand in the order (row, col, frame) and should be (frame, row, col)"
+    )
+
+
+def test_grids_on_their_side() -> None:
+    rows, cols = [5, 5, 8, 8, 11, 11], [6, 10, 6, 10, 6, 10]  # of 3x2
+    assert why([[0, 1, 2, *rows, 14], [0, 1, 2, *cols, 14]], "3,2x3,1") == "height and width of grids are exchanged"
+    rows, cols = [6, 10, 6, 10, 6, 10], [5, 5, 8, 8, 11, 11]
+    assert why([[0, 1, 2, *rows, 14], [0, 1, 2, *cols, 14]], "3,2x3,1") == (
+        "patches are in column-major order: column after column, not row after row"
+    )
+    times, rows, cols = [0] * 6 + [2] * 6, [0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2
+    assert why([times, rows, cols], "2x2x3", scheme="mrope-qwen2.5") == (
+        "patches are in column-major order: column after column, not row after row"
+    )
+
+
+def test_another_start() -> None:
+    ids = ids_of("3,2x3,2", "2")
+    assert why(ids + 1, "3,2x3,2", "2") == "documents start at 1, not at 0"
+    assert why(ids, "3,2x3,2", "2", start=1) == "documents start at 0, not at 1"
+    restarted = [[1, 2, 3, 3, 5], [1, 2, 0, 0, 5], [1, 2, 0, 1, 5]]
+    assert why(restarted, "2,1x2,1", scheme="mrope-interleave-reset") == "documents start at 1, not at 0"
+    table_only = mmpos.diagnose(ids + 1, mmpos.place(table("3,2x3,2", "2")))
+    assert (table_only.cause, table_only.explained) == ("documents start at 1, not at 0", 13)
+
+
+def test_another_scheme() -> None:
+    ids = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 6], [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]]
+    assert why(ids, "3,2x3,1") == "these are the ids of naive-2d"
+    assert why(ids, "3,2x3,1", scheme=RopeTieV2(rounding="floor")) == "these are the ids of naive-2d"
+    merged = [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 2, 3, 2, 3]]
+    assert why(merged, "2x4", scheme="grid-2d") == (
+        "these are the ids of grid-2d with order='merged', spatial_merge_size=2"
+    )
+    raster = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3]]
+    assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == "these are the ids of grid-2d"
+
+
+def test_another_scheme_with_parameters() -> None:
+    floored = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
+    assert why(floored, "3,2x3,2") == "these are the ids of rope-tie-v2 with rounding='floor'"
+    video: dict[str, list[list[float]]] = {
+        "rope-tie": [[0, 4, 8, 12], [0, 6, 6, 12], [0, 6, 6, 12]],
+        "rope-tie-fractional": [[0, 1, 2, 3], [0, 1.5, 1.5, 3], [0, 1.5, 1.5, 3]],
+        "rope-tie-lcm": [[0, 2, 4, 6], [0, 3, 3, 6], [0, 3, 3, 6]],
+    }
+    for name, ids in video.items():
+        assert why(ids, "1,2x1x1,1", scheme="mrope") == f"these are the ids of {name} with axes=3"
+    halves: list[list[float]] = [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]]
+    assert why(halves, "1,2x1x2,1", scheme="mrope") == "these are the ids of rope-tie-v2 with axes=3"
+
+
+def test_times_of_video_frames() -> None:
+    space = [3, 3, 3]
+    ids = [[0, 1, 2, 3, 4, 5, 4], [0, 1, 2, *space, 4], [0, 1, 2, *space, 4]]
+    assert why(ids, "3,3x1x1,1", scheme="mrope") == "these are the ids of mrope-transformers"
+    ids = [[0, 1, 2, 3, 28, 53, 54], [0, 1, 2, *space, 54], [0, 1, 2, *space, 54]]
+    assert why(ids, "3,3x1x1,1", scheme="mrope-qwen2.5") == (
+        "these are the ids of mrope-qwen2.5 with tokens_per_second=25"
+    )
+    ids = [[0, 1, 2, 3, 5, 7, 4], [0, 1, 2, *space, 4], [0, 1, 2, *space, 4]]
+    assert why(ids, "3,3x1x1,1", scheme=MRopeQwen25()) == (
+        "these are the ids of mrope-transformers with tokens_per_second=2"
+    )
+    ids = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, *space, 6], [0, 1, 2, *space, 6]]
+    assert why(ids, "3,3x1x1,1", scheme=MRopeTransformers()) == "these are the ids of mrope"
+
+
+@pytest.mark.parametrize("outside", [0, 1])
+def test_padding_on_the_other_side(outside: int) -> None:
+    said = "ids are padded on the other side than the tokens"
+    left = [[[outside, outside, 0, 1], [0, 1, 2, 3]]] * 2
+    assert why(left, "2", "4") == said
+    right = [[[0, 1, outside, outside], [0, 1, 2, 3]]] * 2
+    assert why(right, "2", "4", side="left") == said
+
+
+def test_padding_counted_as_tokens() -> None:
+    ids = [[[0, 0, 0, 3, 5, 7], [0, 1, 2, 3, 4, 5]]] * 2
+    assert why(ids, "1,1x1,1", "6", side="left") == (
+        "left padding is counted: ids begin with it, not with the first real token"
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "where"),
+    [([4, 6], "at the next position"), ([2, 4], "at the number of tokens"), ([3, 5], "at the maximum plus one")],
+)
+def test_packed_documents_that_go_on(second: list[int], where: str) -> None:
+    said = f"ids are not reset: documents go on {where} of the one before"
+    assert why([[0, 2, *second]] * 2, "1,1x1", "1,1x1") == said
+
+
+def test_packed_documents_that_go_on_without_a_cursor() -> None:
+    ids = [[0, 0, 2, 2], [0, 1, 2, 3]]
+    assert why(ids, "2", "2", scheme="rows") == (
+        "ids are not reset: documents go on at the number of tokens of the one before"
+    )
+
+
+def test_a_reset_inside_a_document() -> None:
+    said = "ids are reset inside a document: they begin anew at this token"
+    assert why([0, 1, 2, 0, 1, 2, 0], "7") == said
+    after = [0, 1, 2, 6, 6, 6, 10, 10, 10, 0, 2, 4]
+    assert why([after, [0, 1, 2, 5, 8, 11, 5, 8, 11, 0, 2, 4]], "3,2x3,1,1x1,1") == said
+
+
+@pytest.mark.parametrize(
+    ("after", "cause"),
+    [
+        ([7, 8], "goes on at the token's index, one id per patch: the delta is forgotten"),
+        ([10, 11], "goes on at the maximum of all ids plus one"),
+        ([4, 5], "goes on after its longest side, as in M-RoPE"),
+        ([2, 3], "goes on as if the grid took one id"),
+    ],
+)
+def test_text_that_goes_on_elsewhere_after_a_grid(after: list[int], cause: str) -> None:
+    ids = [[0, 4, 4, 4, 8, 8, 8, *after], [0, 3, 6, 9, 3, 6, 9, *after]]
+    assert why(ids, "1,2x3,2") == f"text after a grid {cause}"
+
+
+def test_the_maximum_of_halves_and_of_three_axes() -> None:
+    want = mmpos.place(table("1,2x3,1"), "rope-tie-v2").dense()
+    assert want.tolist() == [[0, 3, 3, 3, 4, 4, 4, 7], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 7]]
+    ids = want.copy()
+    ids[:, -1] = 5
+    assert why(ids, "1,2x3,1", scheme="rope-tie-v2") == "text after a grid goes on at the maximum of all ids plus one"
+    assert ids_of("1,2x1x1,1", scheme=RopeTie(axes=3)).tolist() == [[0, 4, 8, 12], [0, 6, 6, 12], [0, 6, 6, 12]]
+    assert why([[0, 4, 8, 9], [0, 6, 6, 9], [0, 6, 6, 9]], "1,2x1x1,1", scheme=RopeTie(axes=3)) == (
+        "text after a grid goes on at the maximum of all ids plus one"
+    )
+
+
+def test_grids_before_merging() -> None:
+    frames, rows, cols = [2] * 25, [2 + i // 5 for i in range(25)], [2 + i % 5 for i in range(25)]
+    for side in (2, 3, 4):
+        ids = [[0, 1, *axis, 2 + 5 * side, 3 + 5 * side] for axis in (frames, rows, cols)]
+        assert why(ids, "2,5x5,2", scheme="mrope") == (
+            f"spatial merging is forgotten: ids after a grid are those of {side}x{side} times the patches"
+        )
+    assert why([[0, 4, 16]] * 2, "1,1x1,1") == (  # 3x3 patches
+        "spatial merging is forgotten: strides and ids after a grid are those of 3x3 times the patches"
+    )
+
+
+def test_a_delta_forgotten_while_decoding() -> None:
+    ids = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15, 11, 12], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15, 11, 12]]
+    assert why(ids, "3,2x3,4") == ("from the first difference on ids are the token's index: the delta 5 is forgotten")
+
+
+def test_the_delta_of_another_document() -> None:
+    first = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14], [0, 1, 2, 5, 8, 11, 5, 8, 11, 14]]
+    second = [0, 1, 2, 4, 6, 7, 11, 12]  # delta 2, and then 5
+    assert why([[*axis, *second] for axis in first], "3,2x3,1", "3,1x1,4") == (
+        "the delta 5 of documents[0] is used for documents[1], from the first difference on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "neighbour"),
+    [
+        ([], [14], "after"),  # the next position
+        ([], [0], "after"),
+        ([], [5], "after"),  # rolled
+        ([0], [], "before"),
+        ([13], [], "before"),
+        ([5], [], "before"),
+    ],
+)
+def test_ids_shifted_by_one_token(first: list[int], last: list[int], neighbour: str) -> None:
+    rows, cols = [5, 6, 9, 9, 12, 13], [5, 6, 8, 10, 12, 13]
+    assert ids_of("2,1x2,2", start=5).tolist() == [rows, cols]
+    ids = [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in (rows, cols)]
+    assert why(ids, "2,1x2,2", start=5) == f"every token has the ids of the one {neighbour} it"
+
+
+def test_ids_shifted_through_all_documents() -> None:
+    assert why([2, 0, 1, 0, 1], "2", "3", scheme="flatten") == "every token has the ids of the one before it"
+
+
+def test_a_constant_from_some_token_on() -> None:
+    ids = ids_of("3,2x3,4")
+    ids[:, 11:] += 3
+    assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 3 too large"
+    ids[:, 11:] -= 10
+    assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
+
+
+def test_nothing_equals_nothing() -> None:
+    nothing = SegmentTable.from_documents([])
+    assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."
+    assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing, padding_id=7).equal
+
+
+def test_what_no_mistake_gives_has_no_cause() -> None:
+    said = "Cause unknown: no known mistake gives the first difference."
+    ids = ids_of("3,2x3,4")
+    ids[:, 11:] = 3, 99
+    assert found(ids, "3,2x3,4").sentences[2] == said
+    assert found([0, 1, 2, 3, 9], "5").sentences[2] == said
+
+
+def test_infinite_ids_of_a_narrow_float_are_its_own_fault() -> None:
+    with np.errstate(over="ignore"):
+        ids = ids_of("3,2x3,2", start=100_000).astype(np.float16)
+    assert why(ids, "3,2x3,2", start=100_000) == "ids are rounded to float16, by up to inf"
+
+
+def test_a_cause_that_explains_a_part_says_how_much() -> None:
+    ids = np.array([[0, 4, 4, 4, 8, 8, 8, 7, 8, 9], [0, 3, 6, 9, 3, 6, 9, 7, 8, 99]])
+    diagnosis = found(ids, "1,2x3,3")
+    assert diagnosis.sentences[2:] == (
+        "Cause (so 2 of the 3): text after a grid goes on at the token's index, one id per patch: the delta is "
+        "forgotten.",
+        "To do: go on after a grid at the scheme's cursor: positions.next_positions has it.",
+    )
+
+
+SPECS = st.lists(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3).map(
+        lambda parts: ",".join(f"{n},{h}x{w}" for n, h, w in parts) + ",2"
+    ),
+    min_size=1,
+    max_size=3,
+)
+SCHEMES = st.sampled_from([name for name in mmpos.SCHEMES if name != "grid-2d"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(SPECS, SCHEMES, st.integers(-3, 10**6), st.integers(0, 3), st.sampled_from(["left", "right"]))
+def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, more: int, side: Any) -> None:
+    segments = table(*specs)
+    placed = mmpos.place(segments, scheme, start)
+    padded, mask = placed.padded(placed.max_seqlen + more, side)
+    ones = padded + (mask == 0)
+    for ids in (placed.dense(), padded, ones):
+        assert mmpos.diagnose(ids, segments, scheme, start, side=side).equal
+    assert mmpos.diagnose(ones, segments, scheme, start, attention_mask=mask, padding_id=1).equal
+
+
+@settings(max_examples=50, deadline=None)
+@given(SPECS, SCHEMES, st.data())
+def test_one_wrong_id_is_noticed_where_it_is(specs: list[str], scheme: str, data: st.DataObject) -> None:
+    segments = table(*specs)
+    ids = mmpos.place(segments, scheme).dense().astype(np.float64)
+    axis = data.draw(st.integers(0, ids.shape[0] - 1))
+    token = data.draw(st.integers(0, ids.shape[1] - 1))
+    ids[axis, token] += data.draw(st.sampled_from([-7, -1, -0.5, 0.25, 1, 2, 1000]))
+    diagnosis = mmpos.diagnose(ids if ids.shape[0] > 1 else ids[0], segments, scheme)
+    lengths = [sum(mmpos.place(table(spec), scheme).lengths.tolist()) for spec in specs]
+    document = next(d for d in range(len(specs)) if token < sum(lengths[: d + 1]))
+    assert (diagnosis.document, diagnosis.token, diagnosis.axis) == (document, token - sum(lengths[:document]), axis)
+    assert (diagnosis.different_tokens, diagnosis.different_documents) == (1, 1)
+    assert diagnosis.got == tuple(ids[:, token].tolist())
+
+
+def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Case:
+    placed = mmpos.place(segments, scheme)
+    return Case(ids, placed, np.zeros(placed.num_documents, np.int64), 0.0, segments, get_scheme(scheme))
+
+
+@settings(max_examples=6, deadline=None)
+@given(SPECS, SCHEMES, st.data())
+def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
+    specs: list[str], scheme: str, data: st.DataObject
+) -> None:
+    segments = table(*specs)
+    want = mmpos.place(segments, scheme).dense().astype(np.float64)
+    wrong = want + 0
+    wrong[:, data.draw(st.integers(0, want.shape[1] - 1)) :] += data.draw(st.integers(-9, 9))
+    case = a_case(wrong, segments, scheme)
+    if not case.wrong.any():
+        return
+    causes = []
+    for suspect in SUSPECTS:
+        for guess in suspect.guesses(case):
+            causes.append(guess.cause)
+            ids = np.broadcast_to(guess.ids, want.shape).astype(np.float64)
+            diagnosis = mmpos.diagnose(ids, segments, scheme)
+            assert diagnosis.equal == bool((ids == want).all())
+            assert diagnosis.equal or diagnosis.explained == diagnosis.different_tokens, (guess.cause, str(diagnosis))
+
+
+@settings(max_examples=40, deadline=None)
+@given(SPECS, SCHEMES, st.data())
+def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
+    specs: list[str], scheme: str, data: st.DataObject
+) -> None:
+    segments = table(*specs)
+    want = mmpos.place(segments, scheme).dense().astype(np.float64)
+    ids = want.copy()
+    for token in data.draw(st.lists(st.integers(0, want.shape[1] - 1), min_size=1, max_size=4)):
+        ids[:, token:] += data.draw(st.sampled_from([-want[0, token], -5, -1, 1, 2, 0.5]))
+    diagnosis = mmpos.diagnose(ids, segments, scheme)
+    if diagnosis.cause is None:
+        return
+    case = a_case(ids, segments, scheme)
+    made = [
+        np.broadcast_to(guess.ids, want.shape)
+        for suspect in SUSPECTS
+        for guess in suspect.guesses(case)
+        if guess.cause == diagnosis.cause
+    ]
+    differs = (ids != want).any(axis=0)
+    first = int(differs.argmax())
+    explained = [
+        int((given == ids).all(axis=0)[differs].sum()) for given in made if (given[:, first] == ids[:, first]).all()
+    ]
+    assert diagnosis.explained in explained
+    assert 1 <= diagnosis.explained <= diagnosis.different_tokens == differs.sum()
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "line"),
+    [
+        ([["a"]], {}, "ids: got dtype <U1, want integers or floats (bfloat16: save ids.float())"),
+        ([True] * 11, {}, "ids: got dtype bool, want integers or floats (bfloat16: save ids.float())"),
+        ([[0.0] * 11, [0.0, np.nan] + [0.0] * 9], {}, "ids[1, 1]: got nan, want a number"),
+        (
+            np.zeros((3, 11)),
+            {},
+            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+        ),
+        (
+            np.zeros((2, 29)),
+            {},
+            "ids: got shape (2, 29), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these are as many tokens as before merging 2x2 patches, and grids are told after it",
+        ),
+        (
+            np.zeros(()),
+            {},
+            "ids: got shape (), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+        ),
+        (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
+        (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a number >= 0"),
+        (np.zeros((2, 11)), {"scheme": "tie"}, None),
+        (np.zeros((2, 11)), {"start": 0.5}, "start: got 0.5, want an integer"),
+        (
+            np.zeros((2, 11)),
+            {"attention_mask": [[1] * 11]},
+            "attention_mask: got one with packed ids of shape (2, 11), want none",
+        ),
+        (
+            np.zeros((2, 1, 12)),
+            {"attention_mask": [[1] * 11]},
+            "attention_mask: got shape (1, 11), want (1, 12)",
+        ),
+        (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 12]}, "attention_mask[0]: got 12 tokens, want 11"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(ids: Ids, options: dict[str, Any], line: str | None) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        found(ids, "3,2x3,2", **options)
+    assert line is None or str(error.value) == line
+
+
+def test_documents_must_be_a_table_and_a_placed_one_has_its_scheme() -> None:
+    with pytest.raises(InvalidInputError, match="documents: got list, want a SegmentTable or a PositionTable"):
+        mmpos.diagnose([0], [[mmpos.Text(1)]])  # type: ignore[arg-type]
+    placed = mmpos.place(table("1"))
+    for options in ({"scheme": "mrope"}, {"start": 1}, {"start": [0]}):
+        with pytest.raises(InvalidInputError, match="scheme, start: got one with a PositionTable"):
+            mmpos.diagnose([0], placed, **options)

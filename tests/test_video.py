@@ -1,0 +1,253 @@
+"""Videos: frames with times become text, image, text, image …, and what comes later changes nothing before it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CASES, Case, exact, placed, settled
+
+from mmpos import (
+    Grid,
+    ImageProcessor,
+    ImageSize,
+    InvalidInputError,
+    LimitExceededError,
+    Scheme,
+    SequenceBuilder,
+    Text,
+    Video,
+)
+from mmpos.data.documents import Document, Location, Piece
+from mmpos.data.examples import Preprocess
+from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
+from mmpos.timestamps import timestamps
+
+PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
+PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
+
+
+def test_a_video_is_its_frames_each_after_its_time() -> None:
+    video = Video([Grid(1, 2), Grid(1, 1)], times=[0, 0.5], timestamp="{seconds:.1f}s")
+    sequence = SequenceBuilder().build(["a", video, "b"])
+    assert sequence.input_ids.tolist() == [97, *b"0.0s", 256, 258, 258, 257, *b"0.5s", 256, 258, 257, 98]
+    assert sequence.grid_thw.tolist() == [[1, 1, 2], [1, 1, 1]]
+    assert sequence.image_spans.tolist() == [[6, 8], [14, 15]]
+    assert sequence.part_offsets.tolist() == [0, 1, 16, 17]
+    # Text to 5, the image at L = 5 with K = 5 + 3·2 = 11, text 11 to 16, K = 16 + 2·2 = 20.
+    rows = [0, 1, 2, 3, 4, 5, 8, 8, 11, 12, 13, 14, 15, 16, 18, 20, 21]
+    cols = [0, 1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 14, 15, 16, 18, 20, 21]
+    assert sequence.positions.dense().tolist() == [rows, cols]
+
+
+def test_a_video_is_what_its_parts_are_one_by_one() -> None:
+    builder = SequenceBuilder(images=PROCESSOR)
+    found = builder.build(["a", Video(PIXELS, seconds_per_frame=Fraction(1, 3)), PIXELS[0]])
+    plain = ["<0.0 seconds>", PIXELS[0], "<0.3 seconds>", PIXELS[1], "<0.7 seconds>", PIXELS[2]]
+    want = builder.build(["a", *plain, PIXELS[0]])
+    for name in ("input_ids", "token_type_ids", "patches", "grid_thw", "image_spans"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+    np.testing.assert_array_equal(found.positions.table, want.positions.table)
+    assert found.image_hashes == want.image_hashes
+    assert found.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_frames_of_a_batch_are_the_same_with_any_number_of_threads(threads: int) -> None:
+    builder = SequenceBuilder(images=PROCESSOR)
+    documents = [["a", Video(PIXELS, times=[0, 1, 1]), PIXELS[1]], [PIXELS[2], Video(PIXELS[:1], times=[9])]]
+    for got, parts in zip(builder.build_batch(documents, threads=threads), documents, strict=True):
+        want = builder.build(parts)
+        for name in ("input_ids", "patches", "part_offsets"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        assert got.image_hashes == want.image_hashes
+
+
+def test_frames_are_any_images() -> None:
+    tensor = torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
+    builder = SequenceBuilder(images=PROCESSOR)
+    want = builder.build([Video(PIXELS, times=range(3))])
+    for frames in (tensor, list(PIXELS), iter(tensor)):
+        found = builder.build([Video(frames, times=torch.arange(3))])
+        np.testing.assert_array_equal(found.patches, want.patches)
+    sizes = builder.build([Video([ImageSize(16, 24)] * 3, times=range(3))])
+    np.testing.assert_array_equal(sizes.input_ids, want.input_ids)
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(data=st.data())
+@pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
+def test_one_more_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
+    sides = st.integers(1, 4)
+    frames = data.draw(st.lists(st.builds(Grid, sides, sides), min_size=2, max_size=4))
+    seconds = data.draw(st.lists(st.fractions(0, 9, max_denominator=9), min_size=len(frames), max_size=len(frames)))
+    times = sorted(seconds)
+    builder = SequenceBuilder(scheme=case.scheme)
+    less = builder.build(["a", Video(frames[:-1], times=times[:-1])])
+    more = builder.build(["a", Video(frames, times=times), "b"])
+    tokens = less.input_ids.size
+    np.testing.assert_array_equal(more.input_ids[:tokens], less.input_ids)
+    assert exact(more.positions)[:tokens] == exact(less.positions)
+
+
+@pytest.mark.parametrize("scheme", [RopeTie(axes=3), RopeTieFractional(axes=3), RopeTieLcm(axes=3), RopeTieV2(axes=3)])
+def test_one_more_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
+    three, four = (exact(placed([Text(1), Grid(2, 3, frames=frames)], scheme)) for frames in (3, 4))
+    assert all(before != after for before, after in zip(three[1:], four[1:], strict=False))
+
+
+def test_sixty_four_frames_cost_40_000_ids_apart_and_40_624_in_one_grid() -> None:
+    apart = placed([part for _ in range(64) for part in (Text(1), Grid(24, 24))], "rope-tie")
+    one = placed([Grid(24, 24, frames=64)], RopeTie(axes=3))
+    assert (apart.next_positions.tolist(), one.next_positions.tolist()) == ([40_000], [40_624])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "timestamp", "text"),
+    [
+        (3, "<{seconds:.1f} seconds>", "<3.0 seconds>"),
+        (Fraction(1, 3), "{seconds:.3f}", "0.333"),
+        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves to even, though the binary float 0.05 lies above
+        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # … and 0.15 below
+        (0.15, "{seconds:.1f}", "0.2"),
+        (Fraction(5, 4), "{seconds:.1f}", "1.2"),
+        (0.1 + 0.2, "{seconds:.9f}", "0.300000000"),
+        (90, "{seconds:.0f} s", "90 s"),
+        (2.5, "at {seconds:06.2f}, {{s}}", "at 002.50, {s}"),
+        (2, "", ""),
+        (75, lambda time: f"{time // 60}:{int(time % 60):02}", "1:15"),
+    ],
+)
+def test_a_timestamp_is_written_from_the_exact_time(seconds: Any, timestamp: Any, text: str) -> None:
+    assert Video([Grid(1, 1)], times=[seconds], timestamp=timestamp).timestamps == (text,)
+
+
+@settled
+@given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 12))
+def test_the_digits_of_a_timestamp_are_within_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
+    time = Fraction(numerator, denominator)
+    (text,) = timestamps("timestamp", f"{{seconds:.{decimals}f}}", [time])
+    assert abs(Fraction(text) - time) <= Fraction(1, 2 * 10**decimals)
+    assert len(text.partition(".")[2]) == decimals
+
+
+def test_frames_at_a_rate_are_at_exact_times() -> None:
+    ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
+    assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
+    assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)
+    assert Video([Grid(1, 1)] * 3, times=np.array([0, 0.1, 0.1])).times == (
+        Fraction(0),
+        Fraction(1, 10),
+        Fraction(1, 10),
+    )
+
+
+def test_a_video_shows_its_times_and_pickles() -> None:
+    video = Video([Grid(1, 1), Grid(1, 2)], seconds_per_frame=2)
+    again = pickle.loads(pickle.dumps(video))
+    assert repr(video) == repr(again) == "Video(2 frames, '<0.0 seconds>' to '<2.0 seconds>')"
+    assert (again.frames, again.times, again.timestamps) == (video.frames, video.times, video.timestamps)
+
+
+GRID = Grid(1, 1)
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Video([GRID]), "Video: got neither of times and seconds_per_frame, want one of them"),
+    (
+        lambda: Video([GRID], times=[0], seconds_per_frame=1),
+        "Video: got both of times and seconds_per_frame, want one of them",
+    ),
+    (lambda: Video([], times=[]), "Video.frames: got none, want at least one"),
+    (lambda: Video(b"photo", times=[0]), "Video.frames: got bytes, want a list of images"),
+    (lambda: Video(GRID, times=[0]), "Video.frames: got Grid, want a list of images"),  # type: ignore[arg-type]
+    (
+        lambda: Video(PIXELS[0], times=[0]),
+        "Video.frames: got shape (16, 24, 3), want a list of images, or (frames, height, width, channels)",
+    ),
+    (lambda: Video([GRID, "a"], times=[0, 1]), "Video.frames[1]: got str, want an image or a Grid"),
+    (lambda: Video([[7]], times=[0]), "Video.frames[0]: got list, want an image or a Grid"),
+    (lambda: Video([np.array([7])], times=[0]), "Video.frames[0]: got ndarray, want an image or a Grid"),
+    (
+        lambda: Video([GRID, Video([GRID], times=[0])], times=[0, 1]),
+        "Video.frames[1]: got Video, want an image or a Grid",
+    ),
+    (
+        lambda: Video([GRID, Grid(1, 1, frames=2)], times=[0, 1]),
+        "Video.frames[1]: got a grid of 2 frames, want one of 1",
+    ),
+    (lambda: Video([GRID] * 3, times=[0, 1]), "Video.times: got 2 times, want 3, one per frame"),
+    (lambda: Video([GRID], times=3), "Video.times: got 3, want a list of seconds"),  # type: ignore[arg-type]
+    (
+        lambda: Video([GRID] * 3, times=[0, 2.5, 2]),
+        "Video.times[2]: got 2, want >= 5/2, that of the frame before",
+    ),
+    (lambda: Video([GRID], times=[-0.5]), "Video.times[0]: got -0.5, want >= 0"),
+    (lambda: Video([GRID], times=[None]), "Video.times[0]: got None, want a number of seconds"),  # type: ignore[list-item]
+    (lambda: Video([GRID], times=["1"]), "Video.times[0]: got '1', want a number of seconds"),  # type: ignore[list-item]
+    (lambda: Video([GRID], times=[float("nan")]), "Video.times[0]: got nan, want a number of seconds"),
+    (lambda: Video([GRID], seconds_per_frame=0), "Video.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
+    (
+        lambda: Video([GRID], times=[0], timestamp="{second:.1f}"),
+        "Video.timestamp: got '{second:.1f}', want fields such as {seconds:.1f} only",
+    ),
+    (
+        lambda: Video([GRID], times=[0], timestamp="{seconds}"),
+        "Video.timestamp: got '{seconds}', want fields such as {seconds:.1f} only",
+    ),
+    (
+        lambda: Video([GRID], times=[0], timestamp="{seconds!r:.1f}"),
+        "Video.timestamp: got '{seconds!r:.1f}', want fields such as {seconds:.1f} only",
+    ),
+    (
+        lambda: Video([GRID], times=[0], timestamp="{"),
+        "Video.timestamp: got '{', want a format of seconds (Single '{' encountered in format string)",
+    ),
+    (
+        lambda: Video([GRID], times=[0], timestamp=3),  # type: ignore[arg-type]
+        "Video.timestamp: got 3, want a format of seconds or a callable",
+    ),
+    (
+        lambda: Video([GRID], times=[0], timestamp=float),  # type: ignore[arg-type]
+        "Video.timestamp: got a callable that gives 0.0, want text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_no_video_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        call()
+    assert str(refused.value) == message
+
+
+def test_a_time_without_end_is_beyond_a_limit() -> None:
+    with pytest.raises(LimitExceededError, match=r"^Video\.times\[0\]: got 2147483648, want a numerator and a denom"):
+        Video([GRID], times=[2**31])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_frame_that_is_broken_is_named(threads: int) -> None:
+    builder = SequenceBuilder(images=PROCESSOR)
+    parts = ["a", Video([PIXELS[0], b"broken", PIXELS[1]], times=[0, 1, 2])]
+    with pytest.raises(InvalidInputError, match=r"^parts\[1\]\.frames\[1\]: image: got an unknown"):
+        builder.build(parts)
+    with pytest.raises(InvalidInputError, match=r"^documents\[1\]\.parts\[1\]\.frames\[1\]: image: got an unknown"):
+        builder.build_batch([[PIXELS[0]], parts], threads=threads)
+    with pytest.raises(InvalidInputError, match=r"^parts\[0\]\.times\[1\]: got text with a lone surrogate"):
+        builder.build([Video([GRID] * 2, times=[0, 1], timestamp=lambda time: "\ud800" if time else "")])
+
+
+def test_the_text_of_a_video_is_trained_on_if_its_piece_is() -> None:
+    def labels(train: bool) -> list[int]:
+        video = Video([GRID], times=[0], timestamp="t")
+        document = Document("r", (Piece("a"), Piece(video, train), Piece("b")))
+        return Preprocess(lambda record, location: document, SequenceBuilder())({}, Location("s", 0)).labels.tolist()
+
+    assert labels(True) == [97, ord("t"), -100, -100, -100, 98]
+    assert labels(False) == [97, -100, -100, -100, -100, 98]

@@ -120,6 +120,13 @@ class Columns:
         return (self.table[AXES:] == 0).all(axis=0)
 
     @property
+    def is_grid(self) -> npt.NDArray[np.bool_]:
+        """(segments,) whether a segment is a grid or a piece of one: it has rows, or steps between rows or frames."""
+        rows = (self.height > 1) | self.step_row.any(axis=0) | self.step_frame.any(axis=0)
+        found: npt.NDArray[np.bool_] = rows & ~self.is_padding
+        return found
+
+    @property
     def segment_lengths(self) -> IntArray:
         """(segments,) tokens of each segment."""
         return _gaps(self.offset, self.num_tokens)

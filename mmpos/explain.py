@@ -59,11 +59,10 @@ def _place(table: Columns, token: int) -> _Place:
     index = int(table.skip[s]) + token - int(table.offset[s])
     row, col = divmod(index, int(table.width[s]))
     frame, row = divmod(row, int(table.height[s]))
-    frames, rows = table.step_frame[:, s].any(), table.step_row[:, s].any()
-    in_grid = not table.is_padding[s] and (table.height[s] > 1 or bool(rows or frames))
+    in_grid = bool(table.is_grid[s])
     if in_grid:
         what = f"row {row}, column {col} of a grid of width {table.width[s]}"
-        what = f"frame {frame}, {what}" if frames else what
+        what = f"frame {frame}, {what}" if table.step_frame[:, s].any() else what
     else:
         what = "padding" if table.is_padding[s] else f"place {col} of a run of text"
     return _Place(s, frame, row, col, in_grid, f"{what} (segment {s})")

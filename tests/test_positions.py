@@ -304,6 +304,14 @@ def test_explain(scheme: str, token: int, sentence: str) -> None:
     assert positions.explain(token) == sentence
 
 
+def test_segments_are_grids_or_padding_or_text() -> None:
+    documents = [[Text(2), Grid(2, 3), Text(1), Grid(1, 2)], [Grid(1, 1, frames=2)]]
+    positions = place(SegmentTable.from_documents(documents), "mrope").pad(12)
+    assert positions.is_grid.tolist() == [False, True, False, True, False, True, False]
+    assert positions.is_padding.tolist() == [False] * 4 + [True, False, True]
+    assert positions.slice(4, 5).is_grid.tolist() == [True]
+
+
 def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
     assert batch.explain(12) == (
         "token 12 (documents[1], token 1) is place 1 of a run of text (segment 3): position (8, 8)"

@@ -129,8 +129,7 @@ def _shape_error(array: Array, positions: PositionTable) -> InvalidInputError:
     axes, tokens, documents = positions.axes, positions.num_tokens, positions.num_documents
     longest = positions.max_seqlen
     hint = ""
-    grids = positions.step_row.any(axis=0) | positions.step_frame.any(axis=0)
-    patches = int(positions.segment_lengths[grids].sum())
+    patches = int(positions.segment_lengths[positions.is_grid].sum())
     for side in (2, 3, 4):
         if patches and array.ndim and array.shape[-1] == tokens + patches * (side * side - 1):
             hint = f"; these are as many tokens as before merging {side}x{side} patches, and grids are told after it"

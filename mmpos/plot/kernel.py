@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from mmpos.checks import IntArray, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot.plane import is_text
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
 
@@ -85,14 +84,14 @@ def attention_kernel(
 
 def _query(positions: PositionTable, token: int | None) -> tuple[int, int]:
     """The token and its segment."""
-    grids = [s for s in range(positions.offset.size) if not (positions.is_padding[s] or is_text(positions, s))]
-    if not grids:
+    is_grid = positions.is_grid
+    if not is_grid.any():
         raise InvalidInputError("positions: got no image, want one to look from")
-    segment = grids[0]
+    segment = int(is_grid.argmax())
     if token is not None:
         token = integer("token", token, minimum=0, maximum=positions.num_tokens - 1)
         segment = int(np.searchsorted(positions.offset, token, side="right")) - 1
-        if segment not in grids:
+        if not is_grid[segment]:
             raise InvalidInputError(f"token: got {token}, which is text, want a patch of an image")
     first, height, width = (int(row[segment]) for row in (positions.offset, positions.height, positions.width))
     frames, cut = divmod(int(positions.segment_lengths[segment]), height * width)
@@ -112,18 +111,15 @@ def _cosines(ids: npt.NDArray[np.float64], rotary: Rotary, token: int) -> Cosine
 
 def _runs(positions: PositionTable, segment: int) -> tuple[slice, slice]:
     """The tokens of the text segments that touch an image, before and after it."""
+    text = ~(positions.is_grid | positions.is_padding)
     first = last = segment
-    while first and _is_run(positions, first - 1):
+    while first and text[first - 1]:
         first -= 1
-    while last + 1 < positions.offset.size and _is_run(positions, last + 1):
+    while last + 1 < positions.num_segments and text[last + 1]:
         last += 1
     stops: IntArray = positions.offset + positions.segment_lengths
     here = int(positions.offset[segment]), int(stops[segment])
     return slice(int(positions.offset[first]), here[0]), slice(here[1], int(stops[last]))
-
-
-def _is_run(positions: PositionTable, segment: int) -> bool:
-    return not positions.is_padding[segment] and is_text(positions, segment)
 
 
 def _label(positions: PositionTable, rotary: Rotary) -> str:

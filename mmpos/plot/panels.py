@@ -76,14 +76,11 @@ def _lift(axes: Any, inches: float) -> float:
 
 def _gaps(plane: Plane) -> str:
     """What the gaps of all images are, in a few words."""
-    gaps = [image.gaps for image in plane.images if image.gaps]
-    if not gaps:
-        return ""
-    if len(gaps) > 1:
-        equal = all(before == after for before, after in gaps)
+    images = [image for image in plane.images if image.gaps]
+    if len(images) > 1:
+        equal = all(before == after for before, after in (image.gaps for image in images))
         return f"gaps {'equal' if equal else 'not equal'} on both sides"
-    before, after = (f"({', '.join(map(str, gap))})" for gap in gaps[0])
-    return f"gap {before} on both sides" if before == after else f"gaps {before} and {after}"
+    return images[0].gaps_in_words if images else ""
 
 
 def _legend(figure: Any, planes: Sequence[Plane], height: float, *, frames: bool) -> None:

@@ -44,17 +44,22 @@ class Image:
     gaps: tuple[tuple[Fraction, ...], ...]
 
     @property
+    def gaps_in_words(self) -> str:
+        """The gaps, once if they are equal; nothing if there are none."""
+        if not self.gaps:
+            return ""
+        before, after = (f"({', '.join(map(str, gap))})" for gap in self.gaps)
+        return f"gap {before} on both sides" if before == after else f"gaps {before} and {after}"
+
+    @property
     def label(self) -> str:
         """Its sides and its gaps, for a legend."""
         height, width, frames = self.sides
         sides = f"{frames}×{height}×{width}" if frames > 1 else f"{height}×{width}"
-        if not self.gaps:
-            return sides
-        before, after = (f"({', '.join(map(str, gap))})" for gap in self.gaps)
-        gaps = f"gap {before} on both sides" if before == after else f"gaps {before} and {after}"
+        gaps = self.gaps_in_words
         # The legend is a narrow column.
         gaps = gaps if len(gaps) <= 28 else gaps.replace(") ", ")\n")
-        return f"{sides}\n{gaps}"
+        return f"{sides}\n{gaps}" if gaps else sides
 
     @property
     def spacing(self) -> float:
@@ -115,25 +120,20 @@ def read_plane(positions: PositionTable, document: int) -> Plane:
     end_point = np.array(end, np.float64).reshape(-1, 2).T
     ours = (positions.offset >= first) & (positions.offset < first + length)
     segments = [int(s) for s in np.flatnonzero(ours & ~positions.is_padding)]
-    lengths = positions.segment_lengths
+    grid, lengths = positions.is_grid, positions.segment_lengths
     text, images = [np.zeros((2, 0))], []
     for k, s in enumerate(segments):
         a = int(positions.offset[s]) - first
         b = a + int(lengths[s])
-        if is_text(positions, s):
+        if not grid[s]:
             text.append(points[:, a:b])
             continue
-        before = points[:, a - 1] if k and is_text(positions, segments[k - 1]) else None
-        after = points[:, b] if k + 1 < len(segments) and is_text(positions, segments[k + 1]) else None
+        before = points[:, a - 1] if k and not grid[segments[k - 1]] else None
+        after = points[:, b] if k + 1 < len(segments) and not grid[segments[k + 1]] else None
         if k + 1 == len(segments) and end:
             after = end_point[:, 0]
         images.append(_image(positions, s, points[:, a:b], before, after))
     return Plane(_NAMES[positions.axes], np.concatenate(text, axis=1), tuple(images), end_point, positions.axes > 1)
-
-
-def is_text(positions: PositionTable, s: int) -> bool:
-    """Whether a segment is text: one row, and no way from one row to another."""
-    return bool(positions.height[s] == 1 and not positions.step_row[:, s].any())
 
 
 def _points(view: PositionTable) -> Points:

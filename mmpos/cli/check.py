@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from mmpos.cli import report
 from mmpos.cli.commands import SPECS, Axes, SchemeName, Start, app, make_scheme
 from mmpos.diagnosis import Diagnosis, diagnose
 from mmpos.errors import InvalidInputError
@@ -77,5 +77,4 @@ def _json(found: Diagnosis) -> str:
     """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
     want = found.want and [int(value) if value.denominator == 1 else str(value) for value in found.want]
     got = found.got and [value if math.isfinite(value) else str(value) for value in found.got]
-    values = {**vars(found), "got": got, "want": want, "message": str(found)}
-    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"
+    return report.json_lines({**vars(found), "got": got, "want": want, "message": str(found)})

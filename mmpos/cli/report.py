@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mmpos.columns import AXIS_NAMES, DELTA, NEXT_POSITION, NO_POSITION
+from mmpos.consuming import ids_consumed
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.parts import Grid
-from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES
 from mmpos.segments import GRID, TEXT, SegmentTable
@@ -109,11 +109,10 @@ def segment_table(
 
 def schemes_table() -> Table:
     """Every scheme: its axes, the ids that an image consumes, and the first line of its documentation."""
-    still = SegmentTable.from_documents([[Grid(24, 24)]])
     table = new_table("scheme", "axes", "ids of\n24×24", "ids", "what it does", right=("axes", "ids of\n24×24"))
     for name, scheme in SCHEMES.items():
         try:
-            consumed = str(place(still, name).next_positions[0])
+            consumed = str(ids_consumed(name, [Grid(24, 24)])[0])
         except UnsupportedError:
             consumed = "–"
         made = scheme()
@@ -142,8 +141,12 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable) -> str
     }
     if positions.fractional:
         found["exact_position_ids"] = [[str(value) for value in axis] for axis in zip(*exact(positions), strict=True)]
-    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
-    return "{" + ",\n ".join(lines) + "}"
+    return json_lines(found)
+
+
+def json_lines(found: Mapping[str, Any]) -> str:
+    """A JSON object with one key per line, for programs and for eyes."""
+    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()) + "}"
 
 
 def save_ids(path: Path, positions: PositionTable) -> None:

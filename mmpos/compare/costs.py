@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import log2
-
-import numpy as np
 
 from mmpos.compare.batch import Batch
 from mmpos.compare.family import around, grids, spec
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
-from mmpos.parts import Grid, Text
-from mmpos.placing import place
+from mmpos.consuming import ids_consumed
+from mmpos.parts import Grid
 from mmpos.schemes import Scheme
-from mmpos.segments import SegmentTable
 
 __all__ = ["delta_0", "growth", "ids_of_a_row", "ids_of_a_square"]
 
@@ -51,21 +47,14 @@ def growth(scheme: Scheme) -> Finding:
     """
     if not scheme.resumable:
         return _no_next(scheme)
-    small, large = (
-        _most_ids(scheme, (Grid(side - i, side - j) for i in range(9) for j in range(9))) for side in (_SIDE, 2 * _SIDE)
-    )
-    return Finding(log2(max(large, 1) / max(small, 1)))
+    sides = (_SIDE, 2 * _SIDE)
+    families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in sides)
+    small, large = (max(1, int(ids_consumed(scheme, images).max())) for images in families)
+    return Finding(log2(large / small))
 
 
 def _consumed(scheme: Scheme, image: Grid) -> Finding:
-    return Finding(_most_ids(scheme, [image])) if scheme.resumable else _no_next(scheme)
-
-
-def _most_ids(scheme: Scheme, images: Iterable[Grid]) -> int:
-    """The ids that the costliest image consumes, those of the text around it taken away."""
-    documents = [list(around(scheme, image)) for image in images]
-    text = sum(part.length for part in documents[0] if isinstance(part, Text))
-    return int(np.max(place(SegmentTable.from_documents(documents), scheme).next_positions)) - text
+    return Finding(int(ids_consumed(scheme, [image])[0])) if scheme.resumable else _no_next(scheme)
 
 
 def _no_next(scheme: Scheme) -> Finding:

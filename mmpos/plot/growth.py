@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray, first_bad, int_array
+from mmpos.consuming import ids_consumed
 from mmpos.errors import UnsupportedError
 from mmpos.parts import Grid
-from mmpos.placing import place
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
-from mmpos.segments import SegmentTable
 
 __all__ = ["Growth", "id_growth"]
 
@@ -23,7 +22,7 @@ _SIDES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """The ids that one image consumes: what the next text token's id is where the image comes first.
+    """The ids that one image consumes: by how much text goes on from before it to after it.
 
     Args:
         schemes: their names.
@@ -68,12 +67,12 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
     lengths = int_array("sides", sides, (None,))
     first_bad("sides", lengths, minimum=1, maximum=1024)
     chosen = [get_scheme(scheme) for scheme in (SCHEMES if schemes is None else schemes)]
-    squares = SegmentTable.from_documents([[Grid(side, side)] for side in lengths.tolist()])
-    strips = SegmentTable.from_documents([[Grid(1, side * side)] for side in lengths.tolist()])
+    squares = [Grid(side, side) for side in lengths.tolist()]
+    strips = [Grid(1, side * side) for side in lengths.tolist()]
     found = []
     for scheme in chosen:
         try:
-            found.append((scheme.name, *(place(table, scheme).next_positions for table in (squares, strips))))
+            found.append((scheme.name, *(ids_consumed(scheme, images) for images in (squares, strips))))
         except UnsupportedError:
             if schemes is not None:
                 raise

@@ -32,5 +32,5 @@ def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
     """
     scheme = get_scheme(scheme)
     text = [Text(1)] if scheme.text else []
-    documents = [[*text, grid, *text] for grid in grids]
+    documents: list[list[Text | Grid]] = [[*text, grid, *text] for grid in grids]
     return place(SegmentTable.from_documents(documents), scheme).next_positions - 2 * len(text)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mmpos import native
+from mmpos import native, ranges
 from mmpos.checks import INT32_MAX, INT32_MIN, IntArray
 from mmpos.columns import AXES, DENOMINATOR, HEIGHT, NO_POSITION, OFFSET, SKIP, WIDTH
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.placing_parts import Cursors, Parts, whole
-from mmpos.positions import PositionTable, assemble
+from mmpos.positions import PositionTable
 from mmpos.schemes import Placement, Scheme
 from mmpos.segments import GRID, SegmentTable
 
@@ -34,7 +34,7 @@ def columns(scheme: Scheme, segments: SegmentTable, parts: Parts, cursors: Curso
     if scheme.resumable:
         header[0] = end
         header[1] = end - parts.start - _real_tokens(segments, parts)
-    return assemble(table, document, header, scheme.fractional, scheme.name)
+    return PositionTable(*ranges.assemble(table, document, header), scheme.fractional, scheme.name)
 
 
 def _in_c(

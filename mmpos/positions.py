@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import expand, ranges
-from mmpos.checks import INT32_MAX, IntArray, boolean, first_bad, host_array, int_array, integer, one_of, per_document
-from mmpos.columns import DELTA, FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos import expand, ranges, windows
+from mmpos.checks import IntArray, boolean, first_bad, host_array, int_array, integer, one_of, per_document
+from mmpos.columns import DELTA, FIRST_SEGMENT, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
+from mmpos.errors import InvalidInputError
 from mmpos.explain import explain
 from mmpos.joining import join
 from mmpos.padding import insert_padding
@@ -156,30 +156,7 @@ class PositionTable(Columns):
         Raises:
             UnsupportedError: a window passes the end and the scheme has no next position.
         """
-        documents = int_array("documents", documents, (None,))
-        first_bad("documents", documents, minimum=0, maximum=self.num_documents - 1)
-        starts = int_array("starts", starts, (documents.size,))
-        first_bad("starts", starts, minimum=0, maximum=INT32_MAX)
-        lengths = int_array("lengths", lengths, (documents.size,))
-        first_bad("lengths", lengths, minimum=0, maximum=INT32_MAX)
-        first, known = self.documents[FIRST_TOKEN][documents], self.lengths[documents]
-        stops = starts + lengths
-        columns, _, owner = ranges.cut(
-            self.table, self.num_tokens, first + np.minimum(starts, known), first + np.minimum(stops, known)
-        )
-        header = self.documents[NEXT_POSITION:, documents]
-        beyond = np.flatnonzero((stops > known) & (lengths > 0))
-        if beyond.size:
-            skipped = np.maximum(starts - known, 0)[beyond]
-            begin = self.next_positions[documents[beyond]] + skipped
-            count = np.minimum(lengths, stops - known)[beyond]
-            header[0, beyond] = begin + count
-            _check_ids(begin + count - 1, documents[beyond])
-            columns = np.concatenate([columns, ranges.text(self.axes, begin, count)], axis=1)
-            owner = np.concatenate([owner, beyond])
-            order = np.argsort(owner, kind="stable")
-            columns, owner = columns[:, order], owner[order]
-        return self._view(columns, owner, header)
+        return self._view(*windows.window(self, documents, starts, lengths))
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
         """The next tokens of every document, grouped per document: all text, ids equal on all axes.
@@ -187,14 +164,7 @@ class PositionTable(Columns):
         Args:
             steps: tokens per document, one integer for all or (documents,).
         """
-        steps = per_document("steps", steps, self.num_documents, minimum=0)
-        grows = np.flatnonzero(steps)
-        header = self.documents[NEXT_POSITION:].copy()
-        if grows.size:
-            header[0] = self.next_positions + steps
-            _check_ids(header[0, grows] - 1, grows)
-        count = steps[grows]
-        return self._view(ranges.text(self.axes, header[0, grows] - count, count), grows, header)
+        return self._view(*windows.decode(self, steps))
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
         """The tokens of one context-parallel rank, taken from every document.
@@ -273,30 +243,4 @@ class PositionTable(Columns):
         )
 
     def _view(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
-        return assemble(columns, document, header, self.fractional, self.scheme)
-
-
-def assemble(columns: IntArray, document: IntArray, header: IntArray, fractional: bool, scheme: str) -> PositionTable:
-    """A table from its pieces.
-
-    Args:
-        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; becomes the table, not copied.
-        document: (pieces,) ascending document of each piece.
-        header: (2, documents) next position and delta.
-        fractional: whether ids may be fractions.
-        scheme: name of the scheme.
-    """
-    tokens = ranges.lengths_to_offsets(columns)
-    documents = np.empty((4, header.shape[1]), np.int64)
-    documents[FIRST_SEGMENT] = document.searchsorted(np.arange(header.shape[1]))
-    firsts = np.empty(document.size + 1, np.int64)
-    firsts[:-1], firsts[-1] = columns[OFFSET], tokens
-    documents[FIRST_TOKEN] = firsts[documents[FIRST_SEGMENT]]
-    documents[NEXT_POSITION:] = header
-    return PositionTable(columns, documents, tokens, fractional, scheme)
-
-
-def _check_ids(last: IntArray, documents: IntArray) -> None:
-    if last.max() > INT32_MAX:
-        i = int(last.argmax())
-        raise LimitExceededError(f"documents[{documents[i]}]: got id {last[i]}, want at most 2**31 - 1")
+        return PositionTable(*ranges.assemble(columns, document, header), self.fractional, self.scheme)

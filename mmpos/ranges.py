@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray
-from mmpos.columns import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
+from mmpos.columns import AXES, DENOMINATOR, FIRST_SEGMENT, FIRST_TOKEN, HEIGHT, NEXT_POSITION, OFFSET, SKIP, WIDTH
 
 
 def cut(table: IntArray, tokens: int, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -59,7 +59,28 @@ def padding(axes: int) -> IntArray:
     return column
 
 
-def lengths_to_offsets(columns: IntArray) -> int:
+def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[IntArray, IntArray, int]:
+    """The arrays of a table from its pieces.
+
+    Args:
+        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; becomes the table, not copied.
+        document: (pieces,) ascending document of each piece.
+        header: (2, documents) next position and delta.
+
+    Returns:
+        the table, its documents and its number of tokens: the first fields of Columns.
+    """
+    tokens = _lengths_to_offsets(columns)
+    documents = np.empty((4, header.shape[1]), np.int64)
+    documents[FIRST_SEGMENT] = document.searchsorted(np.arange(header.shape[1]))
+    firsts = np.empty(document.size + 1, np.int64)
+    firsts[:-1], firsts[-1] = columns[OFFSET], tokens
+    documents[FIRST_TOKEN] = firsts[documents[FIRST_SEGMENT]]
+    documents[NEXT_POSITION:] = header
+    return columns, documents, tokens
+
+
+def _lengths_to_offsets(columns: IntArray) -> int:
     """Turn the lengths in the OFFSET row into offsets, in place; returns the number of tokens."""
     total = columns[OFFSET].cumsum()
     columns[OFFSET] = total - columns[OFFSET]

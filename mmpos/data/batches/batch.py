@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import IntArray, boolean, one_of
-from mmpos.data.batches.masks import MaskMod, mask_mod
+from mmpos.data.batches.masks import MaskMod, mask_mod, whole_images
 from mmpos.data.batches.ranks import PER_TOKEN, shard, shift_labels
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
@@ -166,18 +166,10 @@ class Batch:
         """
         if self.world_size > 1:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
-        spans = self._whole_images() if boolean("bidirectional_images", bidirectional_images) else None
+        spans = None
+        if boolean("bidirectional_images", bidirectional_images):
+            spans = whole_images(self.image_spans, self.feature_spans, self.grid_thw)
         return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
-
-    def _whole_images(self) -> Tensor:
-        """(images, 2) first patch of each image and one past its last, of a batch that is no shard."""
-        images = len(self.grid_thw)
-        if len(self.image_spans) == images:
-            return self.image_spans
-        ends = self.grid_thw.prod(dim=1).cumsum(0)
-        image = torch.searchsorted(ends, self.feature_spans[:, 0].contiguous(), right=True)
-        edges = torch.searchsorted(image, torch.arange(images + 1, device=self.device))
-        return torch.stack([self.image_spans[edges[:-1], 0], self.image_spans[edges[1:] - 1, 1]], dim=1)
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
         """Where features of images go: ``embeddings.view(-1, channels)[tokens] = features[rows]``.

@@ -19,7 +19,7 @@ from mmpos.columns import FIRST_SEGMENT
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 
-__all__ = ["MaskMod", "mask_mod"]
+__all__ = ["MaskMod", "mask_mod", "whole_images"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, h, q_idx, kv_idx) -> bool, whether the one token sees the other; what FlexAttention takes."""
@@ -40,9 +40,9 @@ def mask_mod(
     Args:
         positions: the table of the whole batch, no context-parallel shard of it.
         padded: whether rows of the batch are the documents, all of one length, instead of one packed row (b = 0).
-        image_spans: (images, 2) integers, ascending: the first token of each image and one past the last, counted
-            over the batch as in Batch.image_spans; the tokens of an image then see one another both ways. None is
-            causal everywhere. A table alone cannot tell a row of patches from text, hence the spans.
+        image_spans: (images, 2) integers, ascending: the first patch of each image and one past its last, counted
+            over the batch, separators between rows included; the tokens of an image then see one another both ways.
+            None is causal everywhere. A table alone cannot tell a row of patches from text, hence the spans.
         device: where the mask will be read; the spans, if a tensor, lie there as well.
 
     Returns:
@@ -70,6 +70,23 @@ def mask_mod(
         return causal(b, h, q_idx, kv_idx) | ((mine == image[b, kv_idx]) & (mine >= 0))
 
     return causal if image is None else causal_but_for_images
+
+
+def whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
+    """(images, 2) first patch of each image and one past its last, of a batch that is no shard.
+
+    Args:
+        image_spans: (spans, 2) of images, or of their rows where those end in separators.
+        feature_spans: (spans, 2) the rows of features that belong there, as in Batch.
+        grid_thw: (images, 3) frames, height, width after merging.
+    """
+    images = len(grid_thw)
+    if len(image_spans) == images:
+        return image_spans
+    ends = grid_thw.prod(dim=1).cumsum(0)
+    image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
+    edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
+    return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:

@@ -388,13 +388,13 @@ def test_an_encoding_that_breaks_a_property_is_told_where(encoding: Encoding, na
 
 
 def test_tables_of_other_sizes_are_measured_as_far_as_they_go() -> None:
-    matrix = measure_encodings([LearnedAbsolute.drawn(20, 4), LearnedAbsoluteToo.drawn(100, 768), Sinusoidal(128)])
+    matrix = measure_encodings([LearnedAbsolute.drawn(20, 4), LearnedAbsoluteToo.drawn(100, 64), Sinusoidal(128)])
     assert values(matrix, "separation") == {
         "learned-absolute": [1, True, True, True, False, False, False, False],
         "too": [1, True, True, True, None, False, False, False],
         "sinusoidal, dim=128": [1, True, True, True, True, True, True, True],
     }
-    assert matrix["too", "linear-shift"].why == "100 positions are too few to tell: a matrix of 768 channels fits any"
+    assert matrix["too", "linear-shift"].why == "100 positions are too few to tell: a matrix of 64 channels fits any"
 
 
 class LearnedAbsoluteToo(LearnedAbsolute):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import settled
 
 import mmpos
 from mmpos.diagnosis import Diagnosis
@@ -446,7 +447,7 @@ SPECS = st.lists(
 SCHEMES = st.sampled_from([name for name in mmpos.SCHEMES if name != "grid-2d"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.integers(-3, 10**6), st.integers(0, 3), st.sampled_from(["left", "right"]))
 def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, more: int, side: Any) -> None:
     segments = table(*specs)
@@ -458,7 +459,7 @@ def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, m
     assert mmpos.diagnose(ones, segments, scheme, start, attention_mask=mask, padding_id=1).equal
 
 
-@settings(max_examples=50, deadline=None)
+@settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.data())
 def test_one_wrong_id_is_noticed_where_it_is(specs: list[str], scheme: str, data: st.DataObject) -> None:
     segments = table(*specs)
@@ -479,7 +480,7 @@ def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Case:
     return Case(ids, placed, np.zeros(placed.num_documents, np.int64), 0.0, segments, get_scheme(scheme))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(settled, max_examples=4)
 @given(SPECS, SCHEMES, st.data())
 def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
     specs: list[str], scheme: str, data: st.DataObject
@@ -501,7 +502,7 @@ def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
             assert diagnosis.equal or diagnosis.explained == diagnosis.different_tokens, (guess.cause, str(diagnosis))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.data())
 def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
     specs: list[str], scheme: str, data: st.DataObject

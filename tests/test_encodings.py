@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
+from oracle import settled
 
 from mmpos import InvalidInputError, encodings
 from mmpos.encodings import (
@@ -149,6 +150,7 @@ def test_corrected_63000_is_only_about_the_period_of_the_slowest_pair() -> None:
     assert np.hypot(*apart.T).min() == pytest.approx(2.9007e-6, rel=1e-4)
 
 
+@settled
 @given(p=whole, k=whole, dim=st.sampled_from([2, 4, 10]))
 def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int) -> None:
     encoding = Sinusoidal(dim)
@@ -223,6 +225,7 @@ def test_buckets_are_those_of_t5() -> None:
     assert both.bucket([1, 8, 12, 16, 64, 128, 10**9]).tolist() == [17, 24, 25, 26, 30, 31, 31]
 
 
+@settled
 @given(buckets=st.integers(2, 40), beyond=st.integers(1, 400), distances=st.lists(st.integers(0, 600), max_size=9))
 def test_buckets_are_exact_monotone_and_bounded(buckets: int, beyond: int, distances: list[int]) -> None:
     max_distance = buckets // 2 + beyond
@@ -267,6 +270,7 @@ def test_alibi_falls_by_the_slope_with_every_position() -> None:
     ]
 
 
+@settled
 @given(c=whole, queries=st.lists(whole, max_size=4), keys=st.lists(whole, max_size=4), kind=st.sampled_from(BIASES))
 def test_biases_know_distances_alone(c: int, queries: list[int], keys: list[int], kind: type[AttentionBias]) -> None:
     i, j = np.array(queries, np.int64), np.array(keys, np.int64)
@@ -301,6 +305,7 @@ def test_corrected_the_rotation_has_minus_sine_above() -> None:
     assert_allclose(matrix, [[math.cos(2), -math.sin(2)], [math.sin(2), math.cos(2)]])
 
 
+@settled
 @given(d=st.integers(1, 8), p=whole)
 def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> None:
     x, order = vectors(1, 2 * d), [*range(0, 2 * d, 2), *range(1, 2 * d, 2)]
@@ -308,6 +313,7 @@ def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> N
     assert_allclose(Rope1D(head_dim=2 * d).rotate(x[:, order], [p]), adjacent[:, order], atol=1e-12)
 
 
+@settled
 @given(kind=st.sampled_from(ROTATIONS), m=whole, n=whole, c=whole)
 def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m: int, n: int, c: int) -> None:
     encoding, (q, k) = kind(), vectors(2, 1, 12)
@@ -318,7 +324,7 @@ def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m:
     assert score == pytest.approx((encoding.rotate(q, [m + c]) @ encoding.rotate(k, [n + c]).T).item(), abs=1e-9)
 
 
-@settings(max_examples=30)
+@settled
 @given(axes=st.integers(1, 4), pairs=st.integers(1, 3), seed=st.integers(0, 99))
 def test_every_axis_is_a_rope_of_its_own_on_its_part_of_the_channels(axes: int, pairs: int, seed: int) -> None:
     positions = np.random.default_rng(seed).integers(-99, 99, (axes, 3))

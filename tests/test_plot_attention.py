@@ -80,9 +80,6 @@ def test_the_text_runs_that_touch_the_image_are_seen_and_no_others() -> None:
     assert (padded.before.size, padded.after.size) == (7, 3)
 
 
-WANT_WHOLE = "that is cut, want a whole one"
-
-
 @pytest.mark.parametrize(
     ("positions", "token", "error", "message"),
     [

@@ -305,7 +305,7 @@ def test_explain(scheme: str, token: int, sentence: str) -> None:
 
 
 def test_segments_are_grids_or_padding_or_text() -> None:
-    documents = [[Text(2), Grid(2, 3), Text(1), Grid(1, 2)], [Grid(1, 1, frames=2)]]
+    documents: list[Document] = [[Text(2), Grid(2, 3), Text(1), Grid(1, 2)], [Grid(1, 1, frames=2)]]
     positions = place(SegmentTable.from_documents(documents), "mrope").pad(12)
     assert positions.is_grid.tolist() == [False, True, False, True, False, True, False]
     assert positions.is_padding.tolist() == [False] * 4 + [True, False, True]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import exact
+from oracle import exact, settled
 from test_data_masks import by_loops, dense
 from test_tokenizers import trained_bpe
 
@@ -174,7 +174,7 @@ def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
     return [example(*((part, True) for part in parts)) for parts in found]
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(settled, max_examples=8)
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from(["left", "right"]))
 def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
@@ -197,7 +197,7 @@ def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "
                 assert torch.equal(found[row], each[:, row])
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(settled, max_examples=10)
 @given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from([1, 2, 3]))
 def test_shards_place_every_feature_once(documents: Any, world_size: int) -> None:
     batch = collate_packed(examples_of(documents), multiple_of=2 * world_size)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import CASES, Case, Id, documents, exact, placed
+from oracle import CASES, Case, Id, documents, exact, placed, settled
 
 from mmpos import Grid, Scheme, Text, UnsupportedError
 from mmpos.schemes import (
@@ -102,7 +102,7 @@ def test_row_separators_of_frames_by_hand(scheme: str | Scheme, ids: list[Id], t
     assert exact(positions)[1:] == [*ids, (text,) * positions.axes]
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(settled, max_examples=5)
 @given(data=st.data())
 @pytest.mark.parametrize("case", [case for case in CASES if case.frames], ids=lambda case: case.label)
 def test_slices_that_cut_inside_frames_are_the_whole(case: Case, data: st.DataObject) -> None:

@@ -248,7 +248,9 @@ def test_buckets_are_those_of_transformers_where_float32_logarithms_are_right() 
 
 
 def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
-    """Transformers 5.23 has 961 for 36,074 and, of the second, 451 for 24,692."""
+    """Transformers 5.23 has 147 for 22,032, 961 for 36,074 and, of the last, 451 for 24,692."""
+    assert T5Buckets.drawn(160, 2**16, bidirectional=False).bucket([-22_032, -22_033]).tolist() == [146, 147]
+    assert Fraction(22_032, 80) ** 80 < Fraction(2**16, 80) ** 67 <= Fraction(22_033, 80) ** 80
     assert T5Buckets.drawn(1024, 2**16, bidirectional=False).bucket([-36_074, -36_075]).tolist() == [960, 961]
     assert Fraction(36_074, 512) ** 512 < 128**449 <= Fraction(36_075, 512) ** 512
     assert T5Buckets.drawn(1024, 100_000).bucket([-24_691, -24_692]).tolist() == [451, 452]

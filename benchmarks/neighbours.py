@@ -1,0 +1,97 @@
+"""What a small transformer makes of each scheme: which colour is right of, or below, the patch of colour c?
+
+python benchmarks/neighbours.py                                       every scheme, three seeds, two at a time
+python benchmarks/neighbours.py --json                                the same; the figures and the page that are kept
+python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 5    some of it
+python benchmarks/neighbours.py --tables                              only table and picture, from the figures there
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from typing import Annotated
+
+import torch
+import typer
+from neighbours_model import Shape
+from neighbours_page import PAGE, PICTURE, RESULTS, Found, fill_in, guess, picture, shown, table
+from neighbours_task import Task
+from neighbours_training import NONE, Outcome, Setup, train
+
+from mmpos.bench.machine import stamp
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.schemes import SCHEMES
+
+PLACED = (
+    "flatten",
+    "rows",
+    "naive-2d",
+    "rope-tie",
+    "rope-tie-fractional",
+    "rope-tie-v2",
+    "rope-tie-lcm",
+    "mrope",
+    "mrope-interleave-reset",
+    "v2pe",
+    "videorope",
+    "vrope",
+)
+"""The schemes that differ on text and single images, in the order of the table."""
+
+QUICK = Setup(task=Task(64, 2, 2), shape=Shape(1, 1, 8, 16), steps=3, batch=4, images=10)
+"""Toy sizes, whose figures mean nothing."""
+
+
+def experiment(setup: Setup, schemes: Sequence[str], seeds: int, jobs: int) -> Iterator[Outcome]:
+    """Train every scheme with every seed, a whole seed before the next; the order of outcomes is fixed."""
+    runs = [(setup, scheme, seed) for seed in range(seeds) for scheme in schemes]
+    # Fresh processes: the threads of this one do not survive a fork.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(train, *zip(*runs, strict=True))
+
+
+def named(schemes: str) -> list[str]:
+    """The schemes of a list, or all."""
+    known = (NONE, *PLACED)
+    names = schemes.split(",") if schemes else list(known)
+    for name in names:
+        if name not in known:
+            raise InvalidInputError(f"--schemes: got {name!r}, want some of {', '.join(known)}")
+    return names
+
+
+def main(
+    schemes: Annotated[str, typer.Option(help="Names, with commas between; all if none is given.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="How often each is trained.")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of training.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, each with one thread.")] = 2,
+    quick: Annotated[bool, typer.Option(help="Toy sizes: the figures mean nothing.")] = False,
+    keep: Annotated[bool, typer.Option("--json", help="Keep the figures in results/, and fill in the page.")] = False,
+    only_tables: Annotated[bool, typer.Option("--tables", help="Only fill in the page.")] = False,
+) -> None:
+    """Train, show, and keep if told so."""
+    if not only_tables:
+        setup = QUICK if quick else Setup()
+        setup = setup if steps is None else replace(setup, steps=steps)
+        machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
+        found = Found(command, asdict(machine), asdict(setup), guess(setup), [])
+        for outcome in experiment(setup, named(schemes), seeds, jobs):
+            print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
+            found.outcomes.append(outcome)
+            if keep:  # at once: what a long run has found outlives its end
+                (RESULTS / f"neighbours-{machine.name}.json").write_text(found.to_json(), encoding="utf-8")
+        shown(table(found))
+    if keep or only_tables:
+        PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        picture(PICTURE)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except MmposError as error:
+        raise SystemExit(f"neighbours: error: {error}") from None

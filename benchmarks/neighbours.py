@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from multiprocessing import get_context
 from typing import Annotated
 
-import torch
 import typer
 from neighbours_model import Shape
 from neighbours_page import PAGE, PICTURE, RESULTS, Found, fill_in, guess, picture, shown, table
@@ -24,7 +23,6 @@ from neighbours_training import NONE, Outcome, Setup, train
 
 from mmpos.bench.machine import stamp
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.schemes import SCHEMES
 
 PLACED = (
     "flatten",
@@ -49,8 +47,11 @@ QUICK = Setup(task=Task(64, 2, 2), shape=Shape(1, 1, 8, 16), steps=3, batch=4, i
 def experiment(setup: Setup, schemes: Sequence[str], seeds: int, jobs: int) -> Iterator[Outcome]:
     """Train every scheme with every seed, a whole seed before the next; the order of outcomes is fixed."""
     runs = [(setup, scheme, seed) for seed in range(seeds) for scheme in schemes]
+    if jobs == 1:
+        yield from (train(*run) for run in runs)
+        return
     # Fresh processes: the threads of this one do not survive a fork.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         yield from pool.map(train, *zip(*runs, strict=True))
 
 

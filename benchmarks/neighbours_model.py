@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
 
@@ -49,7 +47,7 @@ class Block(nn.Module):
         if positions is not None and rotary is not None:
             q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
         # Padding stands on the right, so causal attention keeps it from every token.
-        seen = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        seen = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.net(self.norm2(x))
 

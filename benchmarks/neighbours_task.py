@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mmpos
+from mmpos.errors import InvalidInputError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A range of image sizes, both ends included.
+    """A range of image sizes, both ends included; at least 2, so that there are neighbours.
 
     Args:
         height: least and most rows.
@@ -56,6 +57,11 @@ class Sizes:
     height: tuple[int, int]
     width: tuple[int, int]
     turned: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in (("height", self.height), ("width", self.width)):
+            if not 2 <= least <= most:
+                raise InvalidInputError(f"{name}: got {least} to {most}, want at least 2, and the least first")
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[IntArray, IntArray]:
         """(count,) heights and widths."""

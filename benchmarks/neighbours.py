@@ -1,9 +1,12 @@
 """What a small transformer makes of each scheme: which colour is right of, or below, the patch of colour c?
 
 python benchmarks/neighbours.py                                       every scheme, three seeds, two at a time
-python benchmarks/neighbours.py --json                                the same; the figures and the page that are kept
+python benchmarks/neighbours.py --json                                the same, kept in results/ and on the page
 python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 5    some of it
 python benchmarks/neighbours.py --tables                              only table and picture, from the figures there
+
+With --json, what is kept already is not trained again, so that a run which was stopped goes on where it was.
+After a change to the task, the model or the training, delete the file first.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Annotated
 
@@ -44,15 +48,20 @@ QUICK = Setup(task=Task(64, 2, 2), shape=Shape(1, 1, 8, 16), steps=3, batch=4, i
 """Toy sizes, whose figures mean nothing."""
 
 
-def experiment(setup: Setup, schemes: Sequence[str], seeds: int, jobs: int) -> Iterator[Outcome]:
-    """Train every scheme with every seed, a whole seed before the next; the order of outcomes is fixed."""
-    runs = [(setup, scheme, seed) for seed in range(seeds) for scheme in schemes]
+def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iterator[Outcome]:
+    """Train with the scheme and seed of every run, in their order."""
     if jobs == 1:
-        yield from (train(*run) for run in runs)
+        yield from (train(setup, *run) for run in runs)
         return
     # Fresh processes: the threads of this one do not survive a fork.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(train, *zip(*runs, strict=True))
+        yield from pool.map(partial(train, setup), *zip(*runs, strict=True))
+
+
+def missing(found: Found, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
+    """Schemes and seeds without an outcome, a whole seed before the next."""
+    known = {(outcome.scheme, outcome.seed) for outcome in found.outcomes}
+    return [run for seed in range(seeds) for scheme in schemes if (run := (scheme, seed)) not in known]
 
 
 def named(schemes: str) -> list[str]:
@@ -79,12 +88,19 @@ def main(
         setup = QUICK if quick else Setup()
         setup = setup if steps is None else replace(setup, steps=steps)
         machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
-        found = Found(command, asdict(machine), asdict(setup), guess(setup), [])
-        for outcome in experiment(setup, named(schemes), seeds, jobs):
+        path = RESULTS / f"neighbours-{machine.name}.json"
+        found = Found(command, asdict(machine), setup.to_dict(), guess(setup), [])
+        if (
+            keep
+            and path.exists()
+            and (before := Found.from_json(path.read_text(encoding="utf-8"))).setup == found.setup
+        ):
+            found.outcomes.extend(before.outcomes)
+        for outcome in experiment(setup, missing(found, named(schemes), seeds), jobs):
             print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
             found.outcomes.append(outcome)
-            if keep:  # at once: what a long run has found outlives its end
-                (RESULTS / f"neighbours-{machine.name}.json").write_text(found.to_json(), encoding="utf-8")
+            if keep:
+                path.write_text(found.to_json(), encoding="utf-8")
         shown(table(found))
     if keep or only_tables:
         PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -47,7 +47,8 @@ class Block(nn.Module):
         if positions is not None and rotary is not None:
             q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
         # Padding stands on the right, so causal attention keeps it from every token.
-        seen = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.net(self.norm2(x))
 

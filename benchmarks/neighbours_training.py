@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +60,11 @@ class Setup:
             raise InvalidInputError(
                 f"task.colours: got {self.task.colours}, want >= {most}, the largest image's patches"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON gives it back."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
 
     @property
     def sets(self) -> dict[str, Sizes]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import neighbours
@@ -128,6 +127,8 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(neighbours, name, value)
     monkeypatch.setattr(neighbours_page, "RESULTS", tmp_path)
     for _ in range(2):
+        for path in tmp_path.glob(neighbours_page.KEPT):
+            path.unlink()
         page.write_text(f"above\n{neighbours_page.BEGIN}{neighbours_page.END}\nbelow\n", encoding="utf-8")
         neighbours.main("none,vrope", seeds=2, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
         (path,) = tmp_path.glob(neighbours_page.KEPT)
@@ -141,6 +142,10 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
     ]
     assert kept[0].setup["steps"] == 2
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    neighbours.main("vrope,rows", seeds=1, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
+    went_on = Found.from_json(path.read_text(encoding="utf-8")).outcomes
+    assert went_on[:-1] == kept[1].outcomes  # what was there is not trained again
+    assert [(one.scheme, one.seed) for one in went_on[len(kept[1].outcomes) :]] == [("rows", 0)]
     head, *_, end = page.read_text(encoding="utf-8").splitlines()
     assert (head, end) == ("above", "below")
 
@@ -178,5 +183,5 @@ def test_the_page_quotes_the_figures_that_are_kept() -> None:
     assert neighbours_page.fill_in(page) == page
     (path,) = neighbours_page.RESULTS.glob(neighbours_page.KEPT)
     found = Found.from_json(path.read_text(encoding="utf-8"))
-    assert found.setup == json.loads(json.dumps(asdict(Setup())))
+    assert found.setup == Setup().to_dict()
     assert found.to_json() == path.read_text(encoding="utf-8")

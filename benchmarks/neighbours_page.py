@@ -126,13 +126,14 @@ def picture(path: Path) -> None:
                 panel.plot(mean, rows, mark, color=COLOURS[i], markersize=5, label=direction)
             panel.axvline(guessed, color=FAINT, linestyle="--", linewidth=1, label="a guess")
             _frame(panel, f"{name} the trained sizes" if name == "inside" else f"{name} images", list(spreads))
-        panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
-        figure.subplots_adjust(left=0.21, right=0.985, top=0.92, bottom=0.19, wspace=0.08)
+        panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False, fontsize=9)
+        figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
 
 
 def _frame(panel: Any, title: str, schemes: list[str]) -> None:
     panel.set_title(title, loc="left", fontsize=11)
-    panel.set_xlim(-3, 103)
+    panel.set_xlim(-4, 104)
+    panel.set_xticks(range(0, 101, 25))
     panel.set_ylim(len(schemes) - 0.4, -0.6)
     panel.set_yticks(range(len(schemes)), schemes)
     panel.set_xlabel("right answers, %")

@@ -177,6 +177,29 @@ def test_the_guess_knows_the_patches_and_no_places() -> None:
     assert neighbours_page.guess(two) == {"inside": 33.33, "strips": 20.0}
 
 
+def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
+    (path,) = neighbours_page.RESULTS.glob(neighbours_page.KEPT)
+    found = Found.from_json(path.read_text(encoding="utf-8"))
+    spreads, tie = found.spreads(), {name for name in neighbours.PLACED if name.startswith("rope-tie")}
+    several = {name for name in neighbours.PLACED if mmpos.SCHEMES[name]().axes > 1}
+    assert set(neighbours.PLACED) - several == {"flatten", "v2pe"}
+    for direction in DIRECTIONS:
+        inside, larger, longer = (
+            {scheme: cells[name, direction] for scheme, cells in spreads.items()} for name in found.guess
+        )
+        assert min(inside[name][0] for name in several) > 80
+        assert min(several, key=lambda name: inside[name][1]) == "rope-tie-lcm"
+        assert max(larger[name][2] for name in tie) < min(larger[name][0] for name in several - tie)
+        assert larger["naive-2d"][0] > max(larger[name][2] for name in several - {"naive-2d"})
+        assert longer["naive-2d"][0] > max(longer[name][2] for name in tie)
+        assert max(tie, key=lambda name: longer[name][1]) == "rope-tie-v2"
+    assert max(most - least for least, _, most in spreads["vrope"].values()) == pytest.approx(38, abs=0.5)
+    for name in ("flatten", "v2pe"):
+        assert spreads[name]["inside", "right"][0] > 99
+        assert spreads[name]["inside", "below"][2] < 20
+        assert spreads[name]["longer", "right"][0] > max(spreads[other]["longer", "right"][1] for other in several)
+
+
 def test_the_page_quotes_the_figures_that_are_kept() -> None:
     page = neighbours_page.PAGE.read_text(encoding="utf-8")
     assert neighbours_page.BEGIN in page

@@ -5,8 +5,8 @@ python benchmarks/neighbours.py --json                                the same, 
 python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 5    some of it
 python benchmarks/neighbours.py --tables                              only table and picture, from the figures there
 
-With --json, what is kept already is not trained again, so that a run which was stopped goes on where it was.
-After a change to the task, the model or the training, delete the file first.
+With --json, what is kept already of the same setup is not trained again, so that a run which was stopped goes on
+where it was; figures of another setup are replaced. After a change to the code, delete the file first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,14 @@ def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iter
         yield from pool.map(partial(train, setup), *zip(*runs, strict=True))
 
 
+def kept_outcomes(path: Path, setup: Setup) -> list[Outcome]:
+    """What a file holds of this setup; another one's figures are not ours to go on with."""
+    if not path.exists():
+        return []
+    found = Found.from_json(path.read_text(encoding="utf-8"))
+    return found.outcomes if found.setup == setup.to_dict() else []
+
+
 def missing(found: Found, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     """Schemes and seeds without an outcome, a whole seed before the next."""
     known = {(outcome.scheme, outcome.seed) for outcome in found.outcomes}
@@ -89,13 +98,8 @@ def main(
         setup = setup if steps is None else replace(setup, steps=steps)
         machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
         path = RESULTS / f"neighbours-{machine.name}.json"
-        found = Found(command, asdict(machine), setup.to_dict(), guess(setup), [])
-        if (
-            keep
-            and path.exists()
-            and (before := Found.from_json(path.read_text(encoding="utf-8"))).setup == found.setup
-        ):
-            found.outcomes.extend(before.outcomes)
+        before = kept_outcomes(path, setup) if keep else []
+        found = Found(command, asdict(machine), setup.to_dict(), guess(setup), before)
         for outcome in experiment(setup, missing(found, named(schemes), seeds), jobs):
             print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
             found.outcomes.append(outcome)

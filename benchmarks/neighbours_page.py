@@ -113,7 +113,7 @@ def shown(rows: list[list[str]]) -> None:
 
 
 def picture(path: Path) -> None:
-    """Draw the kept figures, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
+    """Draw the first kept file, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
     found = Found.from_json(next(iter(sorted(RESULTS.glob(KEPT)))).read_text(encoding="utf-8"))
     spreads = found.spreads()
     with canvas(path, 8.0, 0.26 * len(spreads) + 1.3) as figure:

@@ -26,6 +26,13 @@ def drawn(sizes: Sizes, count: int = 40, seed: int = 0) -> Batch:
     return draw_batch(TASK, sizes, count, np.random.default_rng(seed))
 
 
+def kept() -> list[Found]:
+    """What every machine has found."""
+    paths = sorted(neighbours_page.RESULTS.glob(neighbours_page.KEPT))
+    assert paths
+    return [Found.from_json(path.read_text(encoding="utf-8")) for path in paths]
+
+
 def images(batch: Batch) -> list[tuple[int, list[list[int]]]]:
     """The filler words before each image, and its colours by rows."""
     found = []
@@ -121,7 +128,7 @@ def test_training_moves_the_answers_and_repeats_exactly() -> None:
 
 
 def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, kept = tmp_path / "page.md", []
+    page, found = tmp_path / "page.md", []
     for name in ("RESULTS", "PAGE", "PICTURE"):
         value = {"RESULTS": tmp_path, "PAGE": page, "PICTURE": tmp_path / "page.png"}[name]
         monkeypatch.setattr(neighbours, name, value)
@@ -132,20 +139,22 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
         page.write_text(f"above\n{neighbours_page.BEGIN}{neighbours_page.END}\nbelow\n", encoding="utf-8")
         neighbours.main("none,vrope", seeds=2, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
         (path,) = tmp_path.glob(neighbours_page.KEPT)
-        kept.append(Found.from_json(path.read_text(encoding="utf-8")))
-    assert kept[0].outcomes == kept[1].outcomes
-    assert [(one.scheme, one.seed) for one in kept[0].outcomes] == [
+        found.append(Found.from_json(path.read_text(encoding="utf-8")))
+    assert found[0].outcomes == found[1].outcomes
+    assert [(one.scheme, one.seed) for one in found[0].outcomes] == [
         ("none", 0),
         ("vrope", 0),
         ("none", 1),
         ("vrope", 1),
     ]
-    assert kept[0].setup["steps"] == 2
+    assert found[0].setup["steps"] == 2
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     neighbours.main("vrope,rows", seeds=1, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
     went_on = Found.from_json(path.read_text(encoding="utf-8")).outcomes
-    assert went_on[:-1] == kept[1].outcomes  # what was there is not trained again
-    assert [(one.scheme, one.seed) for one in went_on[len(kept[1].outcomes) :]] == [("rows", 0)]
+    assert went_on[:-1] == found[1].outcomes  # what was there is not trained again
+    assert [(one.scheme, one.seed) for one in went_on[len(found[1].outcomes) :]] == [("rows", 0)]
+    neighbours.main("vrope", seeds=1, steps=1, jobs=1, quick=True, keep=True, only_tables=False)
+    assert len(Found.from_json(path.read_text(encoding="utf-8")).outcomes) == 1  # those of other steps are not its own
     head, *_, end = page.read_text(encoding="utf-8").splitlines()
     assert (head, end) == ("above", "below")
 
@@ -178,8 +187,7 @@ def test_the_guess_knows_the_patches_and_no_places() -> None:
 
 
 def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
-    (path,) = neighbours_page.RESULTS.glob(neighbours_page.KEPT)
-    found = Found.from_json(path.read_text(encoding="utf-8"))
+    found = kept()[0]  # the one that is drawn, and spoken of
     spreads, tie = found.spreads(), {name for name in neighbours.PLACED if name.startswith("rope-tie")}
     several = {name for name in neighbours.PLACED if mmpos.SCHEMES[name]().axes > 1}
     assert set(neighbours.PLACED) - several == {"flatten", "v2pe"}
@@ -204,7 +212,4 @@ def test_the_page_quotes_the_figures_that_are_kept() -> None:
     page = neighbours_page.PAGE.read_text(encoding="utf-8")
     assert neighbours_page.BEGIN in page
     assert neighbours_page.fill_in(page) == page
-    (path,) = neighbours_page.RESULTS.glob(neighbours_page.KEPT)
-    found = Found.from_json(path.read_text(encoding="utf-8"))
-    assert found.setup == Setup().to_dict()
-    assert found.to_json() == path.read_text(encoding="utf-8")
+    assert all(found.setup == Setup().to_dict() for found in kept())

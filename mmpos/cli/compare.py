@@ -71,7 +71,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
 
 def _print_tables(out: Console, matrix: Matrix) -> None:
     """As many tables below each other as the columns need."""
-    names = max(map(len, matrix.rows))
+    names = max(map(len, (matrix.subject, *matrix.rows)))
     for i, columns in enumerate(_columns(matrix, out.width - names)):
         if i:
             out.print()

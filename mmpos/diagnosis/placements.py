@@ -89,7 +89,7 @@ def _times(seconds: IntArray) -> Iterator[tuple[str, IntArray | None]]:
 
 
 def _named(scheme: Scheme, right: Scheme | None) -> str:
-    """The name of a scheme with those parameters that are not the usual ones, nor those of the same scheme done right."""
+    """The name of a scheme with the parameters that are not the usual ones, or not those of the right scheme."""
     usual = right if type(right) is type(scheme) else SCHEMES[scheme.name]()
     names = [field.name for field in fields(scheme)]  # type: ignore[arg-type]
     told = [f"{name}={getattr(scheme, name)!r}" for name in names if getattr(scheme, name) != getattr(usual, name)]

@@ -298,7 +298,7 @@ def test_times_of_video_frames() -> None:
 )
 def test_seconds_per_frame_mistaken(frames: list[int], cause: str) -> None:
     clip = mmpos.Grid(1, 1, frames=3, seconds_per_frame=Fraction(1, 2))
-    still = [mmpos.Text(1), mmpos.Grid(1, 2)]
+    still: list[mmpos.Text | mmpos.Grid] = [mmpos.Text(1), mmpos.Grid(1, 2)]
     segments = SegmentTable.from_documents([[mmpos.Text(3), clip, mmpos.Text(1)], still])
     space = [3, 3, 3, frames[-1]]
     ids = [[0, 1, 2, *frames, 0, 1, 1], [0, 1, 2, *space, 0, 1, 1], [0, 1, 2, *space, 0, 1, 2]]
@@ -310,7 +310,7 @@ def test_seconds_per_frame_mistaken(frames: list[int], cause: str) -> None:
 def test_the_smallest_seconds_per_frame_have_no_half() -> None:
     clip = mmpos.Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))
     diagnosis = mmpos.diagnose([0, 9], SegmentTable.from_documents([[clip]]), "mrope-qwen2.5")
-    assert (diagnosis.token, diagnosis.want, diagnosis.cause) == (1, (0, 0, 0), None)
+    assert (diagnosis.token, diagnosis.want, diagnosis.cause) == (1, (Fraction(0),) * 3, None)
 
 
 def test_the_same_scheme_is_named_with_the_parameters_that_differ() -> None:

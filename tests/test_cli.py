@@ -285,6 +285,14 @@ def test_help_alone_and_version() -> None:
     assert re.fullmatch(r"mmpos \S.*\n", run("--version"))
 
 
+def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
+    assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
+        "demo", "positions", "check", "plot", "compare", "explain", "schemes", "info", "serve", "remote", "preprocess",
+        "bench",
+    ]  # fmt: skip
+
+
 def test_specs_become_documents() -> None:
     assert read_documents(["3,2x3,2", "4x2x3", "1, 2×3"]) == [
         [Text(3), Grid(2, 3), Text(2)],

@@ -124,6 +124,56 @@ def test_infinite_ids_are_legal_json() -> None:
     assert found["got"] == ["inf"]
 
 
+QWEN = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "image_token_id": 1,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "vision_config": {
+        "hidden_size": 64, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "tokens_per_second": 4,
+    },
+}  # fmt: skip
+
+
+def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
+    Path("config.json").write_text(json.dumps(QWEN))
+    clip = {"grid": [3, 1, 1], "seconds_per_frame": 0.5}
+    Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, clip, {"text": 1}]]}))
+    arguments = ("--spec", "batch.json", "--config", "config.json")
+    said = "All 5 tokens of 1 document have the ids of mrope-transformers.\n"
+    assert check([[0, 1, 3, 5, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments) == (0, said)
+    code, words = check([[0, 1, 5, 9, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments)
+    assert code == 3
+    assert words.splitlines()[2] == "Cause: seconds_per_frame is forgotten: frames are one second apart."
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "line"),
+    [
+        (json.dumps(QWEN), ["-s", "mrope"], "--config: got one with --scheme or --axes, want it alone"),
+        (json.dumps(QWEN), ["--axes", "3"], "--config: got one with --scheme or --axes, want it alone"),
+        ("{", [], None),
+        (None, [], "config.json: got No such file or directory, want the config.json of a model"),
+        ('{"model_type": "paligemma"}', [], None),
+        ("{}", [], None),
+    ],
+)
+def test_configs_that_give_no_scheme_are_named(
+    capsys: pytest.CaptureFixture[str], content: str | None, arguments: list[str], line: str | None
+) -> None:
+    np.save("ids.npy", np.arange(3))
+    if content is not None:
+        Path("config.json").write_text(content)
+    code, message = fail(capsys, "check", "ids.npy", "--spec", "3", "--config", "config.json", *arguments)
+    assert code == 2
+    assert message == line if line else message.startswith(("config.json: got ", "config.model_type: got "))
+
+
 def save_archive(path: Path) -> None:
     np.savez("ids.npz", ids=[0])
     Path("ids.npz").rename(path)

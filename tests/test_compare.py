@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from io import StringIO
 from itertools import combinations
 from math import cos, log2, sin
 from typing import Any, ClassVar
@@ -474,9 +475,18 @@ def test_the_command_prints_tables_that_fit_and_why() -> None:
         ["alibi", "1", "✓", "0.0039", *"✗✓–✓✓"],
         ["alibi", "✓"],
     ]
-    assert "rope-tie, delta-0: 1,1x1,1: delta 2" in lines
+    assert "rope-tie, delta 0: 1,1x1,1: delta 2" in lines
     assert "integer: Every id is a whole number." in lines
     assert max(len(line) for line in lines if "──" in line) <= 100
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_title_is_cut_where_a_table_ends(width: int) -> None:
+    console, printing = pytest.importorskip("rich.console"), pytest.importorskip("mmpos.cli.compare")
+    out = console.Console(width=width, file=StringIO())
+    printing._print_tables(out, measure_encodings(["alibi"]))
+    words = out.file.getvalue().split()
+    assert {"length-", "independent", "extrapolates", "deterministic"} <= set(words)
 
 
 def test_json_and_markdown_hold_the_same() -> None:

@@ -254,7 +254,9 @@ def test_another_scheme() -> None:
         "these are the ids of grid-2d with order='merged', spatial_merge_size=2"
     )
     raster = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3]]
-    assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == "these are the ids of grid-2d"
+    assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == (
+        "these are the ids of grid-2d with order='raster', spatial_merge_size=1"
+    )
 
 
 def test_another_scheme_with_parameters() -> None:
@@ -285,6 +287,42 @@ def test_times_of_video_frames() -> None:
     )
     ids = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, *space, 6], [0, 1, 2, *space, 6]]
     assert why(ids, "3,3x1x1,1", scheme=MRopeTransformers()) == "these are the ids of mrope"
+
+
+@pytest.mark.parametrize(
+    ("frames", "cause"),
+    [
+        ([3, 5, 7, 8], "seconds_per_frame is forgotten: frames are one second apart"),
+        ([3, 7, 11, 12], "frames per second are taken for seconds per frame"),
+        ([3, 3, 4, 5], "times are half of what they should be: temporal_patch_size is forgotten"),
+    ],
+)
+def test_seconds_per_frame_mistaken(frames: list[int], cause: str) -> None:
+    clip = mmpos.Grid(1, 1, frames=3, seconds_per_frame=Fraction(1, 2))
+    still: list[mmpos.Text | mmpos.Grid] = [mmpos.Text(1), mmpos.Grid(1, 2)]
+    segments = SegmentTable.from_documents([[mmpos.Text(3), clip, mmpos.Text(1)], still])
+    space = [3, 3, 3, frames[-1]]
+    ids = [[0, 1, 2, *frames, 0, 1, 1], [0, 1, 2, *space, 0, 1, 1], [0, 1, 2, *space, 0, 1, 2]]
+    diagnosis = mmpos.diagnose(ids, segments, "mrope-qwen2.5")
+    assert (diagnosis.cause, diagnosis.explained) == (cause, diagnosis.different_tokens)
+    assert diagnosis.token == 4
+
+
+def test_the_smallest_seconds_per_frame_have_no_half() -> None:
+    clip = mmpos.Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))
+    diagnosis = mmpos.diagnose([0, 9], SegmentTable.from_documents([[clip]]), "mrope-qwen2.5")
+    assert (diagnosis.token, diagnosis.want, diagnosis.cause) == (1, (Fraction(0),) * 3, None)
+
+
+def test_the_same_scheme_is_named_with_the_parameters_that_differ() -> None:
+    ids = [[0, 1, 2, 2], [0, 1, 1, 2], [0, 1, 1, 2]]
+    assert why(ids, "1,2x1x1,1", scheme=MRopeTransformers(tokens_per_second=4)) == (
+        "these are the ids of mrope-transformers with tokens_per_second=None"
+    )
+    ids = [[0, 1, 5, 6], [0, 1, 1, 6], [0, 1, 1, 6]]
+    assert why(ids, "1,2x1x1,1", scheme=MRopeTransformers(tokens_per_second=4)) == (
+        "these are the ids of mrope-qwen2.5 with tokens_per_second=4"
+    )
 
 
 @pytest.mark.parametrize("outside", [0, 1])

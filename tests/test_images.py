@@ -321,7 +321,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         (None, "image: got NoneType, want a path"),
         ([[1]], "image: got list, want a path"),
         (np.zeros((4, 4, 2), np.uint8), r"got shape \(4, 4, 2\), want \(h, w\) or \(h, w, 1 \| 3 \| 4\)"),
-        (np.zeros((3, 4, 4, 1), np.uint8), r"got shape \(3, 4, 4, 1\)"),
+        (np.zeros((3, 4, 4, 1), np.uint8), r"got shape \(3, 4, 4, 1\), want .*; mmpos\.Video takes frames"),
         (np.zeros((4, 4)), "got dtype float64, want uint8 or uint16"),
         (np.zeros((4, 4), bool), "got dtype bool"),
         (np.zeros((0, 4), np.uint8), r"image\.height: got 0, want >= 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from enum import StrEnum
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import SPECS, Axes, SchemeName, Start, app, make_scheme
+from mmpos.cli.commands import JSON_FILE, SPECS, Axes, Start, app, make_scheme
 from mmpos.diagnosis import Diagnosis, diagnose
 from mmpos.errors import InvalidInputError
+from mmpos.models import from_hf_config
+from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import SegmentTable
 from mmpos.specs import read_documents
 
@@ -32,7 +35,7 @@ class Padding(StrEnum):
 
 @app.command(
     help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
-    f"{SPECS}\n\n"
+    f"{SPECS}\n\n{JSON_FILE}\n\n"
     "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
     f"Exit codes: 0 equal, {DIFFERENT} different."
 )
@@ -42,7 +45,13 @@ def check(
         list[str],
         typer.Option("--spec", metavar="SPEC|FILE", help="A document, or a file of them; once for each."),
     ],
-    scheme: SchemeName = "rope-tie",
+    scheme: Annotated[
+        str | None,
+        typer.Option("--scheme", "-s", metavar="NAME", help=f"One of {', '.join(SCHEMES)}.", show_default="rope-tie"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="config.json", help="A model's config, for its scheme.", show_default=False)
+    ] = None,
     start: Start = 0,
     axes: Axes = None,
     padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
@@ -51,10 +60,28 @@ def check(
 ) -> None:
     """Compare ids in a file with a scheme."""
     segments = SegmentTable.from_documents(read_documents(specs))
-    found = diagnose(_read(ids), segments, make_scheme(scheme, axes), start, side=padding.value, tolerance=tolerance)
+    how = _scheme(scheme, axes, config)
+    found = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
     typer.echo(_json(found) if as_json else "\n".join(found.sentences))
     if not found.equal:
         raise typer.Exit(DIFFERENT)
+
+
+def _scheme(name: str | None, axes: int | None, config: Path | None) -> Scheme:
+    """The scheme that is named, or that of a model."""
+    if config is None:
+        return make_scheme(name or "rope-tie", axes)
+    if name is not None or axes is not None:
+        raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
+    try:
+        return from_hf_config(json.loads(config.read_text())).scheme
+    except OSError as error:
+        got = error.strerror or str(error)
+    except ValueError as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        got = str(error)
+    raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
 def _read(path: Path) -> npt.NDArray[Any]:

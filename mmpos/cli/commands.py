@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from mmpos import about
 from mmpos.cli import report
@@ -18,8 +19,31 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import SegmentTable
 from mmpos.specs import Document, read_documents
 
+_ORDER = (
+    "demo",
+    "positions",
+    "check",
+    "plot",
+    "compare",
+    "explain",
+    "schemes",
+    "info",
+    "serve",
+    "remote",
+    "preprocess",
+)
+
+
+class _Group(TyperGroup):
+    """The commands, those first with which one begins."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
 app = typer.Typer(
     name="mmpos",
+    cls=_Group,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -31,7 +55,10 @@ SPECS = (
     "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
     "marker, its patches and a marker."
 )
-_JSON = 'A .json file holds {"documents": [[{"text": 3}, {"grid": [2, 3]}, {"text": 2}]]}.'
+JSON_FILE = (
+    'A .json file holds {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}; a video is '
+    '{"grid": [4, 2, 3], "seconds_per_frame": 0.5}.'
+)
 
 Specs = Annotated[
     list[str], typer.Argument(metavar="SPEC|FILE...", help="Documents, as specs or files.", show_default=False)
@@ -53,8 +80,8 @@ def root(
 
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
 
-    Exit codes: 0 done, 1 something is missing on this machine, 2 a wrong argument or input, 3 ids that
-    [bold]mmpos check[/bold] found to differ.
+    Exit codes: 0 done, 1 something is missing on this machine,
+    2 a wrong argument or input, 3 ids that [bold]mmpos check[/bold] found to differ.
     """
     if show_version:
         typer.echo(f"mmpos {_version()}")
@@ -75,7 +102,7 @@ def demo(
     run_demo(report.console(), make_scheme(scheme, None), output)
 
 
-@app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{_JSON}")
+@app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{JSON_FILE}")
 def positions(
     documents: Specs,
     scheme: SchemeName = "rope-tie",

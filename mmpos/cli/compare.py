@@ -49,11 +49,11 @@ def compare(
         if define:
             out.print()
             for each in matrix.properties:
-                out.print(f"{each.name}: {each.definition}", soft_wrap=True)
+                out.print(f"{each.title}: {each.definition}", soft_wrap=True)
         if why:
             out.print()
             for name, each, reason in matrix.reasons:
-                out.print(f"{name}, {each.name}: {reason}", soft_wrap=True)
+                out.print(f"{name}, {each.title}: {reason}", soft_wrap=True)
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
@@ -71,7 +71,7 @@ def _measured(names: Sequence[str]) -> list[Matrix]:
 
 def _print_tables(out: Console, matrix: Matrix) -> None:
     """As many tables below each other as the columns need."""
-    names = max(map(len, matrix.rows))
+    names = max(map(len, (matrix.subject, *matrix.rows)))
     for i, columns in enumerate(_columns(matrix, out.width - names)):
         if i:
             out.print()

@@ -48,8 +48,8 @@ class Property:
     """A column of the matrix.
 
     Args:
-        name: for programs and the command line.
-        title: for tables, short.
+        name: for programs.
+        title: for people, short.
         measure: finds the value for a scheme or an encoding; its docstring is the definition.
     """
 

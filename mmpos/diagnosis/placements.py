@@ -1,11 +1,14 @@
-"""Mistakes of placing: another scheme, another advance after grids, grids as before merging."""
+"""Mistakes of placing: another scheme, other times, another advance after grids, grids as before merging."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
+import numpy as np
+
+from mmpos.checks import INT32_MAX, IntArray
 from mmpos.diagnosis.case import Case, Guess
 from mmpos.diagnosis.mistakes import AdvancesByOne, AdvancesBySide, AdvancesByTokens, AdvancesToMaximum, Unmerged
 from mmpos.schemes import (
@@ -27,8 +30,8 @@ _VARIANTS: tuple[Scheme, ...] = (
     *(scheme(axes=3) for scheme in (RopeTie, RopeTieFractional, RopeTieV2, RopeTieLcm)),
     RopeTieV2(rounding="floor"),
     *(Grid2D(order="merged", spatial_merge_size=side) for side in _MERGES),
-    *(MRopeTransformers(tokens_per_second=rate) for rate in (1, 2, 25)),
-    *(MRopeQwen25(tokens_per_second=rate) for rate in (1, 25)),
+    *(MRopeTransformers(tokens_per_second=rate) for rate in (1, 2, 4, 25)),
+    *(MRopeQwen25(tokens_per_second=rate) for rate in (1, 4, 25)),
 )
 
 _ADVANCES = {
@@ -44,7 +47,18 @@ def other_scheme(case: Case) -> Iterator[Guess]:
     for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
         ids = None if scheme == case.scheme else case.placed(scheme)
         if ids is not None:
-            yield Guess(f"these are the ids of {_named(scheme)}", ids)
+            yield Guess(f"these are the ids of {_named(scheme, case.scheme)}", ids)
+
+
+def other_times(case: Case) -> Iterator[Guess]:
+    """Frames of videos at other times than theirs."""
+    seconds = None if case.segments is None else case.segments.seconds_per_frame
+    if case.segments is None or seconds is None:
+        return
+    for words, times in _times(seconds):
+        ids = case.placed(segments=replace(case.segments, seconds_per_frame=times))
+        if ids is not None:
+            yield Guess(words, ids)
 
 
 def wrong_advance(case: Case) -> Iterator[Guess]:
@@ -64,9 +78,19 @@ def unmerged(case: Case) -> Iterator[Guess]:
             yield Guess(f"spatial merging is forgotten: {what} are those of {side}x{side} times the patches", ids)
 
 
-def _named(scheme: Scheme) -> str:
-    """The name of a scheme with those parameters that are not the usual ones."""
-    usual = SCHEMES[scheme.name]()
+def _times(seconds: IntArray) -> Iterator[tuple[str, IntArray | None]]:
+    """Mistakes about (2, segments) seconds per frame, and what they make of them; where none is given, none is made."""
+    given = seconds[0] > 0
+    yield "seconds_per_frame is forgotten: frames are one second apart", None
+    yield "frames per second are taken for seconds per frame", np.where(given, seconds[::-1], seconds)
+    halves = seconds * np.where(given, [[1], [2]], 1)
+    if (halves <= INT32_MAX).all():
+        yield "times are half of what they should be: temporal_patch_size is forgotten", halves
+
+
+def _named(scheme: Scheme, right: Scheme | None) -> str:
+    """The name of a scheme with the parameters that are not the usual ones, or not those of the right scheme."""
+    usual = right if type(right) is type(scheme) else SCHEMES[scheme.name]()
     names = [field.name for field in fields(scheme)]  # type: ignore[arg-type]
     told = [f"{name}={getattr(scheme, name)!r}" for name in names if getattr(scheme, name) != getattr(usual, name)]
     return scheme.name + (f" with {', '.join(told)}" if told else "")

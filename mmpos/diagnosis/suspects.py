@@ -33,6 +33,10 @@ SUSPECTS = (
     Suspect(axes.sides_exchanged, "give grids as (frames, height, width), the rows of patches before the columns"),
     Suspect(axes.column_major, "flatten patches row after row, the column fastest"),
     Suspect(counting.start, "begin at the same id as the scheme, or tell it yours as start"),
+    Suspect(
+        placements.other_times,
+        "give what the model's processor has: second_per_grid_ts, frames of one patch over frames per second",
+    ),
     Suspect(placements.other_scheme, "compute ids by the scheme that the model was trained with"),
     Suspect(padding.other_side, "pad ids on the side where the token ids are padded"),
     Suspect(padding.counted, "begin at the first real token: left padding takes no ids"),

@@ -158,7 +158,8 @@ def _checked(array: npt.NDArray[Any], dtypes: tuple[Any, ...], *, channels_last:
     channels = array.shape[-1 if channels_last else 0] if array.ndim == 3 else 1
     if array.ndim not in (2, 3) or channels not in (1, 3, 4):
         want = "(h, w) or (h, w, 1 | 3 | 4)" if channels_last else "(h, w) or (1 | 3 | 4, h, w)"
-        raise InvalidInputError(f"image: got shape {array.shape}, want {want}")
+        video = "; mmpos.Video takes frames" if array.ndim == 4 else ""
+        raise InvalidInputError(f"image: got shape {array.shape}, want {want}{video}")
     if array.dtype.newbyteorder("=") not in dtypes:
         raise InvalidInputError(f"image: got dtype {array.dtype}, want uint8 or uint16")
     return array

@@ -54,7 +54,7 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str], title: str 
         axes.axhline(np.pi, color=INK, linewidth=1, linestyle=":")
         low = min(float(values[values > 0].min(initial=np.pi)) for values, *_ in curves)
         axes.set_ylim(low / 6, 30)
-        axes.text(errors.ids[0], np.pi * 1.25, "half a turn: nothing is left of the phase", fontsize=9, color=INK)
+        axes.text(errors.ids[0], np.pi * 1.5, "half a turn: nothing is left of the phase", fontsize=9, color=INK)
         _note(axes, errors.ids, errors.hf, 10**6)
         _note(axes, errors.ids, errors.exact, int(errors.ids[-1]))
         axes.set_xlabel("position id")

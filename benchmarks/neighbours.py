@@ -1,8 +1,8 @@
 """What a small transformer makes of each scheme: which colour is right of, or below, the patch of colour c?
 
-python benchmarks/neighbours.py                                       every scheme, three seeds, two at a time
+python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
 python benchmarks/neighbours.py --json                                the same, kept in results/ and on the page
-python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 5    some of it
+python benchmarks/neighbours.py --schemes rope-tie,mrope --seeds 3    some of it
 python benchmarks/neighbours.py --tables                              only table and picture, from the figures there
 
 With --json, what is kept already of the same setup is not trained again, so that a run which was stopped goes on
@@ -85,7 +85,7 @@ def named(schemes: str) -> list[str]:
 
 def main(
     schemes: Annotated[str, typer.Option(help="Names, with commas between; all if none is given.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="How often each is trained.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="How often each is trained.")] = 5,
     steps: Annotated[int | None, typer.Option(min=1, help="Of training.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, each with one thread.")] = 2,
     quick: Annotated[bool, typer.Option(help="Toy sizes: the figures mean nothing.")] = False,

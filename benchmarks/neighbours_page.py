@@ -12,8 +12,8 @@ import numpy as np
 from neighbours_task import DIRECTIONS
 from neighbours_training import Outcome, Setup
 from rich.console import Console
-from rich.table import Table
 
+from mmpos.cli import report
 from mmpos.plot.canvas import COLOURS, FAINT, INK, canvas
 
 HERE = Path(__file__).parent
@@ -102,14 +102,12 @@ def fill_in(page: str) -> str:
 
 
 def shown(rows: list[list[str]]) -> None:
-    """Print a table."""
+    """Print a table, as wide as it is."""
     head, *body = rows
-    printed = Table()
-    for name in head:
-        printed.add_column(name, justify="left" if name == head[0] else "right")
+    printed = report.new_table(*head, right=head[1:])
     for cells in body:
         printed.add_row(*cells)
-    Console().print(printed)
+    report.show(Console(width=200, highlight=False), printed)
 
 
 def picture(path: Path) -> None:

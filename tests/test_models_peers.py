@@ -140,7 +140,7 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
     turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
 
 
-@pytest.mark.parametrize("model", ENCODER_ORDERS.keys() - {"pixtral"})
+@pytest.mark.parametrize("model", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))
 def test_positions_and_rotations_are_those_of_the_encoder(model: str) -> None:
     settings, vision, module = settings_of(model), config_of(model).vision_config, modeling(model)
     assert settings.vision_scheme is not None

@@ -26,11 +26,19 @@ def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int |
         except TypeError:
             raise InvalidInputError(f"{name}: got {value!r}, want an integer") from None
     if minimum is not None and value < minimum:
-        raise InvalidInputError(f"{name}: got {value}, want >= {minimum}")
+        raise InvalidInputError(f"{name}: got {written(value)}, want >= {minimum}")
     if maximum is not None and value > maximum:
-        raise InvalidInputError(f"{name}: got {value}, want <= {maximum}")
+        raise InvalidInputError(f"{name}: got {written(value)}, want <= {maximum}")
     result: int = value
     return result
+
+
+def written(value: Any) -> str:
+    """A number as text, also one of more digits than Python writes."""
+    try:
+        return str(value)
+    except ValueError:
+        return "a number of more than 4300 digits"
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, boolean, integer
+from mmpos.checks import INT32_MAX, boolean, integer, written
 from mmpos.errors import InvalidInputError, LimitExceededError
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "rational", "rationals"]
@@ -104,11 +104,11 @@ def rational(name: str, value: Fraction | float | None, *, zero: bool = False) -
         return None
     exact = _fraction(name, value)
     if zero and exact < 0:
-        raise InvalidInputError(f"{name}: got {value}, want >= 0")
+        raise InvalidInputError(f"{name}: got {written(value)}, want >= 0")
     if exact <= 0 and not zero:
-        raise InvalidInputError(f"{name}: got {value}, want > 0 (a float: >= 1e-06)")
+        raise InvalidInputError(f"{name}: got {written(value)}, want > 0 (a float: >= 1e-06)")
     if max(exact.numerator, exact.denominator) > INT32_MAX:
-        raise LimitExceededError(f"{name}: got {value}, want a numerator and a denominator below 2**31")
+        raise LimitExceededError(f"{name}: got {written(value)}, want a numerator and a denominator below 2**31")
     return exact
 
 
@@ -132,4 +132,6 @@ def _fraction(name: str, value: Fraction | float) -> Fraction:
     except (TypeError, ValueError):
         raise InvalidInputError(f"{name}: got {value!r}, want a number of seconds") from None
     except OverflowError:
-        raise LimitExceededError(f"{name}: got {value}, want a numerator and a denominator below 2**31") from None
+        raise LimitExceededError(
+            f"{name}: got {written(value)}, want a numerator and a denominator below 2**31"
+        ) from None

@@ -131,10 +131,10 @@ class PositionTable(Columns):
             InvalidInputError: anything else than a bool for every token.
         """
         mask = host_array("mask", mask)
-        if mask.dtype != np.bool_ or mask.shape != (self.num_tokens,):
+        if (mask.dtype != np.bool_ and mask.size) or mask.shape != (self.num_tokens,):
             got = f"{mask.dtype} {mask.shape}"
             raise InvalidInputError(f"mask: got {got}, want bool ({self.num_tokens},), one per token")
-        kept = self.take(*ranges.runs(mask))
+        kept = self.take(*ranges.runs(mask.astype(np.bool_, copy=False)))
         documents = kept.documents.copy()
         lost = self.real_lengths - kept.real_lengths
         documents[DELTA] += np.where(documents[DELTA] == NO_POSITION, 0, lost)

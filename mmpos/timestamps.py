@@ -18,7 +18,7 @@ QWEN3_VL = "<{seconds:.1f} seconds>"
 Timestamp = str | Callable[[Fraction], str]
 """A format whose one field is seconds, or what makes a text of seconds."""
 
-_SPEC = re.compile(r"0?\d{0,2}\.(\d{1,2})f")
+_SPEC = re.compile(r"0?\d{0,2}\.(\d{1,2})f", re.ASCII)
 
 
 def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tuple[str, ...]:

@@ -174,9 +174,19 @@ def test_configs_that_give_no_scheme_are_named(
     assert message == line if line else message.startswith(("config.json: got ", "config.model_type: got "))
 
 
+def test_ids_of_long_floats_are_legal_json() -> None:
+    found = json.loads(check(np.array([0, 1.5], np.longdouble), "--spec", "2", "--json")[1])
+    assert found["got"] == [1.5]
+
+
 def save_archive(path: Path) -> None:
     np.savez("ids.npz", ids=[0])
     Path("ids.npz").rename(path)
+
+
+def save_shape_of_bools(path: Path) -> None:
+    np.save(path, np.zeros(1))
+    path.write_bytes(path.read_bytes().replace(b"(1,), }   ", b"(True,), }"))
 
 
 WANT = "want an array saved with numpy.save"
@@ -197,6 +207,7 @@ WANT = "want an array saved with numpy.save"
         (lambda path: np.save(path, np.array(["a"])), None),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), None),
         (lambda path: np.save(path, np.zeros((2, 0))), None),
+        (save_shape_of_bools, None),
         (
             lambda path: np.save(path, np.arange(4)),
             "ids: got shape (4,), want (2, 3) packed or (2, 1, 3) padded, or either without axes for 1-D ids",

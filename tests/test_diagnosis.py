@@ -451,6 +451,14 @@ def test_nothing_equals_nothing() -> None:
     assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing, padding_id=7).equal
 
 
+@pytest.mark.parametrize("far", [np.uint64(2**63), np.float64(1e300)])
+def test_ids_far_beyond_any_start_are_a_constant_too_large(far: Any) -> None:
+    ids = np.arange(3).astype(far.dtype) + far
+    cause = found(ids, "3").cause
+    assert cause is not None
+    assert cause.startswith("from the first difference to the end of the document, ids are ")
+
+
 def test_what_no_mistake_gives_has_no_cause() -> None:
     said = "Cause unknown: no known mistake gives the first difference."
     ids = ids_of("3,2x3,4")
@@ -593,6 +601,8 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
         ),
         (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
         (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a number >= 0"),
+        (np.zeros((2, 11)), {"tolerance": 10**400}, None),
+        (np.zeros((2, 11)), {"padding_id": "x"}, "padding_id: got 'x', want an integer"),
         (np.zeros((2, 11)), {"scheme": "tie"}, None),
         (np.zeros((2, 11)), {"start": 0.5}, "start: got 0.5, want an integer"),
         (

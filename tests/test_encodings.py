@@ -265,6 +265,16 @@ def test_slopes_are_powers_of_two_and_then_every_other_of_twice_the_heads() -> N
     assert Alibi(1).slopes.tolist() == [2**-8]
 
 
+def test_heads_may_be_counted_by_a_number_of_numpy() -> None:
+    assert_array_equal(Alibi(np.int64(12)).slopes, Alibi(12).slopes)  # type: ignore[arg-type]
+
+
+def test_distances_of_the_farthest_positions_do_not_wrap() -> None:
+    far = 2**62 - 1
+    assert ClippedRelative().index([-far], [far]).tolist() == [[32]]
+    assert T5Buckets().index([-far], [far]).tolist() == [[31]]
+
+
 def test_alibi_falls_by_the_slope_with_every_position() -> None:
     assert Alibi(2).bias([2], range(4)).tolist() == [
         [[-0.125, -0.0625, 0, -0.0625]],
@@ -384,6 +394,21 @@ def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> Non
         (lambda: T5Buckets(np.ones((1, 2)), bidirectional=False), "weights: got 1 buckets, want a number >= 2"),
         (lambda: T5Buckets(max_distance=8), "max_distance: got 8, want >= 9"),
         (lambda: T5Buckets(bidirectional=1), "bidirectional: got 1, want True or False"),  # type: ignore[arg-type]
+        (lambda: T5Buckets(max_distance=2**70), "max_distance: got 1180591620717411303424, want <= 2147483647"),
+        (lambda: T5Buckets().bias([-(2**62) - 1], [0]), r"query_positions\[0\]: got -4611686018427387905, want >= "),
+        (lambda: T5Buckets().bias([0], [2**62]), r"key_positions\[0\]: got 4611686018427387904, want < "),
+        (lambda: T5Buckets().bucket([-(2**63)]), r"relative\[0\]: got -9223372036854775808, want >= "),
+        (
+            lambda: ClippedRelative().bias([0], np.array([2**63], np.uint64)),
+            r"key_positions\[0\]: got 9223372036854775808",
+        ),
+        (lambda: ClippedRelative().bias([0], [2**62]), r"key_positions\[0\]: got 4611686018427387904, want < "),
+        (lambda: Alibi(num_heads=2**70), "num_heads: got 1180591620717411303424, want <= 65536"),
+        (lambda: NoPE(num_heads=2**70), "num_heads: got 1180591620717411303424, want <= 65536"),
+        (lambda: Integer(dim=2**40), "dim: got 1099511627776, want <= 65536"),
+        (lambda: Normalised(dim=2**40), "dim: got 1099511627776, want <= 65536"),
+        (lambda: SingleSinusoid(dim=2**40), "dim: got 1099511627776, want <= 65536"),
+        (lambda: Sinusoidal(dim=2**40), "dim: got 1099511627776, want <= 65536"),
         (lambda: Alibi(num_heads=0), "num_heads: got 0, want >= 1"),
         (lambda: NoPE(num_heads=0), "num_heads: got 0, want >= 1"),
         (lambda: expected_square(1, -1.0), "sigma2: got -1.0, want a finite number >= 0"),

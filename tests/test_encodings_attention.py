@@ -181,6 +181,14 @@ def test_other_positions_can_be_placed_and_length_changes_with_them() -> None:
         assert torch.equal(found, fresh), name
 
 
+def test_positions_that_are_refused_leave_those_before() -> None:
+    attention, x = block(LearnedAbsolute(), [3, 1]), embeddings(1, 2)
+    found = attention(x)
+    with pytest.raises(InvalidInputError, match=r"positions\[0\]: got 600, want < 512"):
+        attention.place([600])
+    assert torch.equal(attention.double().float()(x), found)
+
+
 def test_positions_of_several_axes_turn_their_own_channels() -> None:
     positions = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
     x = embeddings(1, 4, dtype=torch.float64)

@@ -90,6 +90,12 @@ PARTS: list[Refusal] = [
     (lambda: Grid.from_thw((24, 24)), "thw: got (24, 24), want (frames, height, width)"),
     (lambda: Grid.from_thw(24), "thw: got 24, want (frames, height, width)"),  # type: ignore[arg-type]
     (lambda: Grid.from_thw((1, 0, 2)), "Grid.height: got 0, want >= 1"),
+    (lambda: Text(10**5000), "Text.length: got a number of more than 4300 digits, want <= 2147483647"),
+    (lambda: Text(-(10**5000)), "Text.length: got a number of more than 4300 digits, want >= 1"),
+    (
+        lambda: grid(1, 1, seconds_per_frame=Fraction(-(10**5000))),
+        "Grid.seconds_per_frame: got a number of more than 4300 digits, want > 0 (a float: >= 1e-06)",
+    ),
     (lambda: grid(1, 1, seconds_per_frame=0), "Grid.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
     (lambda: grid(1, 1, seconds_per_frame=1e-9), "Grid.seconds_per_frame: got 1e-09, want > 0 (a float: >= 1e-06)"),
     (lambda: grid(1, 1, seconds_per_frame=-0.5), "Grid.seconds_per_frame: got -0.5, want > 0 (a float: >= 1e-06)"),

@@ -171,6 +171,13 @@ def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
     return {**told, **instead}
 
 
+def ernie_with(section: Any) -> dict[str, Any]:
+    """The mapping of a config of ERNIE-4.5-VL with another mrope_section."""
+    told = without("ernie4_5_vl_moe")
+    told["text_config"]["rope_parameters"]["mrope_section"] = section
+    return told
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -206,12 +213,48 @@ def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
             {**without("qwen2_vl"), "vision_config": {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}},
             "config.vision_config.patch_size: got [14, 16], want an integer",
         ),
+        (without("llava", image_token_index=[[1]]), "config.image_token_id: got [1], want an integer"),
+        (without("mistral", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
+        (without("mistral", head_dim="128"), "head_dim: got '128', want an integer"),
+        (without("mistral", head_dim=2**31), "head_dim: got 2147483648, want <= 65536"),
+        (without("mistral", head_dim=None, hidden_size=2**40), "head_dim: got 34359738368, want <= 65536"),
+        (without("mistral", head_dim=None, num_attention_heads=0), "num_attention_heads: got 0, want >= 1"),
+        (without("mistral", partial_rotary_factor="x"), "partial_rotary_factor: got 'x', want a finite number >= 0"),
+        (without("mistral", rotary_dim=[64]), "rotary_dim: got [64], want an integer"),
+        (without("mistral", rope_interleave="no"), "rope_interleave: got 'no', want True or False"),
+        (
+            without("mistral", rope_parameters={"rope_type": "yarn"}, max_position_embeddings="long"),
+            "max_position_embeddings: got 'long', want a finite number",
+        ),
+        (
+            without("mistral", rope_parameters={"rope_theta": 10**400}),
+            "theta: got 1000",
+        ),
+        (
+            ernie_with([24, 16, 24]),
+            "mrope_section: got [24, 16, 24], want as many rows as columns, then frames",
+        ),
+        (ernie_with([2**40, 2**40, 0]), "mrope_section[0]: got 1099511627776, want <= 65536"),
+        (ernie_with(7), "mrope_section: got 7, want a sequence of numbers"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_the_field(config: dict[str, Any], message: str) -> None:
     with pytest.raises(mmpos.MmposError) as caught:
         mmpos.from_hf_config(config)
     assert str(caught.value).startswith(message)
+
+
+def test_a_field_that_cannot_be_read_is_named() -> None:
+    class Config:
+        model_type = "llama"
+
+        @property
+        def head_dim(self) -> int:
+            raise KeyError("hidden_size")
+
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        mmpos.from_hf_config(Config())
+    assert str(caught.value) == "head_dim: got KeyError ('hidden_size') from the config, want a field that can be read"
 
 
 def test_an_engine_that_is_not_known_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,17 @@ from pictures import pixels, table, texts
 from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot import plot_positions
+from mmpos.plot import (
+    PhaseErrors,
+    attention_kernel,
+    id_growth,
+    plot_attention,
+    plot_growth,
+    plot_phase_error,
+    plot_positions,
+)
 from mmpos.plot.plane import read_plane
+from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES
 
 pytest.importorskip("matplotlib")
@@ -182,6 +193,28 @@ def test_what_cannot_be_drawn(
     with pytest.raises(error, match=message):
         plot_positions(table(*specs), tmp_path / path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("title", "message"),
+    [
+        ("\ud800", "title: got text with a lone surrogate"),
+        ("a\0b", "title: got 'a.x00b', want text without control characters"),
+        (3, "title: got int, want text"),
+    ],
+)
+def test_a_title_that_cannot_be_written(tmp_path: Path, title: Any, message: str) -> None:
+    ids, target = np.array([1, 10]), tmp_path / "a.svg"
+    draws: list[Callable[[], None]] = [
+        lambda: plot_positions(table("3"), target, title),
+        lambda: plot_attention([attention_kernel(table("1,2x2,1"), Rotary(8))], target, title),
+        lambda: plot_phase_error(PhaseErrors(ids, *np.ones((3, 2))), target, title),
+        lambda: plot_growth(id_growth(["rope-tie"], [1, 2]), target, title),
+    ]
+    for draw in draws:
+        with pytest.raises(InvalidInputError, match=f"^{message}"):
+            draw()
+    assert not target.exists()
 
 
 def test_an_empty_document_of_a_view_is_an_empty_square(tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"inv_freq": [1.0] * 8, "scaling": Linear(2)}, "inv_freq: got theta or scaling beside it, want it alone"),
         ({"inv_freq": [1.0] * 8, "theta": 5e5}, "inv_freq: got theta or scaling beside it, want it alone"),
         ({"length": 0}, "length: got 0, want >= 1"),
+        ({"head_dim": 2**17}, "head_dim: got 131072, want <= 65536"),
+        ({"theta": 10**400}, "theta: got 1000"),
     ],
 )
 def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:

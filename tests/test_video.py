@@ -197,6 +197,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         "Video.timestamp: got '{second:.1f}', want fields such as {seconds:.1f} only",
     ),
     (
+        lambda: Video([GRID], times=[0], timestamp="{seconds:.١f}"),
+        "Video.timestamp: got '{seconds:.١f}', want fields such as {seconds:.1f} only",
+    ),
+    (
         lambda: Video([GRID], times=[0], timestamp="{seconds}"),
         "Video.timestamp: got '{seconds}', want fields such as {seconds:.1f} only",
     ),

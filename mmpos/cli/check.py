@@ -95,7 +95,7 @@ def _read(path: Path) -> npt.NDArray[Any]:
         got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
     except OSError as error:
         got = error.strerror or str(error)
-    except (ValueError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+    except (ValueError, TypeError, EOFError, OverflowError, SyntaxError, TokenError) as error:
         got = str(error)
     raise InvalidInputError(f"{path}: got {got}, want an array saved with numpy.save")
 

@@ -38,7 +38,7 @@ def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matr
     Raises:
         InvalidInputError: an unknown encoding, none, one twice, or one that is of no kind.
     """
-    if isinstance(encodings, str | Encoding):
+    if encodings is not None and (isinstance(encodings, str) or not isinstance(encodings, Iterable)):
         raise InvalidInputError(f"encodings: got {encodings!r}, want a list of names or Encoding objects")
     found = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
     return measured("encoding", ((label(each), each) for each in found), ENCODING_PROPERTIES)

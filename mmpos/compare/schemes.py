@@ -41,7 +41,7 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
     Raises:
         InvalidInputError: an unknown scheme, none, or one twice.
     """
-    if isinstance(schemes, str | Scheme):
+    if schemes is not None and (isinstance(schemes, str) or not isinstance(schemes, Iterable)):
         raise InvalidInputError(f"schemes: got {schemes!r}, want a list of names or Scheme objects")
     found = every_scheme() if schemes is None else [get_scheme(scheme) for scheme in schemes]
     return measured("scheme", ((label(scheme), scheme) for scheme in found), SCHEME_PROPERTIES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -61,8 +61,14 @@ def diagnose(
         InvalidInputError: ids that are no numbers, or of another shape than the documents.
         UnsupportedError, LimitExceededError: as for place.
     """
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+    if (
+        isinstance(tolerance, bool)
+        or not isinstance(tolerance, int | float)
+        or not 0 <= tolerance <= sys.float_info.max
+    ):
         raise InvalidInputError(f"tolerance: got {tolerance!r}, want a number >= 0")
+    if padding_id is not None:
+        integer("padding_id", padding_id)
     whole, segments, how = _placed(documents, scheme, start)
     dump = read_ids(ids, whole, attention_mask, side)
     positions = _without_padding(whole)
@@ -73,7 +79,7 @@ def diagnose(
         return _different(case, rows=len(dump.ids))
     if padding_id is None:
         return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
-    if (dump.padding != integer("padding_id", padding_id)).any():
+    if (dump.padding != padding_id).any():
         return _different_padding(dump, positions, padding_id)
     return Diagnosis(True, positions.scheme, positions.num_tokens + dump.padding.shape[1], positions.num_documents)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mmpos.checks import INT32_MAX
 from mmpos.columns import FIRST_TOKEN
 from mmpos.diagnosis.case import Case, Guess
 
@@ -26,8 +27,8 @@ def token_index(case: Case) -> Iterator[Guess]:
 
 def start(case: Case) -> Iterator[Guess]:
     """Documents that begin at another id."""
-    if case.offset is None or not case.offset.is_integer():
-        return
+    if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
+        return  # no start is so far from another
     first = case.start + int(case.offset)
     ids = case.placed(start=first)
     if case.segments is None:

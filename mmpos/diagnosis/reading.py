@@ -82,7 +82,7 @@ def _numbers(array: Array) -> Array:
     if array.dtype.kind == "f" and np.isnan(array).any():
         at = ", ".join(map(str, np.argwhere(np.isnan(array))[0].tolist()))
         raise InvalidInputError(f"ids[{at}]: got nan, want a number")
-    return array
+    return array.astype(np.float64) if array.dtype == np.longdouble else array  # what JSON and Python have
 
 
 def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import integer
-from mmpos.encodings.base import NUM_HEADS, AttentionBias
+from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias
 from mmpos.encodings.inputs import Float64Array, real_positions
 
 __all__ = ["Alibi"]
@@ -36,12 +36,12 @@ class Alibi(AttentionBias):
     name: ClassVar[str] = "alibi"
 
     def __post_init__(self) -> None:
-        integer("num_heads", self.num_heads, minimum=1)
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
 
     @cached_property
     def slopes(self) -> Float64Array:
         """(num_heads,) m_h; read-only."""
-        power = 1 << (self.num_heads.bit_length() - 1)
+        power = 1 << (int(self.num_heads).bit_length() - 1)
         slopes = np.concatenate([_geometric(power), _geometric(2 * power)[::2][: self.num_heads - power]])
         slopes.setflags(write=False)
         return slopes

@@ -11,11 +11,15 @@ import numpy.typing as npt
 from mmpos.encodings.inputs import Float64Array, IntArray, real_positions
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
+from mmpos.rotary.values import MAX_HEAD_DIM
 
 __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "Rotation"]
 
 DIM, NUM_HEADS, HEAD_DIM = 48, 4, 12
 """A block of attention that every encoding fits by default: a head's channels are pairs for one, two or three axes."""
+
+MAX_CHANNELS = MAX_HEAD_DIM
+"""Most channels, or heads, of an encoding that has no weights."""
 
 
 class Encoding(ABC):

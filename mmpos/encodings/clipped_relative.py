@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mmpos.checks import integer
 from mmpos.encodings.base import NUM_HEADS
-from mmpos.encodings.inputs import Float64Array, IntArray, real_positions, whole_positions
+from mmpos.encodings.inputs import Float64Array, IntArray, distances, real_positions
 from mmpos.encodings.learned import LearnedBias, draw
 from mmpos.errors import InvalidInputError
 
@@ -63,9 +63,8 @@ class ClippedRelative(LearnedBias):
         return len(self.weights) // 2
 
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
-        queries = whole_positions("query_positions", query_positions, 1)
-        keys = whole_positions("key_positions", key_positions, 1)
-        return np.clip(keys - queries[:, None], -self.max_distance, self.max_distance) + self.max_distance
+        ahead = distances(query_positions, key_positions)
+        return np.clip(ahead, -self.max_distance, self.max_distance) + self.max_distance
 
     def key_scores(
         self, q: npt.ArrayLike, vectors: npt.ArrayLike, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike

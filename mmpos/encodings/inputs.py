@@ -11,7 +11,10 @@ from mmpos.checks import IntArray, host_array
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Float64Array
 
-__all__ = ["Float64Array", "IntArray", "real_positions", "whole_positions"]
+__all__ = ["Float64Array", "IntArray", "distances", "real_positions", "whole_positions"]
+
+_HALF = 2**62  # the difference of two positions below it is an int64
+_INT64_MAX = 2**63 - 1
 
 
 def real_positions(name: str, value: Any, ndim: int | None = None) -> Float64Array:
@@ -24,6 +27,12 @@ def real_positions(name: str, value: Any, ndim: int | None = None) -> Float64Arr
     return found
 
 
+def distances(query_positions: Any, key_positions: Any) -> IntArray:
+    """(n, m) int64 j − i of every key (m,) from every query (n,), whole numbers within ±2⁶²."""
+    queries = whole_positions("query_positions", query_positions, 1, minimum=-_HALF, below=_HALF)
+    return whole_positions("key_positions", key_positions, 1, minimum=-_HALF, below=_HALF) - queries[:, None]
+
+
 def whole_positions(
     name: str, value: Any, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
@@ -31,6 +40,7 @@ def whole_positions(
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")
+    _refuse(name, array, array > _INT64_MAX, f"<= {_INT64_MAX}")
     found = array.astype(np.int64)
     if minimum is not None:
         _refuse(name, found, found < minimum, f">= {minimum}")

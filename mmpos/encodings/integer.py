@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import integer
-from mmpos.encodings.base import DIM, AdditiveTable
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
 from mmpos.encodings.inputs import Float64Array, real_positions
 
 __all__ = ["Integer"]
@@ -36,7 +36,7 @@ class Integer(AdditiveTable):
     name: ClassVar[str] = "integer"
 
     def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1)
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
         return np.repeat(real_positions("positions", positions)[..., None], self.dim, axis=-1)

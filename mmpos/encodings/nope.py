@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import integer
-from mmpos.encodings.base import NUM_HEADS, AttentionBias
+from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias
 from mmpos.encodings.inputs import Float64Array, real_positions, whole_positions
 from mmpos.rotary.values import finite
 
@@ -35,7 +35,7 @@ class NoPE(AttentionBias):
     name: ClassVar[str] = "nope"
 
     def __post_init__(self) -> None:
-        integer("num_heads", self.num_heads, minimum=1)
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
 
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
         queries = real_positions("query_positions", query_positions, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import integer
-from mmpos.encodings.base import DIM, AdditiveTable
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
 from mmpos.encodings.inputs import Float64Array, whole_positions
 
 __all__ = ["Normalised"]
@@ -36,7 +36,7 @@ class Normalised(AdditiveTable):
     name: ClassVar[str] = "normalised"
 
     def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1)
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
         if self.length is not None:
             integer("length", self.length, minimum=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,25 @@ class Placed(nn.Module):
         self.register_parameter("weights", None if weights is None else nn.Parameter(weights))
         self.register_buffer("index", torch.empty(0, dtype=torch.int64), persistent=False)
         self.register_buffer("values", torch.empty(0), persistent=False)
+        self.positions = np.empty(0)
         self.place(positions)
 
     def place(self, positions: npt.ArrayLike) -> None:
         """Make the buffers for positions, in the dtype and on the device of those that are there."""
-        self.positions = host_array("positions", positions)
-        self.seq = self.positions.shape[-1] if self.positions.ndim else 0
-        if self.positions.ndim != 1 and not isinstance(self.encoding, Rotation):
-            raise InvalidInputError(f"positions: got shape {self.positions.shape}, want (seq,)")
-        self.fill()
+        array = host_array("positions", positions)
+        if array.ndim != 1 and not isinstance(self.encoding, Rotation):
+            raise InvalidInputError(f"positions: got shape {array.shape}, want (seq,)")
+        before, self.positions = self.positions, array
+        try:
+            self.fill()
+        except InvalidInputError:
+            self.positions = before  # those that the buffers are of
+            raise
+
+    @property
+    def seq(self) -> int:
+        """Tokens."""
+        return self.positions.shape[-1]
 
     def fill(self) -> None:
         """Make the buffers."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.checks import integer
-from mmpos.encodings.base import DIM, AdditiveTable
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
 from mmpos.encodings.inputs import Float64Array, real_positions
 from mmpos.rotary.values import finite
 
@@ -38,7 +38,7 @@ class SingleSinusoid(AdditiveTable):
     name: ClassVar[str] = "single-sinusoid"
 
     def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1)
+        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
         finite("omega", self.omega, above=0)
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:

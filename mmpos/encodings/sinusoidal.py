@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mmpos.encodings.base import DIM, AdditiveTable
 from mmpos.encodings.inputs import Float64Array, real_positions
 from mmpos.rotary import Rotary
-from mmpos.rotary.values import even, finite
+from mmpos.rotary.values import MAX_HEAD_DIM, even, finite
 
 __all__ = ["Sinusoidal"]
 
@@ -43,7 +43,7 @@ class Sinusoidal(AdditiveTable):
     name: ClassVar[str] = "sinusoidal"
 
     def __post_init__(self) -> None:
-        even("dim", self.dim)
+        even("dim", self.dim, maximum=MAX_HEAD_DIM)
         _ = self.frequencies  # refuses a theta that is none
 
     @cached_property

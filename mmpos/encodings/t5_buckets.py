@@ -10,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import boolean, integer
+from mmpos.checks import INT32_MAX, boolean, integer
 from mmpos.encodings.base import NUM_HEADS
-from mmpos.encodings.inputs import Float64Array, IntArray, whole_positions
+from mmpos.encodings.inputs import Float64Array, IntArray, distances, whole_positions
 from mmpos.encodings.learned import LearnedBias, draw
 from mmpos.errors import InvalidInputError
 
@@ -58,7 +58,7 @@ class T5Buckets(LearnedBias):
         if len(self.weights) < fewest or (self.bidirectional and len(self.weights) % 2):
             want = f"{'an even number' if self.bidirectional else 'a number'} >= {fewest}"
             raise InvalidInputError(f"weights: got {len(self.weights)} buckets, want {want}")
-        integer("max_distance", self.max_distance, minimum=self._per_direction // 2 + 1)
+        integer("max_distance", self.max_distance, minimum=self._per_direction // 2 + 1, maximum=INT32_MAX)
 
     @classmethod
     def drawn(
@@ -101,11 +101,10 @@ class T5Buckets(LearnedBias):
 
     def bucket(self, relative: npt.ArrayLike) -> IntArray:
         """(...) bucket of every distance j − i of a key from its query."""
-        ahead = whole_positions("relative", relative)
+        ahead = whole_positions("relative", relative, minimum=-(2**63) + 1)
         distance = np.abs(ahead) if self.bidirectional else np.maximum(-ahead, 0)
         found = np.searchsorted(self.first_distances, distance, side="right") - 1
         return found + (ahead > 0) * self._per_direction if self.bidirectional else found
 
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
-        queries = whole_positions("query_positions", query_positions, 1)
-        return self.bucket(whole_positions("key_positions", key_positions, 1) - queries[:, None])
+        return self.bucket(distances(query_positions, key_positions))

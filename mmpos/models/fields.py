@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.rotary.hf_config import read_field
 
 _PARTS = ("_text_model", "_text", "_vision_encoder", "_vision_model", "_vision")
 
@@ -27,7 +27,7 @@ class Fields:
     def get(self, *names: str) -> Any:
         """The first of these fields that is set."""
         for name in names:
-            told = self.config.get(name) if isinstance(self.config, Mapping) else getattr(self.config, name, None)
+            told = read_field(self.config, name)
             if told is not None:
                 return told
         return None
@@ -46,7 +46,7 @@ class Fields:
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None:
         """The first of these integers that is set; a pair counts if both are the same."""
         value = self.get(*names)
-        if isinstance(value, list | tuple) and len(set(value)) == 1:
+        if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
             value = value[0]
         if value is None and needed:
             raise self.missing(names[0], "an integer")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot.canvas import INK, canvas, line_style, picture_path, quiet_axes
+from mmpos.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.kernel import Cosines, Kernel
 
 _MAX_KERNELS = 6
@@ -33,7 +33,7 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: 
         LimitExceededError: more kernels than fit a picture.
         ImportError: matplotlib is not installed.
     """
-    target = picture_path(path)
+    target, title = picture_path(path), picture_title(title)
     if not kernels:
         raise InvalidInputError("kernels: got none, want at least one to draw")
     if len(kernels) > _MAX_KERNELS:

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from mmpos.checks import text
 from mmpos.errors import InvalidInputError
 
 SUFFIXES = (".png", ".svg")
@@ -38,6 +39,21 @@ def picture_path(path: str | PathLike[str]) -> Path:
     if target.suffix.lower() not in SUFFIXES:
         raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
     return target
+
+
+def picture_title(title: str | None) -> str | None:
+    """The title, if it can be drawn and stand in an .svg.
+
+    Raises:
+        InvalidInputError: no text, a lone surrogate, or a control character.
+    """
+    if title is None:
+        return None
+    if not isinstance(title, str):
+        raise InvalidInputError(f"title: got {type(title).__name__}, want text")
+    if any(ord(character) < 32 and character not in "\t\n\r" for character in text("title", title)):
+        raise InvalidInputError(f"title: got {title!r}, want text without control characters")
+    return title
 
 
 def line_style(i: int) -> dict[str, Any]:

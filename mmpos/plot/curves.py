@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.checks import IntArray
-from mmpos.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, quiet_axes
+from mmpos.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.growth import Growth
 from mmpos.plot.precision import PhaseErrors
 from mmpos.rotary.frequencies import Float64Array
@@ -29,7 +29,7 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str], title: str 
         InvalidInputError: another suffix, or a path that cannot be written.
         ImportError: matplotlib is not installed.
     """
-    target = picture_path(path)
+    target, title = picture_path(path), picture_title(title)
     height = 4.4
     with canvas(target, _WIDTH, height) as figure:
         axes = figure.add_axes((0.85 / _WIDTH, 0.62 / height, 6.95 / _WIDTH, 3.35 / height))
@@ -85,7 +85,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str], title: str | None = N
         InvalidInputError: another suffix, or a path that cannot be written.
         ImportError: matplotlib is not installed.
     """
-    target = picture_path(path)
+    target, title = picture_path(path), picture_title(title)
     labels = [fill(", ".join(growth.schemes[i] for i in group), 58, break_on_hyphens=False) for group in growth.alike]
     lines = [max(1, label.count("\n") + 1) for label in labels]
     half = -(-len(labels) // 2)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot.canvas import canvas, picture_path
+from mmpos.plot.canvas import canvas, picture_path, picture_title
 from mmpos.plot.panels import MAX_PANELS, draw_panels
 from mmpos.plot.plane import read_plane
 from mmpos.plot.planes import draw_plane
@@ -49,7 +49,7 @@ def plot_positions(
         LimitExceededError: more documents or tokens than fit a picture.
         ImportError: matplotlib is not installed.
     """
-    target = picture_path(path)
+    target, title = picture_path(path), picture_title(title)
     if isinstance(positions, PositionTable):
         _check_size(positions, "positions")
         _plot_one(positions, target, title, pictures)

@@ -27,7 +27,7 @@ from mmpos.rotary.frequencies import (
 )
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
-from mmpos.rotary.values import even, finite, integers, numbers
+from mmpos.rotary.values import MAX_HEAD_DIM, even, finite, integers, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Rotary:
     [0, 1, 0, 1]
 
     Args:
-        head_dim: channels of a head; even.
+        head_dim: channels of a head; even, at most 65,536.
         theta: base >= 1, or one per axis: a pair takes the ladder of its axis.
         axes: position axes; None for what the allocation says, else 2.
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks as equal as possible, the first
@@ -88,7 +88,7 @@ class Rotary:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        self._set("head_dim", even("head_dim", self.head_dim))
+        self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
         self._set("rotary_dim", even("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim))
         if self.rotary_dim > self.head_dim:
             raise InvalidInputError(f"rotary_dim: got {self.rotary_dim}, want <= head_dim {self.head_dim}")

@@ -7,11 +7,13 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from mmpos.checks import boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MODELS, OTHER_ROTATIONS, SECTIONS
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers
 
-__all__ = ["ROPE_TYPES", "hf_arguments"]
+__all__ = ["ROPE_TYPES", "hf_arguments", "read_field"]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "axial", "ntk_alpha")
 """The rope types that are understood, after "mrope" is taken as default and "su" as longrope."""
@@ -51,7 +53,7 @@ def hf_arguments(
         found.update(_vision_layout(model, overrides))
     else:
         adjacent = _get(config, "rope_interleave", default=model in ADJACENT_MODELS)
-        found["pairing"] = "adjacent" if adjacent else "half"
+        found["pairing"] = "adjacent" if boolean("rope_interleave", adjacent) else "half"
         found.update(_text_layout(model, rope))
         if not overrides.keys() & {"scaling", "inv_freq"}:
             found["scaling"] = _scaling(config, rope, kind)
@@ -65,10 +67,19 @@ def hf_arguments(
 def _get(config: Any, *names: str, default: Any = None) -> Any:
     """The first of these fields that is set."""
     for name in names:
-        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        value = read_field(config, name)
         if value is not None:
             return value
     return default
+
+
+def read_field(config: Any, name: str) -> Any:
+    """A field of an object or a mapping; None where it is not there."""
+    try:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    except Exception as error:
+        got = f"{type(error).__name__} ({error})"
+        raise InvalidInputError(f"{name}: got {got} from the config, want a field that can be read") from error
 
 
 def _language_model(config: Any) -> Any:
@@ -86,6 +97,8 @@ def _model(config: Any) -> str:
 
 def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     rope = _get(config, "rope_parameters", "rope_scaling", default={})
+    if not isinstance(rope, Mapping):
+        raise InvalidInputError(f"rope_parameters: got {rope!r}, want a mapping")
     kinds = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if not kinds and _get(config, "rope_local_base_freq", "local_rope_theta") is not None:
         raise UnsupportedError(
@@ -110,12 +123,13 @@ def _head_dim(config: Any) -> int:
     # The rotated part of a latent-attention head is a tensor of its own, whatever head_dim says.
     told = _get(config, "qk_rope_head_dim", "head_dim")
     if told is not None:
-        return int(told)
+        return integer("head_dim", told, minimum=2, maximum=MAX_HEAD_DIM)
     width = _get(config, *(("embed_dim",) if _get(config, "patch_size") else ()), "hidden_size", "n_embd", "d_model")
     heads = _get(config, "num_attention_heads", "n_head", "num_heads")
     if width is None or heads is None:
         raise InvalidInputError("head_dim: got none in the config, want it, or hidden_size and num_attention_heads")
-    return int(width) // int(heads)
+    found = integer("hidden_size", width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
+    return integer("head_dim", found, minimum=2, maximum=MAX_HEAD_DIM)
 
 
 def _theta(config: Any, rope: Mapping[str, Any]) -> float:
@@ -129,7 +143,9 @@ def _rotary_dim(config: Any, rope: Mapping[str, Any], kind: str, head_dim: int) 
     if kind in ("proportional", "axial") or _get(config, "qk_rope_head_dim") is not None:
         return head_dim
     factor = _get(rope, "partial_rotary_factor", default=_get(config, "partial_rotary_factor", "rotary_pct"))
-    return int(_get(config, "rotary_dim", default=head_dim)) if factor is None else int(head_dim * factor)
+    if factor is None:
+        return integer("rotary_dim", _get(config, "rotary_dim", default=head_dim))
+    return int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
 
 
 def _vision_layout(model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,10 +159,13 @@ def _vision_layout(model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    section = _get(rope, "mrope_section", default=SECTIONS.get(model))
-    if section is None:
+    told = _get(rope, "mrope_section", default=SECTIONS.get(model))
+    if told is None:
         return {}
+    section = integers("mrope_section", told, maximum=MAX_HEAD_DIM)
     if model == "ernie4_5_vl_moe":  # (rows, columns, frames): rows and columns alternate, then frames
+        if len(section) != 3 or section[0] != section[1]:
+            raise InvalidInputError(f"mrope_section: got {list(section)}, want as many rows as columns, then frames")
         return {"axes": 3, "allocation": [1, 2] * section[0] + [0] * section[2]}
     interleaved = model in INTERLEAVED_MODELS or rope.get("mrope_interleaved") or rope.get("interleaved")
     return {
@@ -157,9 +176,9 @@ def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(config: Any, rope: Mapping[str, Any], kind: str) -> Scaling | None:
-    longest: Any = _get(config, "max_position_embeddings")
-    original = _get(config, "original_max_position_embeddings")
-    original = _get(rope, "original_max_position_embeddings", default=longest) if original is None else original
+    longest = _number(config, "max_position_embeddings")
+    original = _number(config, "original_max_position_embeddings")
+    original = _number(rope, "original_max_position_embeddings", longest) if original is None else original
     factor: Any = rope.get("factor")
     if factor is None and kind in ("yarn", "longrope") and longest and original:
         factor = longest / original
@@ -181,6 +200,15 @@ def _scaling(config: Any, rope: Mapping[str, Any], kind: str) -> Scaling | None:
     if kind == "yarn":
         return _yarn(rope, factor, original)
     raise UnsupportedError(f"rope_type: got {kind!r}, want one of {', '.join(map(repr, ROPE_TYPES))}")
+
+
+def _number(config: Any, name: str, default: Any = None) -> Any:
+    """A number as the config has it."""
+    value = _get(config, name)
+    if value is None:
+        return default
+    finite(name, value)
+    return value
 
 
 def _yarn(rope: Mapping[str, Any], factor: Any, original: Any) -> YaRN:

@@ -6,10 +6,13 @@ import math
 from numbers import Real
 from typing import Any
 
-from mmpos.checks import integer
+from mmpos.checks import integer, written
 from mmpos.errors import InvalidInputError
 
-__all__ = ["even", "finite", "integers", "numbers"]
+__all__ = ["MAX_HEAD_DIM", "even", "finite", "integers", "numbers"]
+
+MAX_HEAD_DIM = 2**16
+"""Most channels of a head."""
 
 
 def finite(name: str, value: Any, *, minimum: float | None = None, above: float | None = None) -> float:
@@ -19,24 +22,28 @@ def finite(name: str, value: Any, *, minimum: float | None = None, above: float 
         want += f" >= {minimum:g}" if minimum is not None else f" > {above:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidInputError(f"{name}: got {value!r}, want {want}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidInputError(f"{name}: got {written(value)}, want {want}") from None
     low = (minimum is not None and number < minimum) or (above is not None and number <= above)
     if low or not math.isfinite(number):
         raise InvalidInputError(f"{name}: got {value!r}, want {want}")
     return number
 
 
-def even(name: str, value: Any) -> int:
+def even(name: str, value: Any, *, maximum: int | None = None) -> int:
     """An even integer >= 2."""
-    number = integer(name, value, minimum=2)
+    number = integer(name, value, minimum=2, maximum=maximum)
     if number % 2:
         raise InvalidInputError(f"{name}: got {number}, want an even number")
     return number
 
 
-def integers(name: str, values: Any) -> tuple[int, ...]:
+def integers(name: str, values: Any, *, maximum: int | None = None) -> tuple[int, ...]:
     """Integers >= 0 from any sequence of them."""
-    return tuple(integer(f"{name}[{i}]", value, minimum=0) for i, value in enumerate(_listed(name, values)))
+    listed = enumerate(_listed(name, values))
+    return tuple(integer(f"{name}[{i}]", value, minimum=0, maximum=maximum) for i, value in listed)
 
 
 def numbers(name: str, values: Any, minimum: float) -> tuple[float, ...]:

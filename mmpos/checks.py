@@ -60,6 +60,8 @@ def text(name: str, value: str) -> str:
 def host_array(name: str, value: Any) -> npt.NDArray[Any]:
     """A numpy view or copy of a list, an array or a tensor that lies on the host."""
     if isinstance(value, np.ndarray):
+        if hasattr(value, "mask"):  # without importing numpy.ma, which import mmpos does not need
+            raise InvalidInputError(f"{name}: got a masked array, want an array without a mask, which would be lost")
         return value
     try:
         return np.asarray(value)

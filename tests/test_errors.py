@@ -498,3 +498,20 @@ def test_grids_of_two_documents_do_not_touch() -> None:
 def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
     assert refused(InvalidInputError, lambda: NOTHING.explain(0)) == "token: got 0, want <= -1"
     assert refused(InvalidInputError, lambda: NOTHING.window([0], [0], [1])) == "documents[0]: got 0, want <= -1"
+
+
+MASKED: Any = np.ma.masked_array([0, 3], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("input_ids", lambda: SegmentTable.from_input_ids(MASKED, image_token_id=9)),
+        ("cu_seqlens", lambda: SegmentTable.from_input_ids([1, 2, 3], image_token_id=9, cu_seqlens=MASKED)),
+        ("starts", lambda: POSITIONS.take(MASKED, [1, 4])),
+        ("start", lambda: place(SEGMENTS, start=MASKED)),
+    ],
+)
+def test_arrays_with_masks_are_refused_since_their_masks_would_be_lost(name: str, call: Callable[[], Any]) -> None:
+    message = f"{name}: got a masked array, want an array without a mask, which would be lost"
+    assert refused(InvalidInputError, call) == message

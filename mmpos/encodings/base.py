@@ -78,6 +78,9 @@ class Rotation(Encoding):
     Frequencies, axes and pairs of channels are those of ``rotary``.
     """
 
+    def __post_init__(self) -> None:
+        _ = self.rotary  # refuses what does not fit
+
     @property
     @abstractmethod
     def rotary(self) -> Rotary:

@@ -35,9 +35,6 @@ class PRope(Rotation):
     theta: float = 10000.0
     name: ClassVar[str] = "p-rope"
 
-    def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
-
     @cached_property
     def rotary(self) -> Rotary:
         return Rotary(self.head_dim, self.theta, axes=1, scaling=PRoPE(self.p))

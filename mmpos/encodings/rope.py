@@ -36,9 +36,6 @@ class Rope1D(Rotation):
     theta: float = 10000.0
     name: ClassVar[str] = "rope-1d"
 
-    def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
-
     @cached_property
     def rotary(self) -> Rotary:
         return Rotary(self.head_dim, self.theta, axes=1, pairing="half")
@@ -61,9 +58,6 @@ class Rope1DAdjacent(Rotation):
     head_dim: int = HEAD_DIM
     theta: float = 10000.0
     name: ClassVar[str] = "rope-1d-adjacent"
-
-    def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
 
     @cached_property
     def rotary(self) -> Rotary:

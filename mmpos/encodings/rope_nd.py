@@ -32,9 +32,6 @@ class Rope2D(Rotation):
     theta: float = 10000.0
     name: ClassVar[str] = "rope-2d"
 
-    def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
-
     @cached_property
     def rotary(self) -> Rotary:
         return Rotary(self.head_dim, self.theta, axes=2, allocation="axial", pairing="adjacent")
@@ -59,9 +56,6 @@ class RopeND(Rotation):
     num_axes: int = 3
     theta: float = 10000.0
     name: ClassVar[str] = "rope-nd"
-
-    def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
 
     @cached_property
     def rotary(self) -> Rotary:

@@ -158,6 +158,7 @@ def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
         (json.dumps(QWEN), ["-s", "mrope"], "--config: got one with --scheme or --axes, want it alone"),
         (json.dumps(QWEN), ["--axes", "3"], "--config: got one with --scheme or --axes, want it alone"),
         ("{", [], None),
+        ("[" * 100_000, [], None),
         (None, [], "config.json: got No such file or directory, want the config.json of a model"),
         ('{"model_type": "paligemma"}', [], None),
         ("{}", [], None),

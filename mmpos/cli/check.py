@@ -74,13 +74,13 @@ def _scheme(name: str | None, axes: int | None, config: Path | None) -> Scheme:
     if name is not None or axes is not None:
         raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
     try:
-        return from_hf_config(json.loads(config.read_text())).scheme
+        told = json.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         got = error.strerror or str(error)
-    except ValueError as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        got = str(error)
+    except (ValueError, RecursionError) as error:
+        got = f"no valid JSON ({error})"
+    else:
+        return from_hf_config(told).scheme
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 

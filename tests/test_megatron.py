@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +180,53 @@ def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
         assert torch.equal(by_module(positions), want)
         assert torch.equal(packed(positions), rotary_pos_emb(VIDEO, SECTIONS, "thd"))
     assert list(by_module.state_dict()) == []
+
+
+@pytest.fixture
+def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Megatron's GPTModel with rotations of three axes, on a CPU, alone in its groups."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        monkeypatch.setattr(
+            tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=contextlib.nullcontext)
+        )
+        parallel_state.initialize_model_parallel()
+        torch.manual_seed(0)
+        config = type(megatron.configs["half"])(
+            num_layers=2,
+            hidden_size=48,
+            num_attention_heads=3,
+            mrope_section=[2, 3, 3],
+            init_method_std=0.3,
+            use_cpu_initialization=True,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+        )
+        layers = get_gpt_layer_local_spec(normalization="LayerNorm")
+        model = GPTModel(config, layers, vocab_size=64, max_sequence_length=16, position_embedding_type="mrope")
+        yield model.eval()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_megatrons_model_gives_the_same_logits_with_our_module(model: Any) -> None:
+    input_ids = torch.arange(32).reshape(2, 16) * 7 % 64
+    ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    want, moved = model(input_ids, ids, mask), model(input_ids, torch.zeros_like(ids), mask)
+    assert (moved - want).abs().max() > 0.5
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(SECTIONS)
+    for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
+        torch.testing.assert_close(model(input_ids, positions, mask), want, rtol=0, atol=2e-5)
 
 
 def test_the_batch_of_a_megatron_rank_is_our_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,14 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     assert str(refused.value) == message
 
 
+def test_a_module_knows_its_mscale_and_its_device() -> None:
+    rotary = Rotary(16, scaling=YaRN(4.0, 64))
+    module = MultimodalRotaryEmbedding(rotary, mscale=rotary.attention_factor, device="meta")
+    assert (module(ROWS).device.type, module(ROWS).shape) == ("meta", (12, 2, 1, 16))
+    with pytest.raises(InvalidInputError, match=r"^mscale: got 1.0, want 1.138"):
+        MultimodalRotaryEmbedding(rotary)(ROWS)
+
+
 def test_empty_tables_have_empty_angles() -> None:
     empty = place(SegmentTable.from_documents([]))
     for positions in (empty, DevicePositions.from_table(empty)):

@@ -233,3 +233,43 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 def test_the_order_of_this_file_is_the_one_of_the_rotary() -> None:
     assert torch.equal(torch.from_numpy(qk_channels(ROTARY)), ORDER)
+
+
+class Fixed(nn.Module):
+    """In the place of a model's rotary embedding: cos and sin that are there already."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        super().__init__()
+        self.held = cos, sin
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])  # biases of q and k; norms of q and k
+def test_a_model_of_transformers_with_sorted_weights_gives_the_same_logits(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 50}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(5)
+    model, engine = (getattr(transformers, f"{name}ForCausalLM")(config).double().eval() for _ in range(2))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    rotary = Rotary(head_dim=16)
+    sections = Sections(rotary, 64, permuted=True)
+    engine.load_state_dict(permute_qk(model.state_dict(), rotary))
+    positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
+    cos, sin = rotary.cos_sin(positions, "transformers")
+    model.model.rotary_emb = Fixed(cos.double(), sin.double())
+    ids, _ = request_positions(positions, sections)
+    blocks = sections.cos_sin_cache()[ids].split([0, 4, 4, 0, 4, 4], dim=-1)
+    cos, sin = torch.cat([blocks[1][1], blocks[2][2]], -1), torch.cat([blocks[4][1], blocks[5][2]], -1)
+    engine.model.rotary_emb = Fixed(*(table.repeat(1, 2)[None].double() for table in (cos, sin)))
+    tokens = torch.randint(50, (1, positions.num_tokens))
+    with torch.no_grad():
+        want, got = model(tokens).logits, engine(tokens).logits
+        engine.load_state_dict(model.state_dict())
+        without = engine(tokens).logits
+    assert (got - want).abs().max() < 1e-5  # its norms are computed in float32
+    assert (without - want).abs().max() > 0.1

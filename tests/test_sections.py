@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,13 @@ def test_other_allocations_are_refused_without_it(name: str) -> None:
     want = "want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
     with pytest.raises(mmpos.UnsupportedError, match=re.escape(want)):
         Sections(ROTARIES[name], 8)
+
+
+@pytest.mark.parametrize("room", ["mmpos.sections", "mmpos.sglang"])
+def test_without_torch_the_error_names_the_command(room: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import {room}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith('ImportError: mmpos.sections needs torch: pip install "mmpos[all]"\n')
 
 
 def test_what_is_no_description_is_refused() -> None:

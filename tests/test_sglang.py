@@ -200,11 +200,3 @@ def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
     for found, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
         assert want is not None
         assert torch.equal(found.view(want.shape), want)
-
-
-def test_its_own_retraction_goes_on_at_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils", exc_type=ImportError)
-    prompt, _ = mrope_positions(PLACED, SECTIONS)
-    got = mm_utils.extend_mrope_positions_for_retracted_request(prompt, 7)
-    assert torch.equal(got, retracted(prompt, 7))

@@ -1,0 +1,30 @@
+"""What engines with contiguous M-RoPE sections take: three rows of ids, one cos/sin cache, and weights in its order.
+
+Shapes used throughout:
+    ids            (3, tokens) int64, one row per section of pairs
+    delta          position of a token after the prompt − its index in the request
+    cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin
+"""
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError('mmpos.sections needs torch: pip install "mmpos[all]"') from error
+
+from mmpos.sections.cache import install_cache
+from mmpos.sections.ids import batch_positions, draft_positions, request_positions, window_positions
+from mmpos.sections.layout import Sections, qk_channels
+from mmpos.sections.weights import permute_qk
+
+__all__ = [
+    "Sections",
+    "batch_positions",
+    "draft_positions",
+    "install_cache",
+    "permute_qk",
+    "qk_channels",
+    "request_positions",
+    "window_positions",
+]

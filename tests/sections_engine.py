@@ -1,0 +1,63 @@
+"""What engines with contiguous M-RoPE sections compute, written from reading vLLM 0.33 and SGLang 0.5.23."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class EngineRotary(nn.Module):
+    """An M-RoPE module as both engines build it: a cache in the natural order of frequencies, in float32 angles."""
+
+    cos_sin_cache: Tensor
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        rows: int,
+        base: float,
+        neox: bool,
+        section: list[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.head_size, self.rotary_dim, self.base = head_size, rotary_dim, base
+        self.is_neox_style, self.mrope_section, self.mrope_interleaved = neox, section, False
+        self.register_buffer("cos_sin_cache", self.filled(0, rows).to(dtype), persistent=False)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        return base ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
+
+    def filled(self, start: int, stop: int) -> Tensor:
+        """Rows of the cache from float32 angles."""
+        angle = torch.arange(start, stop, dtype=torch.float32)[:, None] * self._compute_inv_freq(self.base)
+        return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+    def grow(self, rows: int) -> None:
+        """SGLang's answer to a context longer than its cache: more rows after the ones that are there."""
+        more = self.filled(len(self.cos_sin_cache), rows).to(self.cos_sin_cache)
+        self.cos_sin_cache = torch.cat([self.cos_sin_cache, more])
+
+    def forward(self, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(3, tokens) ids and (tokens, heads, head_size) tensors to those turned."""
+        blocks = self.cos_sin_cache[ids].split([*self.mrope_section, *self.mrope_section], dim=-1)
+        rows = [block[i % 3] for i, block in enumerate(blocks)]
+        cos, sin = torch.cat(rows[:3], -1)[:, None], torch.cat(rows[3:], -1)[:, None]
+        return tuple(self.turned(x, cos.to(x.dtype), sin.to(x.dtype)) for x in tensors)
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The first rotary_dim channels of every head turned, in pairs of halves or of neighbours."""
+        x, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        if self.is_neox_style:
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.cat([torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2), rest], dim=-1)
+
+
+def step_ids(prompt: Tensor, delta: int, computed: int, scheduled: int) -> Tensor:
+    """vLLM's ids of one step of one request: the prompt's own, then index + delta on all rows."""
+    inside = prompt[:, computed : computed + scheduled]
+    beyond = torch.arange(max(computed, prompt.shape[1]), max(computed + scheduled, prompt.shape[1])) + delta
+    return torch.cat([inside, beyond.expand(3, -1)], dim=1)

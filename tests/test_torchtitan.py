@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mmpos import (
     Grid,
@@ -108,6 +116,26 @@ def test_the_module_outlives_the_meta_device_and_casts() -> None:
     expected = RoPE(Rotary(head_dim=16))(q, q, table_tensor(PACKED))
     assert torch.equal(module(q, q, table_tensor(PACKED))[0], expected[0])
     assert module.state_dict() == {}
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks, of which this process is the second and the first does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh) -> None:
+    q, k = normal(2, 12, 2, 16), normal(2, 12, 1, 16, seed=1)
+    expected = RoPE(Rotary(head_dim=16))(q, k, table_tensor(PACKED))
+    sharded = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k)]
+    for given in (table_tensor(PACKED), DTensor.from_local(table_tensor(PACKED), mesh, [Replicate()], run_check=False)):
+        found = RoPE(Rotary(head_dim=16))(*sharded, given)
+        for x, whole, local in zip(found, sharded, expected, strict=True):
+            assert isinstance(x, DTensor)
+            assert (x.placements, x.shape, x.stride()) == (whole.placements, whole.shape, whole.stride())
+            assert torch.equal(x.to_local(), local)
 
 
 @pytest.mark.parametrize(
@@ -249,3 +277,36 @@ def test_configs_that_torchtitan_does_not_have_are_refused() -> None:
     for scaling in ("llama", "ntk"):
         with pytest.raises(UnsupportedError, match=rf"^config.scaling: got '{scaling}' for pairs of the sort 'half'$"):
             rotary_from_config(config(HALF, scaling=scaling))
+
+
+@pytest.mark.slow
+def test_graphs_are_whole_for_every_sort_of_positions() -> None:
+    """torchtitan compiles each block with fullgraph."""
+    module = RoPE(Rotary(head_dim=16))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    q, k = normal(2, 12, 4, 16), normal(2, 12, 2, 16, seed=1)
+    for given in (table_tensor(HALVES), table_tensor(FAR), dense(PACKED, 12), torch.arange(24).view(2, 12), None):
+        found = with_gradients(lambda q, k, given=given: compiled(q, k, given), q, k)  # type: ignore[misc]
+        expected = with_gradients(lambda q, k, given=given: module(q, k, given), q, k)  # type: ignore[misc]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What went wrong in each scenario, on each of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("torchtitan_ranks.py")
+    started = [subprocess.Popen([sys.executable, "-W", "error", script, str(rank), folder]) for rank in range(2)]
+    try:
+        codes = [process.wait(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["context_parallel", "mixed_precision", "pipeline", "tensor_parallel"])
+def test_torchs_parallelisms_take_our_inputs_on_two_ranks(ranks: list[dict[str, str]], scenario: str) -> None:
+    assert [found.get(scenario, "not run") for found in ranks] == ["", ""]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.rotary import Rotary, apply_rotary
+from mmpos.rotary import Llama3, Rotary, apply_rotary
 from mmpos.torchtitan import document_positions, rope_cache, rotary_from_config, table_tensor
 
 pytest.importorskip("torchtitan", reason="torchtitan wants another datasets than the other peers")
@@ -21,6 +21,8 @@ from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.models.common.attention import ScaledDotProductAttention, get_document_mask_mod
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import qwen3_configs
 
 OVERRIDE = "mmpos.torchtitan.override.multimodal_rope"
@@ -138,6 +140,17 @@ def test_a_model_with_our_module_gives_the_logits_of_text_and_takes_images_from_
     dense = torch.from_numpy(HALVES.dense()).reshape(2, 2, 16).permute(1, 2, 0)
     assert torch.equal(images, ours(tokens, positions=dense))
     assert (images - expected).abs().max() > 1e-3
+
+
+def test_the_override_reaches_every_layer_of_a_trainers_config_and_keeps_its_checkpoints() -> None:
+    config = llama3_debugmodel()
+    apply_overrides(OverrideConfig(imports=[(OVERRIDE, {"axes": 3, "allocation": "split"})]), config)
+    model = config.model_spec.model
+    model.update_from_config(config=config)
+    Llama3StateDictAdapter(model, None)._validate_hf_rope_config(ComplexRoPE.Config)
+    expected = Rotary(16, 500000.0, 3, "split", pairing="adjacent", scaling=Llama3(8.0, 1.0, 4.0, 8192))
+    assert [layer.attention.rope.build().rotary for layer in model.layers] == [expected] * 6
+    assert model.max_seq_len == config.training.seq_len
 
 
 def test_torchtitan_finds_our_documents() -> None:

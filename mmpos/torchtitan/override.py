@@ -49,7 +49,7 @@ class ComplexConfig(_Builds, ComplexRoPE.Config):  # type: ignore[misc]
 
 @override(  # type: ignore[untyped-decorator]
     target=TitanRoPE.Config,
-    fqns=["layers.*.attention.rope"],
+    fqns=["layers.*.attention.rope", "model_spec.model.layers.*.attention.rope"],
     description="multimodal rotations of mmpos in the decoder's layers",
 )
 def multimodal_rope(config: Any, **rotary: Any) -> Any:

@@ -15,7 +15,7 @@ __all__ = ["RoPE"]
 
 
 class RoPE(RotaryEmbedding):
-    """Rotates queries and keys in the signature of torchtitan's RoPE modules, whatever their ids: no row of max_seq_len is the last.
+    """Rotates queries and keys as torchtitan's RoPE modules are called; any id has its angle, past max_seq_len too.
 
     Args:
         rotary: frequencies, and how they are allotted to axes and channels.

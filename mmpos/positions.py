@@ -167,16 +167,17 @@ class PositionTable(Columns):
         return self._view(*windows.decode(self, steps))
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
-        """The tokens of one context-parallel rank, taken from every document.
+        """The tokens of one context-parallel rank; documents stay, and may become empty.
 
         Args:
             rank: 0 to world_size − 1.
             world_size: context-parallel ranks C.
-            layout: "zigzag" gives rank r the blocks r and 2C−1−r of 2C, which balances causal attention;
-                "contiguous" gives it block r of C.
+            layout: "zigzag" gives rank r the blocks r and 2C−1−r of 2C of every document, which balances causal
+                attention; "contiguous" gives it block r of C. "zigzag-sequence" and "contiguous-sequence" cut all
+                tokens as one sequence instead, wherever documents end.
 
         Raises:
-            InvalidInputError: a document's length is not a multiple of 2C (zigzag) or C.
+            InvalidInputError: a document, or all tokens for "…-sequence", are no multiple of 2C (zigzag) or C.
         """
         return self.take(*shard_ranges(self, rank, world_size, layout))
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from mmpos.checks import INT32_MAX, host_array, int_array, integer, one_of
 from mmpos.positions import PositionTable, Side
-from mmpos.sharding import Layout
+from mmpos.sharding import LAYOUTS, Layout
 
 __all__ = ["Decode", "Pad", "Shard", "Take", "View", "Window"]
 
@@ -67,7 +67,7 @@ class Shard:
     layout: Layout = "zigzag"
 
     def __post_init__(self) -> None:
-        one_of("layout", self.layout, ("zigzag", "contiguous"))
+        one_of("layout", self.layout, LAYOUTS)
         object.__setattr__(self, "world_size", integer("world_size", self.world_size, minimum=1, maximum=INT32_MAX))
         object.__setattr__(self, "rank", integer("rank", self.rank, minimum=0, maximum=self.world_size - 1))
 

@@ -153,7 +153,7 @@ def views(draw: st.DrawFn) -> positions_pb2.View:
     if kind == "decode":
         return positions_pb2.View(decode=positions_pb2.Decode(steps=draw(_small)))
     if kind == "shard":
-        shard = positions_pb2.Shard(rank=draw(st.integers(0, 1)), world_size=2, layout=draw(_one_of(1, 2)))
+        shard = positions_pb2.Shard(rank=draw(st.integers(0, 1)), world_size=2, layout=draw(_one_of(1, 2, 3, 4)))
         return positions_pb2.View(shard=shard)
     length = draw(st.none() | st.sampled_from([16, 64, 128]))
     return positions_pb2.View(pad=positions_pb2.Pad(length=length, side=draw(_one_of(1, 2))))

@@ -188,6 +188,38 @@ def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, 
     assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
 
 
+@settings(deadline=None)
+@given(some_documents, st.sampled_from([2, 3]), st.sampled_from(["zigzag-sequence", "contiguous-sequence"]))
+def test_packed_shards_of_the_whole_sequence_are_the_whole(documents: Any, world_size: int, layout: Any) -> None:
+    whole = collate_packed(examples_of(documents), multiple_of=2 * world_size)
+    shifted = flat(whole.shift_labels())
+    shifted.pop("spans"), shifted.pop("features")
+    want_rows = dict(zip(*(tensor.tolist() for tensor in whole.image_tokens()), strict=True))
+    found: dict[str, Any] = {name: [None] * whole.labels.numel() for name in shifted}
+    rows: dict[int, int] = {}
+    for rank in range(world_size):
+        shard = whole.shard(rank, world_size, layout)
+        index = whole.positions.shard_indices(rank, world_size, layout).tolist()
+        for name in shifted:
+            for i, value in zip(index, flat(shard)[name], strict=True):
+                found[name][i] = value
+        tokens, features = (tensor.tolist() for tensor in shard.image_tokens())
+        rows |= {index[token]: row for token, row in zip(tokens, features, strict=True)}
+        ends = whole.cu_seqlens.tolist()
+        assert shard.cu_seqlens.tolist() == [sum(i < end for i in index) for end in ends]
+    assert (found, rows) == (shifted, want_rows)
+
+
+@pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])
+def test_rows_of_a_padded_batch_are_not_cut_as_one_sequence(layout: Any) -> None:
+    batch = collate_padded([FIRST, SECOND], multiple_of=4)
+    with pytest.raises(UnsupportedError) as refused:
+        batch.shard(0, 2, layout)
+    assert str(refused.value) == (
+        f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
+    )
+
+
 def test_a_shard_of_a_shard_still_knows_its_features() -> None:
     whole = collate_packed([example("a", 3, (4, 5), 8), example("b", (3, 3), 4)], multiple_of=8)
     once = whole.shard(0, 2, "contiguous")

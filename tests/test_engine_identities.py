@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import CASES, RESUMABLE, Case, Document, Id, batches, documents, exact
 
 from mmpos import PositionTable, SegmentTable, place
+from mmpos.columns import NEXT_POSITION
 
 settled = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -166,6 +167,32 @@ def test_shards_together_are_the_whole(
 
 
 @settled
+@given(tables(), st.integers(1, 3), st.sampled_from(["zigzag-sequence", "contiguous-sequence"]))
+def test_shards_of_the_whole_sequence_cut_wherever_documents_end(
+    positions: PositionTable, world_size: int, layout: Literal["zigzag-sequence", "contiguous-sequence"]
+) -> None:
+    blocks = 2 * world_size if layout == "zigzag-sequence" else world_size
+    lengths = positions.lengths.tolist()
+    if lengths:
+        lengths[-1] += -sum(lengths) % blocks
+    padded = positions.pad(lengths)
+    tokens = [(document, token) for document, ids in enumerate(per_document(padded)) for token in ids]
+    size = len(tokens) // blocks
+    seen: list[int] = []
+    for rank in range(world_size):
+        mine = [rank, 2 * world_size - 1 - rank] if layout == "zigzag-sequence" else [rank]
+        want = [token for block in mine for token in range(block * size, (block + 1) * size)]
+        shard = padded.shard(rank, world_size, layout)
+        assert padded.shard_indices(rank, world_size, layout).tolist() == want
+        assert [(d, token) for d, held in enumerate(per_document(shard)) for token in held] == [tokens[i] for i in want]
+        counts = [sum(tokens[i][0] == document for i in want) for document in range(len(lengths))]
+        assert shard.cu_seqlens.tolist() == [sum(counts[:document]) for document in range(len(lengths) + 1)]
+        assert shard.documents[NEXT_POSITION:].tolist() == padded.documents[NEXT_POSITION:].tolist()
+        seen += want
+    assert sorted(seen) == list(range(len(tokens)))
+
+
+@settled
 @given(tables(), st.integers(0, 3), st.sampled_from(["left", "right"]))
 def test_padding_has_id_zero_and_moves_nothing(
     positions: PositionTable, more: int, side: Literal["left", "right"]
@@ -225,6 +252,8 @@ def test_zero_documents_are_legal_everywhere(case: Case) -> None:
         positions.window([], [], []),
         positions.shard(0, 2),
         positions.shard(0, 2, "contiguous"),
+        positions.shard(0, 2, "zigzag-sequence"),
+        positions.shard(0, 2, "contiguous-sequence"),
         positions.pad(),
         positions.pad(5, "left"),
         positions.decode(3),

@@ -284,11 +284,24 @@ VIEWS: list[Refusal] = [
         "documents[0]: got 11 tokens, want a multiple of 3 for world_size=3 and layout='contiguous'; "
         "pad first: positions.pad(12).shard(…)",
     ),
+    (
+        lambda: POSITIONS.shard(0, 2, "zigzag-sequence"),
+        "positions: got 15 tokens in all, want a multiple of 4 for world_size=2 and layout='zigzag-sequence'; "
+        "pad the last document first: positions.pad([*positions.lengths[:-1], 5]).shard(…)",
+    ),
+    (
+        lambda: POSITIONS.shard_indices(0, 2, "contiguous-sequence"),
+        "positions: got 15 tokens in all, want a multiple of 2 for world_size=2 and layout='contiguous-sequence'; "
+        "pad the last document first: positions.pad([*positions.lengths[:-1], 5]).shard(…)",
+    ),
     (lambda: POSITIONS.shard(2, 2), "rank: got 2, want <= 1"),
     (lambda: POSITIONS.shard(-1, 2), "rank: got -1, want >= 0"),
     (lambda: POSITIONS.shard(0, 0), "world_size: got 0, want >= 1"),
     (lambda: POSITIONS.shard(0, 2**70), f"world_size: got {2**70}, want <= 2147483647"),
-    (lambda: POSITIONS.shard(0, 1, "ring"), "layout: got 'ring', want one of 'zigzag', 'contiguous'"),
+    (
+        lambda: POSITIONS.shard(0, 1, "ring"),
+        "layout: got 'ring', want one of 'zigzag', 'contiguous', 'zigzag-sequence', 'contiguous-sequence'",
+    ),
     (lambda: POSITIONS.pad(5), "length: got 5, want >= 11, the length of document 0"),
     (lambda: POSITIONS.pad([11, 3]), "length: got 3, want >= 4, the length of document 1"),
     (lambda: POSITIONS.pad([20]), "length: got shape (1,), want (2,)"),

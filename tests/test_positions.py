@@ -247,8 +247,23 @@ def test_contiguous_shards() -> None:
     assert [positions.shard_indices(rank, 3, "contiguous").tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_shards_of_the_whole_sequence_cut_through_documents() -> None:
+    documents: list[Document] = [[Text(3)], [Grid(1, 3)], [Text(2)]]
+    positions = place(SegmentTable.from_documents(documents), "flatten", [0, 10, 20], strict=False)
+    outer, inner = (positions.shard(rank, 2, "zigzag-sequence") for rank in range(2))
+    assert (outer.dense().tolist(), outer.lengths.tolist()) == ([[0, 1, 20, 21]], [2, 0, 2])
+    assert (inner.dense().tolist(), inner.lengths.tolist()) == ([[2, 10, 11, 12]], [1, 3, 0])
+    assert outer.next_positions.tolist() == inner.next_positions.tolist() == [3, 13, 22]
+    assert positions.shard_indices(1, 2, "zigzag-sequence").tolist() == [2, 3, 4, 5]
+    first, last = (positions.shard(rank, 2, "contiguous-sequence") for rank in range(2))
+    assert (first.dense().tolist(), first.cu_seqlens.tolist()) == ([[0, 1, 2, 10]], [0, 3, 4, 4])
+    assert (last.dense().tolist(), last.cu_seqlens.tolist()) == ([[11, 12, 20, 21]], [0, 0, 2, 4])
+    assert positions.shard_indices(1, 2, "contiguous-sequence").tolist() == [4, 5, 6, 7]
+
+
 def test_the_advice_for_odd_lengths_works(batch: PositionTable) -> None:
     assert batch.pad(12).shard(1, 2).lengths.tolist() == [6, 6, 6]
+    assert batch.pad([*batch.lengths[:-1], 3]).shard(1, 2, "zigzag-sequence").lengths.tolist() == [7, 1, 0]
 
 
 def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:

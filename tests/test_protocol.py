@@ -103,8 +103,8 @@ def test_an_addition_breaks_nothing(copy: Path) -> None:
     change(
         copy,
         "positions.proto",
-        "  SHARD_LAYOUT_CONTIGUOUS = 2;\n",
-        "  SHARD_LAYOUT_CONTIGUOUS = 2;\n  SHARD_LAYOUT_X = 3;\n",
+        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n",
+        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n  SHARD_LAYOUT_X = 5;\n",
     )
     assert breaking(copy) == ""
 

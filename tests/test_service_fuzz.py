@@ -130,7 +130,8 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
         "Position/Place",
         place(spans=SPANS, views=[{"shard": {"world_size": 2}}]),
         "query.views[0].shard.layout: got SHARD_LAYOUT_UNSPECIFIED, "
-        "want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS",
+        "want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS, SHARD_LAYOUT_ZIGZAG_SEQUENCE, "
+        "SHARD_LAYOUT_CONTIGUOUS_SEQUENCE",
     ),
     "a part of tomorrow": (
         "Sequence/Build",

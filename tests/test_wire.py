@@ -120,6 +120,8 @@ VIEWS: list[list[View]] = [
     [Pad(18), Shard(1, 2, "contiguous")],
     [Pad()],
     [Pad(20, "left"), Shard(0, 2)],
+    [Pad(18), Shard(0, 2, "zigzag-sequence")],
+    [Pad(18), Shard(1, 2, "contiguous-sequence")],
     [Pad([12, 20])],
 ]
 
@@ -344,7 +346,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (query(spans=SPANS, views=[{}]), "query.views[0]: got none, want one of take, window, decode, shard, pad"),
     (
         query(spans=SPANS, views=[{"shard": SHARD}]),
-        "query.views[0].shard.layout: got 99, want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS",
+        "query.views[0].shard.layout: got 99, want one of SHARD_LAYOUT_ZIGZAG, SHARD_LAYOUT_CONTIGUOUS, "
+        "SHARD_LAYOUT_ZIGZAG_SEQUENCE, SHARD_LAYOUT_CONTIGUOUS_SEQUENCE",
     ),
     (
         query(spans=SPANS, views=[{"pad": {}}]),
@@ -474,7 +477,10 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
         (lambda: Window([0], [0], [[1]]), "lengths: got shape (1, 1), want (n,)"),
         (lambda: Decode(-1), "steps: got -1, want >= 0"),
         (lambda: Shard(2, 2), "rank: got 2, want <= 1"),
-        (lambda: Shard(0, 1, "ring"), "layout: got 'ring', want one of 'zigzag', 'contiguous'"),  # type: ignore[arg-type]
+        (
+            lambda: Shard(0, 1, "ring"),  # type: ignore[arg-type]
+            "layout: got 'ring', want one of 'zigzag', 'contiguous', 'zigzag-sequence', 'contiguous-sequence'",
+        ),
         (lambda: Pad(3, "up"), "side: got 'up', want one of 'left', 'right'"),  # type: ignore[arg-type]
         (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
         (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]

@@ -6,8 +6,24 @@ Shapes used throughout:
     table          (columns,) int64: a PositionTable as one tensor without a batch dimension
 """
 
-from mmpos.torchtitan.config import rotary_from_config
-from mmpos.torchtitan.inputs import document_positions, rope_cache, shard, table_tensor
-from mmpos.torchtitan.rope import RoPE
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError('mmpos.torchtitan needs torch: pip install "mmpos[all]"') from error
 
-__all__ = ["RoPE", "document_positions", "rope_cache", "rotary_from_config", "shard", "table_tensor"]
+from mmpos.torchtitan.config import rotary_from_config
+from mmpos.torchtitan.delivery import deliver_positions
+from mmpos.torchtitan.inputs import document_positions, rope_cache, table_tensor
+from mmpos.torchtitan.rope import RoPE
+from mmpos.torchtitan.shards import shard, shard_tensors
+
+__all__ = [
+    "RoPE",
+    "deliver_positions",
+    "document_positions",
+    "rope_cache",
+    "rotary_from_config",
+    "shard",
+    "shard_tensors",
+    "table_tensor",
+]

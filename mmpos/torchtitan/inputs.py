@@ -1,26 +1,18 @@
-"""What a loader hands to torchtitan's trainer: the table as a tensor, positions of text for its masks, and shards."""
+"""What a loader hands to torchtitan's trainer: the table as a tensor, and the positions that its masks are made of."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError('rotations need torch: pip install "mmpos[all]"') from error
+import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, integer, one_of
+from mmpos.checks import integer
 from mmpos.columns import FIRST_TOKEN
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 
-__all__ = ["LoadBalancer", "document_positions", "rope_cache", "shard", "table_tensor"]
-
-LoadBalancer = Literal["headtail"]
+__all__ = ["document_positions", "rope_cache", "rows", "table_tensor"]
 
 
 def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tensor:
@@ -58,41 +50,8 @@ def document_positions(positions: PositionTable, seq: int) -> Tensor:
         (batch, seq) int64, a new tensor.
     """
     starts, lengths = positions.documents[FIRST_TOKEN], positions.lengths
-    _rows(positions, seq)
+    rows(positions, seq)
     return torch.from_numpy(np.arange(positions.num_tokens) - np.repeat(starts, lengths)).view(-1, seq)
-
-
-def shard(
-    positions: PositionTable, seq: int, rank: int, world_size: int, load_balancer: LoadBalancer | None = "headtail"
-) -> PositionTable:
-    """The tokens of one context-parallel rank, as torchtitan cuts every row of its batch, whatever the documents.
-
-    Args:
-        positions: the tokens of a batch, row after row.
-        seq: tokens of a row.
-        rank: 0 to world_size − 1.
-        world_size: context-parallel ranks C.
-        load_balancer: "headtail", torchtitan's default, gives rank r the blocks r and 2C−1−r of 2C; None gives
-            it block r of C. ("ptrr" cuts by a mask of the device: shard dense ids with it, as the trainer its inputs.)
-
-    Returns:
-        A view: documents stay, and may become empty or lose their middle.
-
-    Raises:
-        InvalidInputError: seq is not a multiple of 2C, or of C.
-    """
-    one_of("load_balancer", load_balancer, ("headtail", None))
-    batch = _rows(positions, seq)
-    world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
-    rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
-    # One rank alone holds everything.
-    blocks = [rank, 2 * world_size - 1 - rank] if load_balancer and world_size > 1 else [rank]
-    multiple = world_size * len(blocks)
-    if seq % multiple:
-        raise InvalidInputError(f"seq: got {seq}, want a multiple of {multiple} for world_size={world_size}")
-    block = seq // multiple
-    starts = np.add.outer(np.arange(batch) * seq, np.multiply(blocks, block)).ravel()
-    return positions.take(starts, starts + block)
 
 
 def rope_cache(rotary: Rotary, positions: PositionTable, seq: int) -> Tensor:
@@ -106,13 +65,14 @@ def rope_cache(rotary: Rotary, positions: PositionTable, seq: int) -> Tensor:
     Returns:
         (batch, seq, 1, 2·rotary_dim) float32 of cos then sin, or complex64 (batch, seq, 1, pairs) for adjacent pairs.
     """
-    _rows(positions, seq)
+    rows(positions, seq)
     cache = rotary.cos_sin(positions, layout="torchtitan")
     assert isinstance(cache, Tensor)
     return cache.reshape(-1, seq, 1, cache.shape[-1])
 
 
-def _rows(positions: PositionTable, seq: int) -> int:
+def rows(positions: PositionTable, seq: int) -> int:
+    """How many rows of seq tokens the table has."""
     seq = integer("seq", seq, minimum=1)
     if positions.num_tokens % seq:
         raise InvalidInputError(f"seq: got {seq}, want a divisor of {positions.num_tokens}, the tokens of the table")

@@ -39,7 +39,12 @@ from mmpos.wire.tensors import DATA_TYPES, get_tensor, put_tensor
 if TYPE_CHECKING:
     from mmpos.wire.memory import Memory
 
-_LAYOUTS: dict[Any, Any] = {pb.SHARD_LAYOUT_ZIGZAG: "zigzag", pb.SHARD_LAYOUT_CONTIGUOUS: "contiguous"}
+_LAYOUTS: dict[Any, Any] = {
+    pb.SHARD_LAYOUT_ZIGZAG: "zigzag",
+    pb.SHARD_LAYOUT_CONTIGUOUS: "contiguous",
+    pb.SHARD_LAYOUT_ZIGZAG_SEQUENCE: "zigzag-sequence",
+    pb.SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: "contiguous-sequence",
+}
 _SIDES: dict[Any, Any] = {pb.SIDE_LEFT: "left", pb.SIDE_RIGHT: "right"}
 _IDS = {tensor_pb2.DATA_TYPE_UNSPECIFIED: None} | {DATA_TYPES[name]: name for name in ("int32", "int64", "float64")}
 

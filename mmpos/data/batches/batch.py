@@ -200,7 +200,7 @@ class Batch:
         return shift_labels(self)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
-        """What a context-parallel rank has of every document: its tokens, and labels shifted before the cut.
+        """What a context-parallel rank has of the batch: its tokens, and labels shifted before the cut.
 
         Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans say which rows of the
         features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host, before ``to``.
@@ -208,10 +208,12 @@ class Batch:
         Args:
             rank: 0 to world_size − 1.
             world_size: context-parallel ranks C.
-            layout: "zigzag" or "contiguous"; see PositionTable.shard.
+            layout: "zigzag" or "contiguous", and for a packed batch "zigzag-sequence" or "contiguous-sequence"; see
+                PositionTable.shard.
 
         Raises:
             InvalidInputError: a document is no multiple of 2C (zigzag) or C tokens; collate with multiple_of.
+            UnsupportedError: "…-sequence" of a padded batch, whose rows would not stay rows.
         """
         return shard(self, rank, world_size, layout)
 

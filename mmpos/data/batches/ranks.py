@@ -10,6 +10,7 @@ import torch
 
 from mmpos.checks import IntArray
 from mmpos.data.examples import IGNORE_INDEX
+from mmpos.errors import UnsupportedError
 from mmpos.rotary.device import DevicePositions
 from mmpos.sharding import Layout, shard_ranges
 
@@ -33,6 +34,8 @@ def shift_labels(batch: Batch) -> Batch:
 
 def shard(batch: Batch, rank: int, world_size: int, layout: Layout) -> Batch:
     """See ``Batch.shard``."""
+    if str(layout).endswith("sequence") and not batch.packed:
+        raise UnsupportedError(f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row")
     starts, stops = shard_ranges(batch.positions, rank, world_size, layout)
     positions = batch.positions.shard(rank, world_size, layout)
     indices = torch.from_numpy(batch.positions.shard_indices(rank, world_size, layout)).to(batch.device)

@@ -32,19 +32,27 @@ class _ShardLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardLayo
     SHARD_LAYOUT_UNSPECIFIED: _ShardLayout.ValueType  # 0
     """Not a layout: a shard must name one."""
     SHARD_LAYOUT_ZIGZAG: _ShardLayout.ValueType  # 1
-    """Rank r of C has the blocks r and 2C - 1 - r of 2C."""
+    """Rank r of C has the blocks r and 2C - 1 - r of 2C, of every document."""
     SHARD_LAYOUT_CONTIGUOUS: _ShardLayout.ValueType  # 2
-    """Rank r of C has block r of C."""
+    """Rank r of C has block r of C, of every document."""
+    SHARD_LAYOUT_ZIGZAG_SEQUENCE: _ShardLayout.ValueType  # 3
+    """Rank r of C has the blocks r and 2C - 1 - r of 2C, of all tokens, wherever documents end."""
+    SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: _ShardLayout.ValueType  # 4
+    """Rank r of C has block r of C, of all tokens, wherever documents end."""
 
 class ShardLayout(_ShardLayout, metaclass=_ShardLayoutEnumTypeWrapper):
-    """How context-parallel ranks share a document."""
+    """How context-parallel ranks share the tokens of a batch."""
 
 SHARD_LAYOUT_UNSPECIFIED: ShardLayout.ValueType  # 0
 """Not a layout: a shard must name one."""
 SHARD_LAYOUT_ZIGZAG: ShardLayout.ValueType  # 1
-"""Rank r of C has the blocks r and 2C - 1 - r of 2C."""
+"""Rank r of C has the blocks r and 2C - 1 - r of 2C, of every document."""
 SHARD_LAYOUT_CONTIGUOUS: ShardLayout.ValueType  # 2
-"""Rank r of C has block r of C."""
+"""Rank r of C has block r of C, of every document."""
+SHARD_LAYOUT_ZIGZAG_SEQUENCE: ShardLayout.ValueType  # 3
+"""Rank r of C has the blocks r and 2C - 1 - r of 2C, of all tokens, wherever documents end."""
+SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: ShardLayout.ValueType  # 4
+"""Rank r of C has block r of C, of all tokens, wherever documents end."""
 Global___ShardLayout: _TypeAlias = ShardLayout  # noqa: Y015
 
 class _Side:
@@ -306,7 +314,7 @@ Global___Decode: _TypeAlias = Decode  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """The tokens of one context-parallel rank, from every document."""
+    """The tokens of one context-parallel rank; documents stay, and may become empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -318,7 +326,7 @@ class Shard(_message.Message):
     world_size: _builtins.int
     """Context-parallel ranks."""
     layout: Global___ShardLayout.ValueType
-    """How they share a document."""
+    """How they share the tokens."""
     def __init__(
         self,
         *,

@@ -1,0 +1,63 @@
+"""One rank of two that broadcast tables, with what it got; run by tests/test_megatron.py as a program."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos.megatron import broadcast_table
+
+DOCUMENTS = [[Text(3), Grid(2, 3), Text(2)], [Grid(3, 3)], [Text(7)]]
+
+
+def tables() -> list[tuple[int, PositionTable]]:
+    """Who has each table, and the table: of every size, in this order."""
+    whole = SegmentTable.from_documents(DOCUMENTS)
+    return [
+        (0, place(whole, "rope-tie", [5, 0, 2**30])),
+        (1, place(whole, "rope-tie-v2").pad(20, "left")),
+        (0, place(SegmentTable.from_documents([]), "mrope")),
+        (0, place(SegmentTable.from_documents([[Text(1)] * 300]), "vrope")),
+        (1, place(whole, "rows")),
+        (0, place(whole, "rope-tie-fractional").slice(7, 13)),
+    ]
+
+
+def main(rank: int, folder: Path) -> None:
+    """Take part in every broadcast; keep the arrays that came and the errors that were raised."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    alone, found = dist.new_group([1]), {}
+    for i, (src, table) in enumerate(tables()):
+        got = broadcast_table(table if rank == src else None, src, device="cpu" if i % 2 else None)
+        assert (got is table) == (rank == src)
+        found[f"{i}"] = got
+    if rank == 1:
+        found["alone"] = broadcast_table(tables()[0][1], 1, alone)
+    calls = [
+        lambda: broadcast_table(None, 1),
+        lambda: broadcast_table(None, 1, alone),
+        lambda: broadcast_table(None, 2),
+    ]
+    said = []
+    for call in calls if rank == 0 else calls[:1]:
+        try:
+            call()
+        except InvalidInputError as error:
+            said.append(str(error))
+    fields = {
+        f"{key} {name}": getattr(table, name)
+        for key, table in found.items()
+        for name in ("table", "documents", "num_tokens", "fractional", "scheme")
+    }
+    np.savez(folder / f"{rank}.npz", said=np.array(said), **fields)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

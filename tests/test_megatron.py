@@ -1,0 +1,300 @@
+"""Megatron and TransformerEngine: their own formulas, run on a CPU, turn by our angles as we do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import broadcast_rank
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
+
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
+
+SUMMED = 1e-6  # products of numbers below 4, rounded in another order
+
+ROWS = place(SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)], [Text(1), Grid(3, 3)]])).pad(12)
+"""Two rows of one length, as sbhd has them; packed, they are the trap of thd."""
+PACK = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Grid(5, 2)]]), "rope-tie-v2")
+PACKED = PACK.pad([12, 4, 12])
+"""Documents of different lengths, each a multiple of four, with half-integer ids."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A context-parallel group as seen by one of its ranks."""
+
+    mine: int
+    count: int
+
+    def rank(self) -> int:
+        return self.mine
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.fixture(scope="module")
+def megatron() -> SimpleNamespace:
+    """Megatron itself, which warns that TransformerEngine is missing, and its configs by pairing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        embedding = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        configs = {
+            pairing: TransformerConfig(
+                num_layers=1, hidden_size=48, num_attention_heads=3, rotary_interleaved=pairing == "adjacent"
+            )
+            for pairing in ("half", "adjacent")
+        }
+    return SimpleNamespace(embedding=embedding, configs=configs)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def same(found: Tensor, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=SUMMED)
+
+
+def turned(q: Tensor, positions: PositionTable, rotary: Rotary) -> Tensor:
+    return apply_rotary(q, None, positions, rotary)[0]
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(("pairing", "rotary_dim"), [("half", 16), ("adjacent", 16), ("half", 12)])
+def test_megatron_turns_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int) -> None:
+    rotary = Rotary(head_dim=16, rotary_dim=rotary_dim, pairing=pairing, scaling=YaRN(4.0, 64))
+    shard = ROWS.shard(rank, 3)
+    q = normal(2, 4, 3, 16)
+    mscale = rotary.attention_factor
+    freqs = rotary_pos_emb(shard, rotary, "sbhd", mscale=mscale)
+    t = q.transpose(0, 1)
+    group = Ranks(rank, 3)
+    found = megatron.embedding.apply_rotary_pos_emb(
+        t, freqs, megatron.configs[rotary.pairing], mscale=mscale, cp_group=group
+    )
+    assert freqs.shape == (4, 2, 1, rotary_dim)
+    assert freqs.is_contiguous()
+    same(found.transpose(0, 1), turned(q, shard, rotary))
+
+
+@pytest.mark.parametrize("positions", [PACKED, ROWS], ids=["packed", "rows of one length"])
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
+def test_megatron_takes_all_packed_angles_and_cuts_them(
+    megatron: SimpleNamespace, positions: PositionTable, rank: int, count: int
+) -> None:
+    rotary = Rotary(head_dim=16)
+    freqs = rotary_pos_emb(positions, rotary, "thd")
+    assert freqs.shape == (positions.num_tokens, 1, 1, 16)
+    q = normal(positions.num_tokens, 3, 16)[torch.from_numpy(positions.shard_indices(rank, count))]
+    found = megatron.embedding.apply_rotary_pos_emb(
+        q,
+        freqs,
+        megatron.configs[rotary.pairing],
+        cu_seqlens=torch.from_numpy(positions.cu_seqlens),
+        cp_group=Ranks(rank, count),
+    )
+    same(found, turned(q, positions.shard(rank, count), rotary))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"])
+def test_one_row_of_a_rank_is_turned_by_the_angles_of_its_shard(megatron: SimpleNamespace, layout: Any) -> None:
+    rotary = Rotary(head_dim=16)
+    for rank in range(2):
+        shard = PACKED.shard(rank, 2, layout)
+        q = normal(PACKED.num_tokens, 3, 16)[torch.from_numpy(PACKED.shard_indices(rank, 2, layout))]
+        freqs = rotary_pos_emb(shard, rotary, "thd")
+        found = megatron.embedding.apply_rotary_pos_emb(
+            q.unsqueeze(1), freqs, megatron.configs[rotary.pairing], cp_group=Ranks(rank, 2)
+        )
+        same(found.squeeze(1), turned(q, shard, rotary))
+
+
+def test_the_angles_of_a_shard_beside_cu_seqlens_turn_other_tokens(megatron: SimpleNamespace) -> None:
+    """The mistake that the page warns of: cut twice, and without a word."""
+    rotary, positions = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(8)], [Text(8)]]), start=[0, 50])
+    shard = positions.shard(1, 2)
+    q = normal(8, 3, 16)
+    arguments = (megatron.configs[rotary.pairing], torch.from_numpy(positions.cu_seqlens))
+    whole = rotary_pos_emb(positions, rotary, "thd")
+    found = [
+        megatron.embedding.apply_rotary_pos_emb(q, freqs, *arguments, cp_group=Ranks(1, 2))
+        for freqs in (whole, rotary_pos_emb(shard, rotary, "thd"))
+    ]
+    same(found[0], turned(q, shard, rotary))
+    assert not torch.allclose(found[1], found[0], atol=0.1)
+
+
+def test_latent_attention_takes_angles_of_halves_for_neighbouring_channels(megatron: SimpleNamespace) -> None:
+    rotary = Rotary(head_dim=16)
+    q = normal(1, ROWS.num_tokens, 3, 16)
+    t = q.transpose(0, 1)
+    freqs = rotary_pos_emb(ROWS, rotary, "thd")
+    found = megatron.embedding._apply_rotary_pos_emb_bshd(t, freqs, multi_latent_attention=True)
+    adjacent = apply_rotary(q[0], None, ROWS, Rotary(head_dim=16, pairing="adjacent"))[0]
+    same(found.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
+
+
+SECTIONS = Rotary(head_dim=16, axes=3, allocation="sections", mrope_section=[2, 3, 3])
+VIDEO = place(SegmentTable.from_documents([[Text(3), Grid(2, 3, frames=2), Text(1)], [Text(16)]]), "mrope")
+
+
+def test_the_module_answers_the_call_of_megatrons_own(megatron: SimpleNamespace) -> None:
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+    theirs = SimpleNamespace(
+        inv_freq=inv_freq, seq_len_interpolation_factor=None, rotary_interleaved=False, cp_group=None
+    )
+    ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
+    want = megatron.embedding.MultimodalRotaryEmbedding.forward(theirs, ids, [2, 3, 3])
+    for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
+        found = MultimodalRotaryEmbedding(SECTIONS)(positions, [2, 3, 3])
+        assert found.shape == want.shape
+        torch.testing.assert_close(found.cos(), want.cos(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found.sin(), want.sin(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
+    ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
+    want = rotary_pos_emb(VIDEO, SECTIONS, "sbhd")[[2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]]
+    by_argument = MultimodalRotaryEmbedding(SECTIONS)
+    by_module = MultimodalRotaryEmbedding(SECTIONS, "sbhd", Ranks(rank, 4))
+    packed = MultimodalRotaryEmbedding(SECTIONS, "thd", Ranks(rank, 4))
+    for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
+        assert torch.equal(by_argument(positions, [2, 3, 3], Ranks(rank, 4)), want)
+        assert torch.equal(by_module(positions), want)
+        assert torch.equal(packed(positions), rotary_pos_emb(VIDEO, SECTIONS, "thd"))
+    assert list(by_module.state_dict()) == []
+
+
+def test_the_batch_of_a_megatron_rank_is_our_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in range(3):
+        tokens = {"tokens": torch.arange(24).reshape(2, 12)}
+        found = get_batch_on_this_cp_rank(tokens, Ranks(rank, 3))["tokens"]
+        assert found.flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchs_balancers_give_our_zigzag(count: int) -> None:
+    document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
+    sequence = balancers._HeadTailLoadBalancer(PACKED.num_tokens, count, "cpu")
+    for balancer, layout in ((document, "zigzag"), (sequence, "zigzag-sequence")):
+        shards = balancer._generate_indices()[0].chunk(count)  # type: ignore[no-untyped-call]
+        for rank, shard in enumerate(shards):
+            assert shard.tolist() == PACKED.shard_indices(rank, count, layout).tolist()  # type: ignore[arg-type]
+
+
+# TransformerEngine is only read: its kernels want a GPU. Which row of freqs turns token i of a document of n tokens
+# on rank r of C, and how, in our words.
+
+
+def engine_rows(n: int, start: int, rank: int, count: int) -> list[int]:
+    half = n // count // 2
+    if count == 1:
+        return [start + i for i in range(n)]
+    return [start + rank * half + i for i in range(half)] + [start + n - (rank + 1) * half + i for i in range(half)]
+
+
+def engine_turns(t: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
+    """(tokens, heads, head_dim) by (tokens, 1, 1, rotary_dim): as complex numbers."""
+    width = freqs.shape[-1]
+    x, angle = t[..., :width].double(), freqs[:, 0].double()
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    angle = angle[..., ::2] if interleaved else angle[..., : width // 2]
+    out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    out = out if interleaved else out.transpose(-1, -2)
+    return torch.cat((out.flatten(-2).float(), t[..., width:]), dim=-1)
+
+
+@pytest.mark.parametrize("pairing", ["half", "adjacent"])
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
+def test_transformer_engine_wants_the_start_of_every_document(pairing: Any, rank: int, count: int) -> None:
+    rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing)
+    freqs = rotary_pos_emb(PACKED, rotary, "thd")
+    q = normal(PACKED.num_tokens, 3, 16)[torch.from_numpy(PACKED.shard_indices(rank, count))]
+    want = turned(q, PACKED.shard(rank, count), rotary)
+    firsts = PACKED.cu_seqlens[:-1].tolist()
+    for starts, right in ((firsts, True), ([0, 0, 0], False)):
+        pairs = zip(PACKED.lengths.tolist(), starts, strict=True)
+        rows = [row for n, start in pairs for row in engine_rows(n, start, rank, count)]
+        found = engine_turns(q, freqs[rows], pairing == "adjacent")
+        assert torch.allclose(found, want, rtol=0, atol=SUMMED) is right
+    one_row = rotary_pos_emb(PACKED.shard(rank, count), rotary, "thd")  # sbhd with a batch of 1: row i turns token i
+    same(engine_turns(q, one_row, pairing == "adjacent"), want)
+
+
+def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
+    program = [sys.executable, "-W", "error", broadcast_rank.__file__]
+    ranks = [subprocess.Popen([*program, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(90) for rank in ranks] == [0, 0]
+    got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
+    assert got[0].pop("said").tolist() == [
+        "positions: want a PositionTable on rank 1",
+        "group: got rank 0, want one of the group's, [1]",
+        "src: got rank 2, want one of the group's, [0, 1]",
+    ]
+    assert got[1].pop("said").tolist() == ["positions: got NoneType, want a PositionTable on rank 1"]
+    tables = {f"{i}": table for i, (_, table) in enumerate(broadcast_rank.tables())}
+    for found, want in zip(got, (tables, tables | {"alone": tables["0"]}), strict=True):
+        assert {key.split()[0] for key in found} == set(want)
+        for key, table in want.items():
+            np.testing.assert_array_equal(found[f"{key} table"], table.table, strict=True)
+            np.testing.assert_array_equal(found[f"{key} documents"], table.documents, strict=True)
+            scalars = [found[f"{key} {name}"].item() for name in ("num_tokens", "fractional", "scheme")]
+            assert scalars == [table.num_tokens, table.fractional, table.scheme]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
+            "positions: got documents of unequal tokens, want one length; pad, or use layout 'thd'",
+        ),
+        (
+            lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
+            "positions: got documents of unequal tokens, want one length; pad, or use layout 'thd'",
+        ),
+        (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
+        (
+            lambda: rotary_pos_emb(ROWS, Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.5)), "sbhd"),
+            "mscale: got 1.0, want 1.5, the attention factor of rotary",
+        ),
+        (lambda: MultimodalRotaryEmbedding(SECTIONS, "bhsd"), "layout: got 'bhsd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
+        (
+            lambda: MultimodalRotaryEmbedding(SECTIONS)(VIDEO, [4, 2, 2]),
+            "mrope_section: got [4, 2, 2], want [2, 3, 3] as in rotary",
+        ),
+        (
+            lambda: MultimodalRotaryEmbedding(SECTIONS, "sbhd", Ranks(0, 3))(DevicePositions.from_table(VIDEO)),
+            "position_ids: got rows of 16 tokens, want a multiple of 6",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        call()
+    assert str(refused.value) == message
+
+
+def test_empty_tables_have_empty_angles() -> None:
+    empty = place(SegmentTable.from_documents([]))
+    for positions in (empty, DevicePositions.from_table(empty)):
+        assert rotary_pos_emb(positions, Rotary(16), "sbhd").shape == (0, 1, 1, 16)
+        assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
@@ -30,7 +30,16 @@ from mmpos import (
     place,
 )
 from mmpos.rotary import Llama3, Rotary, YaRN, apply_rotary
-from mmpos.torchtitan import RoPE, document_positions, rope_cache, rotary_from_config, shard, table_tensor
+from mmpos.torchtitan import (
+    RoPE,
+    deliver_positions,
+    document_positions,
+    rope_cache,
+    rotary_from_config,
+    shard,
+    shard_tensors,
+    table_tensor,
+)
 
 SUMMED = 1e-6  # products of numbers below 4, rounded in another order
 
@@ -136,6 +145,10 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
             assert isinstance(x, DTensor)
             assert (x.placements, x.shape, x.stride()) == (whole.placements, whole.shape, whole.stride())
             assert torch.equal(x.to_local(), local)
+    model = Recorder()
+    deliver_positions(model, rank=1)
+    wrapped = DTensor.from_local(torch.stack((table_tensor(PACKED),) * 2), mesh, [Shard(1)], run_check=False)
+    assert torch.equal(model(q, mm_position_ids=wrapped)["positions"], table_tensor(PACKED))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +209,64 @@ def test_head_tail_shards_are_those_of_torch(seq: int, world_size: int) -> None:
         assert torch.equal(dense(shard(long, seq, rank, world_size), seq // world_size), expected)
         plain = ids.chunk(world_size, dim=1)[rank]
         assert torch.equal(dense(shard(long, seq, rank, world_size, None), seq // world_size), plain)
+
+
+def test_one_row_is_cut_as_a_whole_sequence() -> None:
+    for name, layout in (("headtail", "zigzag-sequence"), (None, "contiguous-sequence")):
+        found, expected = shard(PACKED, 24, 1, 2, name), PACKED.shard(1, 2, layout)  # type: ignore[arg-type]
+        assert found.table.tolist() == expected.table.tolist()
+        assert found.documents.tolist() == expected.documents.tolist()
+
+
+def test_shards_of_all_ranks_are_rows_of_one_tensor() -> None:
+    found = shard_tensors(PACKED, 12, 2)
+    parts = [shard(PACKED, 12, rank, 2) for rank in range(2)]
+    most = max(part.num_segments for part in parts)
+    assert torch.equal(found, torch.stack([table_tensor(part, most) for part in parts]))
+    assert shard_tensors(PACKED, 12, 2, None, capacity=9).shape == (2, 13 * 10)
+    assert shard_tensors(place(SegmentTable.from_documents([])), 12, 2).shape == (2, 13 * 2)
+
+
+class Recorder(nn.Module):
+    """A model that gives back what it was called with."""
+
+    def forward(self, tokens: Tensor, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+
+def test_positions_of_images_take_the_place_of_those_of_text() -> None:
+    model, tokens, text = Recorder(), torch.zeros(2, 12), document_positions(PACKED, 12)
+    handle = deliver_positions(model, rank=1)
+    tables, ids = shard_tensors(PACKED, 12, 2), dense(PACKED, 12)
+    for given, expected in ((tables, tables[1]), (tables[0], tables[0]), (ids, ids), (None, text)):
+        found = model(tokens, positions=text, attention_masks="masks", mm_position_ids=given)
+        assert sorted(found) == ["attention_masks", "positions"]
+        assert torch.equal(found["positions"], expected)
+        assert found["attention_masks"] == "masks"
+    assert model(tokens, positions=text).keys() == {"positions"}
+    handle.remove()
+    assert model(tokens, mm_position_ids=ids).keys() == {"mm_position_ids"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mm_position_ids": "ids"}, "mm_position_ids: got str, want (columns,) of table_tensor, (world_size, columns) "
+         "of shard_tensors, or ids (batch, seq, axes)"),
+        ({"mm_position_ids": torch.zeros(())}, "mm_position_ids: got shape (), want (columns,) of table_tensor, "
+         "(world_size, columns) of shard_tensors, or ids (batch, seq, axes)"),
+        ({"mm_position_ids": torch.zeros(2, 13)}, "mm_position_ids: got tables of 2 ranks, want one for rank 2"),
+        ({"mm_position_ids": torch.zeros(13), "mrope_positions": torch.zeros(2, 12, 3)},
+         "mrope_positions: got ids beside mm_position_ids, want build_mrope_positions=False"),
+    ],
+    ids=["sort", "shape", "rank", "twice"],
+)  # fmt: skip
+def test_what_cannot_be_delivered_is_named(given: dict[str, Any], message: str) -> None:
+    model = Recorder()
+    deliver_positions(model, rank=2)
+    with pytest.raises(InvalidInputError) as caught:
+        model(torch.zeros(2, 12), **given)
+    assert str(caught.value) == message
 
 
 def test_a_shard_rotates_as_the_tokens_of_the_whole() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch import Tensor
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Llama3, Rotary, apply_rotary
-from mmpos.torchtitan import document_positions, rope_cache, rotary_from_config, table_tensor
+from mmpos.torchtitan import deliver_positions, document_positions, rope_cache, rotary_from_config, table_tensor
 
 pytest.importorskip("torchtitan", reason="torchtitan wants another datasets than the other peers")
 
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.models.common.attention import ScaledDotProductAttention, get_document_mask_mod
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
@@ -24,6 +27,7 @@ from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import qwen3_configs
+from torchtitan.trainer import Trainer
 
 OVERRIDE = "mmpos.torchtitan.override.multimodal_rope"
 FORMATS = {"half": CosSinRoPE, "adjacent": ComplexRoPE}
@@ -151,6 +155,28 @@ def test_the_override_reaches_every_layer_of_a_trainers_config_and_keeps_its_che
     expected = Rotary(16, 500000.0, 3, "split", pairing="adjacent", scaling=Llama3(8.0, 1.0, 4.0, 8192))
     assert [layer.attention.rope.build().rotary for layer in model.layers] == [expected] * 6
     assert model.max_seq_len == config.training.seq_len
+
+
+def test_a_trainers_batch_reaches_layers_masks_and_a_loss_in_chunks() -> None:
+    _, model = models("llama3", axes=2)
+    deliver_positions(model)
+    given = torch.randint(0, 2000, (2, 16), generator=torch.Generator().manual_seed(2))
+    batch = {"input": given, "positions": document_positions(HALVES, 16), "mm_position_ids": table_tensor(HALVES)}
+    trainer = object.__new__(Trainer)  # one that has what this step reads, since a whole one asks for a GPU
+    trainer.model_config, trainer.model_parts, trainer.ntokens_seen = model.config, [model], 0
+    trainer.parallel_dims = SimpleNamespace(cp_enabled=False)
+    trainer.config = SimpleNamespace(parallelism=SimpleNamespace(spmd_backend="partial_dtensor"))
+    trainer.train_context = nullcontext
+    trainer.loss_fn = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config()).build()
+    trainer.loss_fn.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    tokens, labels, kwargs = trainer.post_dataloading_process(batch, given.roll(-1, 1))
+    loss = trainer._forward_backward_body(tokens, labels, torch.tensor(32), kwargs)
+    model._skip_lm_head = False
+    logits = model(given, positions=table_tensor(HALVES))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected)
+    assert model.layers["0"].attention.wo.weight.grad.abs().max() > 0
 
 
 def test_torchtitan_finds_our_documents() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental._attention import _context_parallel_s
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
 from mmpos.rotary import Rotary
-from mmpos.torchtitan import RoPE, shard, table_tensor
+from mmpos.torchtitan import RoPE, deliver_positions, shard, table_tensor
 
 WORLD, SEQ = 2, 12
 ROTARY = Rotary(head_dim=16)
@@ -111,7 +111,9 @@ def mixed_precision(mesh: DeviceMesh) -> None:
 
 def pipeline(mesh: DeviceMesh) -> None:
     rank = mesh.get_local_rank()
-    stage = PipelineStage(Stack(1 + rank), rank, WORLD, torch.device("cpu"), group=mesh.get_group())
+    model = Stack(1 + rank)
+    deliver_positions(model)
+    stage = PipelineStage(model, rank, WORLD, torch.device("cpu"), group=mesh.get_group())
     batches = [normal(2, SEQ, 64, seed=seed) for seed in (3, 4)]
     # Microbatches have images of their own: one table each, of one capacity.
     tables = [table_tensor(POSITIONS, capacity=8), table_tensor(place(SegmentTable.from_documents([[Text(24)]])), 8)]
@@ -119,7 +121,7 @@ def pipeline(mesh: DeviceMesh) -> None:
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out * target).sum(), scale_grads=False)
     schedule.step(
         arg_mbs=[(x,) for x in batches] if rank == 0 else None,
-        kwarg_mbs=[{"positions": table} for table in tables],
+        kwarg_mbs=[{"mm_position_ids": table} for table in tables],
         target_mbs=batches if rank == WORLD - 1 else None,
         losses=losses if rank == WORLD - 1 else None,
     )

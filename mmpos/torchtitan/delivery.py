@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.torchtitan.rope import local
 
 __all__ = ["deliver_positions"]
 
@@ -47,6 +48,7 @@ def _own(given: Tensor, rank: int) -> Tensor:
         got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         want = "(columns,) of table_tensor, (world_size, columns) of shard_tensors, or ids (batch, seq, axes)"
         raise InvalidInputError(f"{NAME}: got {got}, want {want}")
+    given = local(given)  # where the trainer wrapped all that it passes on
     if given.dim() != 2:
         return given
     if rank >= given.shape[0]:

@@ -11,7 +11,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import DevicePositions, RotaryEmbedding
 from mmpos.rotary.sources import Positions
 
-__all__ = ["RoPE"]
+__all__ = ["RoPE", "local"]
 
 
 class RoPE(RotaryEmbedding):
@@ -39,7 +39,7 @@ class RoPE(RotaryEmbedding):
         Raises:
             InvalidInputError: positions, or the heads, do not fit.
         """
-        local_query, local_key = _local(query), _local(key)
+        local_query, local_key = local(query), local(key)
         if local_query.dim() != 4:
             raise InvalidInputError(
                 f"query: got shape {tuple(local_query.shape)}, want (batch, seq, num_heads, head_dim)"
@@ -55,7 +55,7 @@ class RoPE(RotaryEmbedding):
         assert axes is not None
         if positions is None:
             return torch.arange(seq, dtype=torch.int32, device=device).expand(axes, batch, seq)
-        positions = _local(positions)
+        positions = local(positions)
         if positions.dim() == 1:
             return _table(positions, axes, batch, seq)
         if positions.dim() == 2 and positions.shape in ((batch, seq), (1, seq)):
@@ -92,7 +92,8 @@ def _check_tokens(table: Tensor, tokens: int, batch: int, seq: int) -> None:
         torch._assert_async(end == tokens, f"positions: want a table of {tokens} tokens, as in query")
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -100,6 +101,6 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     """The local result as a DTensor where one came: a rotation keeps rows, tokens and heads where they are."""
     if not isinstance(like, DTensor):
         return x
-    return DTensor.from_local(
+    return DTensor.fromlocal(
         x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

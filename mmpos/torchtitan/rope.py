@@ -101,6 +101,6 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     """The local result as a DTensor where one came: a rotation keeps rows, tokens and heads where they are."""
     if not isinstance(like, DTensor):
         return x
-    return DTensor.fromlocal(
+    return DTensor.from_local(
         x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -211,6 +211,10 @@ def test_head_tail_shards_are_those_of_torch(seq: int, world_size: int) -> None:
         assert torch.equal(dense(shard(long, seq, rank, world_size, None), seq // world_size), plain)
 
 
+def test_one_rank_has_rows_of_any_length() -> None:
+    assert torch.equal(dense(shard(PACKED, 3, 0, 1), 3), dense(PACKED, 3))
+
+
 def test_one_row_is_cut_as_a_whole_sequence() -> None:
     for name, layout in (("headtail", "zigzag-sequence"), (None, "contiguous-sequence")):
         found, expected = shard(PACKED, 24, 1, 2, name), PACKED.shard(1, 2, layout)  # type: ignore[arg-type]
@@ -308,7 +312,7 @@ class Fields:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     rope_factor: float = 1.0
-    beta_fast: float = 32.0
+    beta_fast: float = 16.0
     beta_slow: float = 2.0
     original_seq_len: int = 4096
     truncate: bool = False
@@ -327,7 +331,7 @@ HALF, ADJACENT = "CosSinRoPE.Config", "ComplexRoPE.Config"
 
 
 def test_a_config_becomes_a_rotation() -> None:
-    yarn = YaRN(4.0, 4096, beta_slow=2.0, attention_factor=1.0, truncate=False)
+    yarn = YaRN(4.0, 4096, beta_fast=16.0, beta_slow=2.0, attention_factor=1.0, truncate=False)
     scaled = config(HALF, scaling="yarn", rope_factor=4.0)
     assert rotary_from_config(config(HALF)) == Rotary(64, 500000.0)
     assert rotary_from_config(scaled, axes=3) == Rotary(64, 500000.0, 3, scaling=yarn)

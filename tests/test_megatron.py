@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +182,52 @@ def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
     assert list(by_module.state_dict()) == []
 
 
+@pytest.fixture
+def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Megatron's GPTModel with rotations of three axes, on a CPU, alone in its groups."""
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        monkeypatch.setattr(
+            tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=contextlib.nullcontext)
+        )
+        parallel_state.initialize_model_parallel()
+        torch.manual_seed(0)
+        config = type(megatron.configs["half"])(
+            num_layers=2,
+            hidden_size=48,
+            num_attention_heads=3,
+            mrope_section=[2, 3, 3],
+            init_method_std=0.3,
+            use_cpu_initialization=True,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+        )
+        layers = get_gpt_layer_local_spec(normalization="LayerNorm")
+        model = GPTModel(config, layers, vocab_size=64, max_sequence_length=16, position_embedding_type="mrope")
+        yield model.eval()
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_megatrons_model_gives_the_same_logits_with_our_module(model: Any) -> None:
+    input_ids = torch.arange(32).reshape(2, 16) * 7 % 64
+    ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    want, moved = model(input_ids, ids, mask), model(input_ids, torch.zeros_like(ids), mask)
+    assert (moved - want).abs().max() > 0.5
+    model.rotary_pos_emb = MultimodalRotaryEmbedding(SECTIONS)
+    for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
+        torch.testing.assert_close(model(input_ids, positions, mask), want, rtol=0, atol=2e-5)
+
+
 def test_the_batch_of_a_megatron_rank_is_our_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -195,7 +243,7 @@ def test_torchs_balancers_give_our_zigzag(count: int) -> None:
     document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
     sequence = balancers._HeadTailLoadBalancer(PACKED.num_tokens, count, "cpu")
     for balancer, layout in ((document, "zigzag"), (sequence, "zigzag-sequence")):
-        shards = balancer._generate_indices()[0].chunk(count)  # type: ignore[no-untyped-call]
+        shards = balancer._generate_indices()[0].chunk(count)
         for rank, shard in enumerate(shards):
             assert shard.tolist() == PACKED.shard_indices(rank, count, layout).tolist()  # type: ignore[arg-type]
 
@@ -246,10 +294,13 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert got[0].pop("said").tolist() == [
         "positions: want a PositionTable on rank 1",
-        "group: got rank 0, want one of the group's, [1]",
-        "src: got rank 2, want one of the group's, [0, 1]",
+        "group: got one without rank 0, want a group of this rank",
+        "src: got 2, want one of the group's ranks, [0, 1]",
     ]
-    assert got[1].pop("said").tolist() == ["positions: got NoneType, want a PositionTable on rank 1"]
+    assert got[1].pop("said").tolist() == [
+        "positions: got NoneType, want a PositionTable on rank 1",
+        "src: got 0, want one of the group's ranks, [1]",
+    ]
     tables = {f"{i}": table for i, (_, table) in enumerate(broadcast_rank.tables())}
     for found, want in zip(got, (tables, tables | {"alone": tables["0"]}), strict=True):
         assert {key.split()[0] for key in found} == set(want)
@@ -291,6 +342,14 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
+
+
+def test_a_module_knows_its_mscale_and_its_device() -> None:
+    rotary = Rotary(16, scaling=YaRN(4.0, 64))
+    module = MultimodalRotaryEmbedding(rotary, mscale=rotary.attention_factor, device="meta")
+    assert (module(ROWS).device.type, module(ROWS).shape) == ("meta", (12, 2, 1, 16))
+    with pytest.raises(InvalidInputError, match=r"^mscale: got 1.0, want 1.138"):
+        MultimodalRotaryEmbedding(rotary)(ROWS)
 
 
 def test_empty_tables_have_empty_angles() -> None:

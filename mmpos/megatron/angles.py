@@ -66,7 +66,7 @@ def rotary_pos_emb(
 def _check_rows(positions: Positions) -> None:
     """Refuse rows of different lengths, for which there is no (seq, batch)."""
     if isinstance(positions, PositionTable):
-        equal = not positions.num_documents or bool((positions.lengths == positions.max_seqlen).all())
+        equal = bool((positions.lengths == positions.max_seqlen).all())
     elif isinstance(positions, DevicePositions):
         equal = positions.row_length > 0 or not positions.num_tokens
     else:

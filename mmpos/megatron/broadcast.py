@@ -67,10 +67,11 @@ def broadcast_table(
 
 
 def _check_ranks(src: int, group: dist.ProcessGroup | None) -> None:
-    ranks: list[int] = dist.get_process_group_ranks(group)
-    for name, rank in (("src", src), ("group", dist.get_rank())):
-        if rank not in ranks:
-            raise InvalidInputError(f"{name}: got rank {rank}, want one of the group's, {ranks}")
+    if dist.get_rank(group) < 0:
+        raise InvalidInputError(f"group: got one without rank {dist.get_rank()}, want a group of this rank")
+    ranks = dist.get_process_group_ranks(group)
+    if src not in ranks:
+        raise InvalidInputError(f"src: got {src}, want one of the group's ranks, {ranks}")
 
 
 def _packed(positions: Any) -> tuple[IntArray, IntArray]:

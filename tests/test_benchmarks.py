@@ -99,7 +99,7 @@ def test_a_cpu_rotates_about_as_fast_as_memory_is_copied() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the suite is another one")
 def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
     found = run("rotary", peers=True, quick=True)
-    assert sorted(found.missing) == ["Liger", "flash-attention", "flashinfer"]
+    assert sorted(found.missing) == ["Liger", "flash-attention", "flashinfer", "torchtitan"]
     layers, ours = ["7B layer, 8 tokens", "vision encoder, 8 tokens"], ["mmpos, table", "mmpos, dense ids"]
     fresh, inplace = (f"{way}, bfloat16" for way in ("into new tensors", "in place"))
     assert {group: [m.name for m in found.group(group)] for group in found.groups} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import mpmath
@@ -146,6 +147,29 @@ def test_transformers_formula_with_our_cos_and_sin_is_our_rotation(pairing: Any,
     found = rotated_by(bhsd, cos[:, None], sin[:, None], pairing)
     expected, _ = apply_rotary(bhsd, None, EQUAL, rotary, layout="bhsd")
     torch.testing.assert_close(found, expected, rtol=0, atol=SUMMED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "pairing", "channels"),
+    [
+        ("blt", "adjacent", "each"),
+        ("cohere", "adjacent", "each"),
+        ("ernie4_5", "adjacent", "pairs twice"),
+        ("glm", "adjacent", "pairs twice"),
+        ("helium", "adjacent", "pairs twice"),
+        ("llama", "half", "each"),
+        ("moonshine", "adjacent", "pairs twice"),
+    ],
+)
+def test_transformers_own_functions_take_our_cos_and_sin(model: str, pairing: Any, channels: str) -> None:
+    turn = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
+    rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
+    cos, sin = rotary.cos_sin(EQUAL, layout="transformers")
+    if channels == "pairs twice":
+        cos, sin = (torch.cat((x, x), dim=-1) for x in rotary.cos_sin(EQUAL))
+    found, _ = turn(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
+    torch.testing.assert_close(found.transpose(1, 2), apply_rotary(q, None, EQUAL, rotary)[0], rtol=0, atol=SUMMED)
 
 
 @pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])

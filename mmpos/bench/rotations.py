@@ -22,6 +22,7 @@ _PEERS = (
     ("eager formula", "eager_rotation"),
     ("torch.compile", "compiled_rotation"),
     ("Transformers", "transformers_rotation"),
+    ("torchtitan", "torchtitan_rotation"),
     ("Liger", "liger_rotation"),
     ("flash-attention", "flash_rotation"),
     ("flashinfer", "flashinfer_rotation"),

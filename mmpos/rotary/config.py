@@ -140,7 +140,9 @@ class Rotary:
         Args:
             positions: DevicePositions, a PositionTable, or dense ids.
             layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
-                length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed; "torchtitan": one rope
+                length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
+                Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
+                pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
                 cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
             device: where to make them; None is where the positions are.
 

@@ -1,0 +1,29 @@
+"""Positions and rotations for torchtitan: module, inputs, shards and configs; the override alone imports it.
+
+Shapes used throughout:
+    query          (batch, seq, num_heads, head_dim); key likewise with num_kv_heads
+    seq            tokens of one row of torchtitan's batch, packed with documents or padded
+    table          (columns,) int64: a PositionTable as one tensor without a batch dimension
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError('mmpos.torchtitan needs torch: pip install "mmpos[all]"') from error
+
+from mmpos.torchtitan.config import rotary_from_config
+from mmpos.torchtitan.delivery import deliver_positions
+from mmpos.torchtitan.inputs import document_positions, rope_cache, table_tensor
+from mmpos.torchtitan.rope import RoPE
+from mmpos.torchtitan.shards import shard, shard_tensors
+
+__all__ = [
+    "RoPE",
+    "deliver_positions",
+    "document_positions",
+    "rope_cache",
+    "rotary_from_config",
+    "shard",
+    "shard_tensors",
+    "table_tensor",
+]

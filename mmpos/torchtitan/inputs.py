@@ -1,0 +1,79 @@
+"""What a loader hands to torchtitan's trainer: the table as a tensor, and the positions that its masks are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmpos.checks import integer
+from mmpos.columns import FIRST_TOKEN
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions import PositionTable
+from mmpos.rotary import DevicePositions, Rotary
+
+__all__ = ["document_positions", "rope_cache", "rows", "table_tensor"]
+
+
+def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tensor:
+    """The table as one tensor of integers, which no mixed precision rounds and no stage of a pipeline slices.
+
+    Args:
+        positions: the tokens of a batch, row after row; or those of a rank, from ``shard``.
+        capacity: segments to reserve, so that every step has the same shape, as CUDA graphs ask;
+            None reserves as many as there are.
+
+    Returns:
+        (columns,) int64, on the CPU: rows of (capacity + 1) columns, one after the other; the last is used by no token.
+
+    Raises:
+        LimitExceededError: more segments than the capacity.
+    """
+    reserved = positions.num_segments if capacity is None else integer("capacity", capacity, minimum=1)
+    if positions.num_segments > reserved:
+        raise LimitExceededError(
+            f"capacity: got {reserved}, want >= {positions.num_segments}, the segments of the table"
+        )
+    return DevicePositions.from_table(positions, "cpu", capacity=reserved + 1).table.reshape(-1)
+
+
+def document_positions(positions: PositionTable, seq: int) -> Tensor:
+    """How far every token is behind the first of its document: what torchtitan reads documents and masks from.
+
+    Ids of images are no such thing: torchtitan takes every 0 for the start of a document.
+
+    Args:
+        positions: the tokens of a batch, row after row.
+        seq: tokens of a row.
+
+    Returns:
+        (batch, seq) int64, a new tensor.
+    """
+    starts, lengths = positions.documents[FIRST_TOKEN], positions.lengths
+    rows(positions, seq)
+    return torch.from_numpy(np.arange(positions.num_tokens) - np.repeat(starts, lengths)).view(-1, seq)
+
+
+def rope_cache(rotary: Rotary, positions: PositionTable, seq: int) -> Tensor:
+    """The cache that torchtitan's ``apply_rotary_emb`` broadcasts over the heads, for the tokens of this batch alone.
+
+    Args:
+        rotary: pairing "half" for CosSinRoPE, "adjacent" for ComplexRoPE.
+        positions: the tokens of a batch, row after row.
+        seq: tokens of a row.
+
+    Returns:
+        (batch, seq, 1, 2·rotary_dim) float32 of cos then sin, or complex64 (batch, seq, 1, pairs) for adjacent pairs.
+    """
+    rows(positions, seq)
+    cache = rotary.cos_sin(positions, layout="torchtitan")
+    assert isinstance(cache, Tensor)
+    return cache.reshape(-1, seq, 1, cache.shape[-1])
+
+
+def rows(positions: PositionTable, seq: int) -> int:
+    """How many rows of seq tokens the table has."""
+    seq = integer("seq", seq, minimum=1)
+    if positions.num_tokens % seq:
+        raise InvalidInputError(f"seq: got {seq}, want a divisor of {positions.num_tokens}, the tokens of the table")
+    return positions.num_tokens // seq

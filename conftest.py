@@ -13,7 +13,7 @@ import mmpos  # noqa: F401
 
 # Plugins for runs of their own, see tests/test_congruence.py; and what imports other projects, which takes seconds
 # and fails where they are missing.
-collect_ignore = ["tests/through_service.py", "tests/native_choice.py", "mmpos/bench/peers"]
+collect_ignore = ["tests/through_service.py", "tests/native_choice.py", "mmpos/bench/peers", "mmpos/vllm/models.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

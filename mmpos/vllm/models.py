@@ -78,8 +78,8 @@ def _check_config(vllm_config: Any, sections: Sections) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
-            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM takes the "
-            "slots of a draft model from ids, which are not token indexes here"
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM takes "
+            "the slots of a draft model from ids, which are not token indexes here"
         )
     if vllm_config.model_config.multimodal_config.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got it enabled, want none: it computes ids of its own")

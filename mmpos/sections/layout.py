@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +102,20 @@ class Sections:
     def rows(self) -> tuple[int, int, int]:
         """The axis of each row of ids: (0, 0, 1) is row, row, column."""
         return ROWS[self.rotary.axes - 1]
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """What the config of the checkpoint must say so that an engine builds modules of this shape; a new dict."""
+        theta, head_dim = self.rotary.theta, self.rotary.head_dim
+        factor = self.rotary.rotary_dim / head_dim
+        if int(head_dim * factor) < self.rotary.rotary_dim:  # as engines round it
+            factor = math.nextafter(factor, 1)
+        return {
+            "rope_type": "default",
+            "rope_theta": theta if isinstance(theta, float) else theta[0],
+            "mrope_section": list(self.mrope_section),
+            "partial_rotary_factor": factor,
+        }
 
     @property
     def order(self) -> IntArray:

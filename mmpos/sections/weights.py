@@ -122,19 +122,17 @@ class _Turn:
             raise InvalidInputError(f"names: got {names!r}, want a regular expression ({error})") from None
 
     def pairs(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-        seen: dict[str, set[str]] = {"q": set(), "k": set(), "qkv": set()}
+        counterparts: dict[str, str] = {}
         for name, tensor in weights:
             found = PROJECTION.fullmatch(name)
             if found is None or not self._wanted(name):
                 yield name, tensor
                 continue
             role = found["role"] or found["norm"][0]
-            if "lora" not in found["leaf"]:  # an adapter may be of q alone
-                seen[role].add(found["layer"] + ("norm." if found["norm"] else "proj.") + found["leaf"])
-            else:
-                seen["qkv"].add(name)
+            # An adapter may be of q alone.
+            counterparts[name] = _counterpart(found) if found["leaf"] == "weight" and role != "qkv" else name
             yield name, self._turned(name, tensor, found["leaf"], role, norm=found["norm"] is not None)
-        _check_seen(seen)
+        _check_seen(counterparts)
 
     def _wanted(self, name: str) -> bool:
         return TOWER.search(name) is None if self.names is None else self.names.search(name) is not None
@@ -165,12 +163,18 @@ class _Turn:
         return (order + head_dim * np.arange(heads)[:, None]).ravel()
 
 
-def _check_seen(seen: Mapping[str, set[str]]) -> None:
-    if not any(seen.values()):
+def _counterpart(found: re.Match[str]) -> str:
+    """The name of k beside that of q, or of q beside that of k."""
+    other = {"q": "k", "k": "q", "query": "key", "key": "query"}
+    which, rest = found["part"].split("_", 1)
+    return f"{found['layer']}{other[which]}_{rest}.{found['leaf']}"
+
+
+def _check_seen(counterparts: Mapping[str, str]) -> None:
+    if not counterparts:
         raise InvalidInputError(
             "weights: got no q_proj, k_proj or qkv_proj of a language model, want at least one; see names"
         )
-    for role, other in (("q", "k"), ("k", "q")):
-        alone = sorted(seen[role] - seen[other])
-        if alone:
-            raise InvalidInputError(f"weights: got {alone[0]} of {role} alone, want that of {other} too")
+    for name, other in counterparts.items():
+        if other not in counterparts:
+            raise InvalidInputError(f"weights: got {name} alone, want {other} too")

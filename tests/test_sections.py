@@ -1,0 +1,318 @@
+"""Sections: an engine's formula on sorted channels is the rotation of the model, and its ids are those of the table."""
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sections_engine import EngineRotary, step_ids
+
+import mmpos
+from mmpos import Grid, SegmentTable, Text
+from mmpos.positions import PositionTable
+from mmpos.rotary import Linear, Rotary, YaRN, apply_rotary
+from mmpos.sections import (
+    Sections,
+    batch_positions,
+    draft_positions,
+    install_cache,
+    qk_channels,
+    request_positions,
+    window_positions,
+)
+
+DOCUMENT: list[Text | Grid] = [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)]
+SECTIONS = Sections(Rotary(head_dim=16), max_position=64, permuted=True)
+ROTARIES = {
+    "hunyuan": Rotary(head_dim=128),
+    "odd pairs": Rotary(head_dim=10, theta=100.0),
+    "adjacent": Rotary(head_dim=16, pairing="adjacent"),
+    "partial": Rotary(head_dim=24, rotary_dim=16),
+    "partial adjacent": Rotary(head_dim=24, rotary_dim=16, pairing="adjacent"),
+    "columns first": Rotary(head_dim=16, allocation=[1, 1, 0, 1, 0, 0, 0, 1]),
+    "three axes": Rotary(head_dim=16, axes=3),
+    "qwen3-vl": Rotary(head_dim=128, allocation="mrope-interleaved", theta=5e6),
+    "qwen2-vl": Rotary(head_dim=128, allocation="sections", mrope_section=[16, 24, 24], theta=1e6),
+    "split": Rotary(head_dim=16, allocation="split"),
+    "axial": Rotary(head_dim=16, allocation="axial"),
+    "one axis": Rotary(head_dim=16, axes=1),
+    "yarn": Rotary(head_dim=64, scaling=YaRN(4.0, 32)),
+    "as transformers": Rotary(head_dim=16, precision="hf"),
+}
+
+
+def table(*documents: list[Text | Grid], axes: int = 2, start: int = 0) -> PositionTable:
+    scheme = {1: "flatten", 2: "rope-tie", 3: "mrope"}[axes]
+    return mmpos.place(SegmentTable.from_documents(list(documents)), scheme, start)
+
+
+def engine(sections: Sections, dtype: torch.dtype = torch.float32) -> EngineRotary:
+    rotary, section = sections.rotary, list(sections.mrope_section)
+    base = float(np.ravel(rotary.theta)[0])
+    rows, neox = sections.max_position, sections.is_neox_style
+    return EngineRotary(rotary.head_dim, rotary.rotary_dim, rows, base, neox, section, dtype)
+
+
+@pytest.mark.parametrize("name", sorted(ROTARIES))
+def test_an_engine_turns_sorted_channels_as_mmpos_turns_the_models_own_bit_for_bit(name: str) -> None:
+    rotary = ROTARIES[name]
+    positions = table(DOCUMENT, axes=rotary.axes)
+    sections = Sections(rotary, 64, permuted=True)
+    module = engine(sections)
+    assert install_cache(module, sections) == 1
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(positions.num_tokens, heads, rotary.head_dim, generator=generator) for heads in (4, 2))
+    want_q, want_k = apply_rotary(q, k, positions, rotary)
+    channels = torch.from_numpy(qk_channels(rotary))
+    ids, _ = request_positions(positions, sections)
+    got_q, got_k = module(ids, q[..., channels], k[..., channels])
+    assert want_k is not None
+    assert torch.equal(got_q, want_q[..., channels])
+    assert torch.equal(got_k, want_k[..., channels])
+
+
+def test_pairs_come_evens_then_odds_and_the_rows_are_row_row_column() -> None:
+    sections = Sections(Rotary(head_dim=16), 8, permuted=True)
+    assert sections.order.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert qk_channels(sections.rotary).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+    assert (sections.mrope_section, sections.rows) == ((0, 4, 4), (0, 0, 1))
+    assert sections.inv_freq.tolist() == pytest.approx([10000 ** (-j / 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)])
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "rows"),
+    [
+        ("odd pairs", (0, 3, 2), (0, 0, 1)),
+        ("one axis", (8, 0, 0), (0, 0, 0)),
+        ("qwen2-vl", (16, 24, 24), (0, 1, 2)),
+        ("qwen3-vl", (24, 20, 20), (0, 1, 2)),
+    ],
+)
+def test_sections_count_the_pairs_of_every_axis(name: str, section: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    sections = Sections(ROTARIES[name], 8, permuted=True)
+    assert (sections.mrope_section, sections.rows) == (section, rows)
+
+
+@pytest.mark.parametrize("name", ["axial", "one axis", "qwen2-vl", "split"])
+def test_contiguous_allocations_need_no_permutation(name: str) -> None:
+    assert Sections(ROTARIES[name], 8).order.tolist() == list(range(ROTARIES[name].num_pairs))
+
+
+@pytest.mark.parametrize("name", ["adjacent", "columns first", "hunyuan", "qwen3-vl", "three axes"])
+def test_other_allocations_are_refused_without_it(name: str) -> None:
+    want = "want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
+    with pytest.raises(mmpos.UnsupportedError, match=re.escape(want)):
+        Sections(ROTARIES[name], 8)
+
+
+def test_what_is_no_description_is_refused() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match="got 4 axes, want at most 3"):
+        Sections(Rotary(head_dim=16, axes=4), 8, permuted=True)
+    with pytest.raises(mmpos.InvalidInputError, match="rotary: got dict, want a Rotary"):
+        Sections({}, 8)  # type: ignore[arg-type]
+    with pytest.raises(mmpos.InvalidInputError, match="max_position: got 0, want >= 1"):
+        Sections(Rotary(head_dim=16), 0, permuted=True)
+    with pytest.raises(mmpos.InvalidInputError, match="permuted: got 1, want True or False"):
+        Sections(Rotary(head_dim=16), 8, permuted=1)  # type: ignore[arg-type]
+
+
+def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_than_one_block() -> None:
+    rotary = Rotary(head_dim=8, theta=100.0)
+    cache = Sections(rotary, 20000, permuted=True).cos_sin_cache()
+    assert (cache.shape, cache.dtype) == ((20000, 8), torch.float32)
+    angle = np.arange(20000)[:, None] * np.array([100.0 ** (-j / 4) for j in (0, 2, 1, 3)])
+    want = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+    assert np.abs(cache.double().numpy() - want).max() < 2e-7
+    assert torch.equal(Sections(rotary, 20000, permuted=True).cos_sin_cache(torch.bfloat16), cache.bfloat16())
+
+
+@pytest.mark.parametrize("rotary_dim", [4, 34, 66, 96])
+def test_the_config_gives_an_engine_the_same_rotary_dim(rotary_dim: int) -> None:
+    sections = Sections(Rotary(head_dim=96, rotary_dim=rotary_dim, theta=5e5), 8, permuted=True)
+    found = sections.rope_parameters
+    assert int(96 * found.pop("partial_rotary_factor")) == rotary_dim
+    pairs = rotary_dim // 2
+    section = [0, math.ceil(pairs / 2), pairs // 2]
+    assert found == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
+
+
+def test_a_cache_that_grows_goes_on_in_the_order_of_the_sections() -> None:
+    sections = Sections(Rotary(head_dim=16), 64, permuted=True)
+    module = engine(sections)
+    install_cache(module, sections)
+    module.grow(96)
+    longer = Sections(sections.rotary, 96, permuted=True).cos_sin_cache()
+    assert torch.equal(module.cos_sin_cache[:64], longer[:64])
+    assert torch.allclose(module.cos_sin_cache, longer, rtol=0, atol=1e-5)
+
+
+def test_a_cache_keeps_its_dtype_and_is_shared_by_the_modules_of_a_model() -> None:
+    sections = Sections(Rotary(head_dim=16, scaling=Linear(2.0)), 64, permuted=True)
+    model = torch.nn.ModuleList(
+        [engine(sections, torch.bfloat16), torch.nn.Linear(2, 2), engine(sections, torch.bfloat16)]
+    )
+    assert install_cache(model, sections) == 2
+    first, _, second = (getattr(module, "cos_sin_cache", None) for module in model)
+    assert first is second
+    assert first is not None
+    assert torch.equal(first, sections.cos_sin_cache(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("head_size", 32, "EngineRotary.head_size: got 32, want 16 as in sections"),
+        ("rotary_dim", 8, "EngineRotary.rotary_dim: got 8, want 16 as in sections"),
+        ("is_neox_style", False, "EngineRotary.is_neox_style: got False, want True as in sections"),
+        ("mrope_section", (4, 2, 2), "EngineRotary.mrope_section: got [4, 2, 2], want [0, 4, 4] as in sections"),
+        ("mrope_interleaved", True, "EngineRotary.mrope_interleaved: got True, want False: sections are blocks"),
+        ("cos_sin_cache", torch.zeros(9, 16), "max_position: got 64, want 9, the rows of cos_sin_cache"),
+        ("mrope_section", None, "model: got no module with cos_sin_cache and mrope_section, want at least one"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: Any, message: str) -> None:
+    module = engine(SECTIONS)
+    setattr(module, field, value)
+    before = module.cos_sin_cache
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape(message)):
+        install_cache(module, SECTIONS)
+    assert module.cos_sin_cache is before
+
+
+def whole(document: list[Text | Grid], generated: int) -> torch.Tensor:
+    """(3, tokens) ids of the document with text after it, placed as one."""
+    return torch.from_numpy(table([*document, Text(generated)]).dense(dtype=np.int64)[[0, 0, 1]])
+
+
+def test_a_request_gives_three_rows_and_the_delta_of_what_follows() -> None:
+    ids, delta = request_positions(table([Text(3), Grid(2, 3), Text(2)]), SECTIONS)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [
+        [0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15],
+        [0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15],
+        [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15],
+    ]
+    assert delta == 5
+    assert type(delta) is int
+
+
+@pytest.mark.parametrize("ends", [[], [Grid(2, 2)]], ids=["text", "patches"])
+def test_every_step_of_an_engine_is_a_window_of_the_table(ends: list[Grid]) -> None:
+    document = [*DOCUMENT, *ends]
+    positions = table([Text(2)], document)
+    sections = Sections(SECTIONS.rotary, 128, permuted=True)
+    _, (prompt, delta) = batch_positions(positions, sections)
+    ids = whole(document, 6)
+    length = prompt.shape[1]
+    for computed in range(length + 4):
+        for scheduled in (1, 2, length + 5 - computed):
+            got = window_positions(positions, sections, [1], [computed], [scheduled])
+            assert torch.equal(got, ids[:, computed : computed + scheduled])
+            assert torch.equal(got, step_ids(prompt, delta, computed, scheduled))
+
+
+def test_a_step_of_several_requests_is_packed_in_the_order_of_the_scheduler() -> None:
+    positions = table(DOCUMENT, [Text(4)])
+    got = window_positions(positions, SECTIONS, [1, 0, 0], [3, 5, 0], [3, 2, 0])
+    assert torch.equal(got, torch.cat([whole([Text(4)], 3)[:, 3:6], whole(DOCUMENT, 1)[:, 5:7]], dim=1))
+
+
+def test_what_follows_a_cached_prefix_needs_its_cursor_and_its_tokens_only() -> None:
+    prefix, suffix = DOCUMENT[:3], DOCUMENT[3:]
+    _, delta = request_positions(table(DOCUMENT), SECTIONS)
+    before = table(prefix)
+    after = table(suffix, start=int(before.next_positions[0]))
+    ids, found = request_positions(after, SECTIONS, computed=before.num_tokens)
+    assert torch.equal(ids, whole(DOCUMENT, 1)[:, before.num_tokens : -1])
+    assert found == delta
+
+
+def test_a_delta_counts_from_the_first_id_and_from_the_tokens_that_are_left() -> None:
+    positions = table(DOCUMENT, start=7)
+    ids, delta = request_positions(positions, Sections(SECTIONS.rotary, 128, permuted=True))
+    assert int(ids[0, 0]) == 7
+    assert delta == positions.next_positions[0] - positions.num_tokens
+    mask = np.ones(positions.num_tokens, np.bool_)
+    mask[4:7] = False
+    pruned, more = request_positions(positions.keep(mask), Sections(SECTIONS.rotary, 128, permuted=True))
+    assert torch.equal(pruned, ids[:, torch.from_numpy(mask)])
+    assert more == delta + 3
+
+
+def test_drafts_of_one_depth_share_one_id() -> None:
+    positions = table([Text(1)], DOCUMENT)
+    start = int(positions.lengths[1]) + 4
+    got = draft_positions(positions, SECTIONS, start, [0, 1, 1, 2, 3, 2], document=1)
+    assert torch.equal(got, whole(DOCUMENT, 9)[:, [start + depth for depth in (0, 1, 1, 2, 3, 2)]])
+    assert got.dtype == torch.int64
+
+
+def test_no_documents_and_empty_windows_are_empty() -> None:
+    assert batch_positions(table(), SECTIONS) == []
+    assert window_positions(table(DOCUMENT), SECTIONS, [], [], []).shape == (3, 0)
+    assert draft_positions(table(DOCUMENT), SECTIONS, 20, []).shape == (3, 0)
+
+
+LENGTH = 16  # tokens of DOCUMENT
+CURSOR = 3 + 11 + 2 + 9 + 1
+
+
+def test_ids_and_cursors_up_to_the_last_row_of_the_cache_are_accepted() -> None:
+    positions = table(DOCUMENT)
+    assert positions.next_positions.tolist() == [CURSOR]
+    assert positions.num_tokens == LENGTH
+    request_positions(positions, Sections(SECTIONS.rotary, CURSOR, permuted=True))
+    request_positions(positions, SECTIONS, max_new_tokens=64 - CURSOR)
+    window_positions(positions, SECTIONS, [0], [LENGTH], [64 - CURSOR])
+    draft_positions(positions, SECTIONS, LENGTH + 63 - CURSOR, [0])
+
+
+def test_what_reaches_beyond_the_cache_is_refused() -> None:
+    positions = table([Text(1)], DOCUMENT)
+    short = Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
+    message = f"documents[1]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, the rows of the cos/sin cache"
+    with pytest.raises(mmpos.LimitExceededError, match=re.escape(message)):
+        batch_positions(positions, short)
+    message = (
+        f"documents[1]: got cursor {CURSOR} and max_new_tokens {65 - CURSOR}, want at most max_position 64 in all, "
+        "the rows of the cos/sin cache"
+    )
+    with pytest.raises(mmpos.LimitExceededError, match=re.escape(message)):
+        batch_positions(positions, SECTIONS, max_new_tokens=[0, 65 - CURSOR])
+    with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
+        window_positions(positions, SECTIONS, [0, 1], [0, LENGTH], [2, 65 - CURSOR])
+    with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
+        draft_positions(positions, SECTIONS, LENGTH + 63 - CURSOR, [0, 1], document=1)
+
+
+def test_what_has_no_row_in_the_cache_is_refused() -> None:
+    fractional = mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rope-tie-v2")
+    with pytest.raises(
+        mmpos.UnsupportedError, match="whose ids may be fractions, want integers: an id is a row of the"
+    ):
+        request_positions(fractional, SECTIONS)
+    negative = mmpos.place(SegmentTable.from_documents([[Text(9)], [Grid(8, 8)]]), "videorope")
+    three = Sections(Rotary(head_dim=16, axes=3), 64, permuted=True)
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("documents[1]: got id -3, want >= 0")):
+        batch_positions(negative, three)
+    with pytest.raises(mmpos.UnsupportedError, match="want a scheme with one cursor"):
+        request_positions(mmpos.place(SegmentTable.from_documents([DOCUMENT]), "rows"), SECTIONS)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match="positions: got 2 documents, want 1; see batch_positions"):
+        request_positions(table([Text(1)], [Text(1)]), SECTIONS)
+    with pytest.raises(mmpos.InvalidInputError, match="positions: got 3 axes, want 2 as in rotary"):
+        request_positions(table(DOCUMENT, axes=3), SECTIONS)
+    with pytest.raises(mmpos.InvalidInputError, match="positions: got padding, want a table without"):
+        request_positions(table(DOCUMENT).pad(20), SECTIONS)
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("max_new_tokens: got -1, want >= 0")):
+        request_positions(table(DOCUMENT), SECTIONS, max_new_tokens=-1)
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("computed[1]: got -2, want >= 0")):
+        batch_positions(table(DOCUMENT, DOCUMENT), SECTIONS, computed=[0, -2])
+    with pytest.raises(mmpos.InvalidInputError, match=f"start: got 3, want >= {LENGTH}"):
+        draft_positions(table(DOCUMENT), SECTIONS, 3, [0])
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("depths[1]: got -1, want >= 0")):
+        draft_positions(table(DOCUMENT), SECTIONS, LENGTH, [0, -1])

@@ -1,0 +1,275 @@
+"""Weights sorted by axis: attention of an engine on them is that of mmpos on the model's own, and back again."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from sections_engine import EngineRotary
+from torch import Tensor, nn
+
+import mmpos
+from mmpos import Grid, SegmentTable, Text
+from mmpos.rotary import Rotary
+from mmpos.sections import Sections, install_cache, permute_qk, qk_channels, request_positions
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 24
+ROTARY = Rotary(head_dim=12, rotary_dim=8, theta=100.0)
+LAYER = "model.layers.0.self_attn."
+ORDER = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7, 8, 9, 10, 11])
+
+
+def layer(prefix: str = LAYER, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    rows = {"q_proj": 12 * HEADS, "k_proj": 12 * KV_HEADS, "v_proj": 12 * KV_HEADS}
+    weights = {f"{prefix}{name}.weight": torch.randn(n, WIDTH, generator=generator) for name, n in rows.items()}
+    weights |= {f"{prefix}{name}.bias": torch.randn(n, generator=generator) for name, n in rows.items()}
+    weights |= {f"{prefix}{name}_norm.weight": torch.rand(12, generator=generator) for name in "qk"}
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def sorted_rows(x: Tensor) -> Tensor:
+    """The rows of every head in the new order, written out."""
+    return x.unflatten(0, (-1, 12))[:, ORDER].flatten(0, 1)
+
+
+def attention(x: Tensor, weights: dict[str, Tensor], turn: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Tensor:
+    """Causal grouped-query attention with q and k norms; ``turn`` rotates (tokens, heads, 12)."""
+    q, k, v = (
+        nn.functional.linear(x, weights[f"{LAYER}{name}_proj.weight"], weights[f"{LAYER}{name}_proj.bias"]).unflatten(
+            -1, (-1, 12)
+        )
+        for name in "qkv"
+    )
+    q, k = (
+        nn.functional.rms_norm(y, (12,), weights[f"{LAYER}{name}_norm.weight"], 1e-6)
+        for name, y in (("q", q), ("k", k))
+    )
+    q, k = turn(q, k)
+    q, k, v = (y.transpose(0, 1) for y in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+
+def turned_by_mmpos(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """The rotation of the model itself, in float64, pair j by axis j mod 2."""
+    cos, sin = (table.double().view(-1, 1, 4) for table in ROTARY.cos_sin(positions))
+    return tuple(
+        torch.cat([x[..., :4] * cos - x[..., 4:8] * sin, x[..., 4:8] * cos + x[..., :4] * sin, x[..., 8:]], dim=-1)
+        for x in (q, k)
+    )
+
+
+def test_attention_of_an_engine_on_sorted_weights_is_that_of_the_model() -> None:
+    positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
+    x = torch.randn(positions.num_tokens, WIDTH, generator=torch.Generator().manual_seed(3)).double()
+    sections = Sections(ROTARY, 64, permuted=True)
+    module = EngineRotary(12, 8, 64, 100.0, True, [0, 2, 2])
+    install_cache(module, sections)
+    ids, _ = request_positions(positions, sections)
+    want = attention(x, layer(), lambda q, k: turned_by_mmpos(positions, q, k))
+    got = attention(x, permute_qk(layer(), ROTARY), lambda q, k: module(ids, q, k))
+    assert torch.allclose(got, want, rtol=0, atol=1e-14)
+    without = attention(x, layer(), lambda q, k: module(ids, q, k))
+    assert (without - want).abs().max() > 0.1
+
+
+def test_rows_of_q_and_k_are_sorted_and_nothing_else_is_touched() -> None:
+    weights = {"model.embed_tokens.weight": torch.ones(3), **layer()}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    got = permute_qk(weights, ROTARY)
+    assert list(got) == list(weights)
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, before[name])
+        if re.search("[qk]_norm", name):
+            assert torch.equal(got[name], tensor[ORDER])
+        elif re.search("[qk]_proj", name):
+            assert torch.equal(got[name], sorted_rows(tensor))
+        else:
+            assert got[name] is tensor
+
+
+def test_an_iterator_gives_one_tensor_at_a_time_and_the_inverse_gives_all_back() -> None:
+    weights, taken = layer(), []
+
+    def loading() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.items():
+            taken.append(name)
+            yield name, tensor
+
+    pairs = permute_qk(loading(), ROTARY)
+    assert taken == []
+    assert next(pairs)[0] == taken[-1]
+    assert len(taken) == 1
+    back = permute_qk(permute_qk(weights, ROTARY), ROTARY, inverse=True)
+    assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
+
+
+def test_pairs_of_neighbours_move_together() -> None:
+    rotary = Rotary(head_dim=8, pairing="adjacent")
+    weights = {f"layers.0.{name}_proj.weight": torch.arange(16.0) for name in "qk"}
+    got = permute_qk(weights, rotary)["layers.0.q_proj.weight"]
+    assert got.tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+@pytest.mark.parametrize("fused", ["grouped", "stacked"])
+def test_q_and_k_of_a_fused_projection_are_sorted_and_v_is_not(fused: str) -> None:
+    weights = layer()
+    q, k, v = (weights[f"{LAYER}{name}_proj.weight"] for name in "qkv")
+
+    def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if fused == "stacked":
+            return torch.cat([q, k, v])
+        groups = zip(q.chunk(KV_HEADS), k.chunk(KV_HEADS), v.chunk(KV_HEADS), strict=True)
+        return torch.cat([part for group in groups for part in group])
+
+    name = "model.layers.3.self_attn.qkv_proj.weight"
+    got = permute_qk({name: joined(q, k, v)}, ROTARY, num_heads=HEADS, num_kv_heads=KV_HEADS, fused=fused)  # type: ignore[call-overload]
+    assert torch.equal(got[name], joined(sorted_rows(q), sorted_rows(k), v))
+
+
+def test_an_adapter_of_q_alone_is_sorted_like_its_base() -> None:
+    base = layer()[f"{LAYER}q_proj.weight"]
+    name = f"base_model.model.{LAYER}q_proj."
+    a, b = torch.randn(3, WIDTH).double(), torch.randn(12 * HEADS, 3).double()
+    magnitude = torch.rand(12 * HEADS)
+    adapter = {
+        f"{name}lora_A.weight": a,
+        f"{name}lora_B.default.weight": b,
+        f"{name}lora_magnitude_vector.default.weight": magnitude,
+    }
+    got = permute_qk(adapter, ROTARY)
+    assert got[f"{name}lora_A.weight"] is a
+    found = got[f"{name}lora_B.default.weight"]
+    assert torch.equal(sorted_rows(base) + found @ a, sorted_rows(base + b @ a))
+    assert torch.equal(got[f"{name}lora_magnitude_vector.default.weight"], sorted_rows(magnitude))
+
+
+def test_scales_per_row_follow_their_rows_and_one_scale_stays() -> None:
+    weights = layer()
+    q = weights[f"{LAYER}q_proj.weight"].to(torch.float8_e4m3fn)
+    scale, one = torch.rand(12 * HEADS, 1), torch.tensor(0.5)
+    weights |= {
+        f"{LAYER}q_proj.weight": q,
+        f"{LAYER}q_proj.weight_scale": scale,
+        f"{LAYER}k_proj.weight_scale": torch.rand(12 * KV_HEADS, 1),
+        f"{LAYER}q_proj.input_scale": one,
+    }
+    got = permute_qk(weights, ROTARY)
+    assert torch.equal(got[f"{LAYER}q_proj.weight"].float(), sorted_rows(q.float()))
+    assert torch.equal(got[f"{LAYER}q_proj.weight_scale"], sorted_rows(scale))
+    assert got[f"{LAYER}q_proj.input_scale"] is one
+
+
+def test_norms_of_a_row_per_head_and_of_all_heads_are_sorted_inside_heads() -> None:
+    per_head, flat = torch.rand(HEADS, 12), torch.rand(12 * HEADS)
+    names = ("model.layers.0.self_attn.query_layernorm.weight", "model.layers.0.self_attn.key_layernorm.weight")
+    got = permute_qk(dict(zip(names, (per_head, flat), strict=True)), ROTARY)
+    assert torch.equal(got[names[0]], per_head[:, ORDER])
+    assert torch.equal(got[names[1]], sorted_rows(flat))
+
+
+@pytest.mark.parametrize("tower", ["audio_tower.", "model.visual.", "thinker.vision_model.encoder.", "vit."])
+def test_towers_keep_their_order_unless_named(tower: str) -> None:
+    weights = {**layer(f"{tower}layers.0.attn."), **layer()}
+    got = permute_qk(weights, ROTARY)
+    name = f"{tower}layers.0.attn.q_proj.weight"
+    assert got[name] is weights[name]
+    named = permute_qk(weights, ROTARY, names=re.escape(tower))
+    assert torch.equal(named[name], sorted_rows(weights[name]))
+    assert named[f"{LAYER}q_proj.weight"] is weights[f"{LAYER}q_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "weights: got no q_proj, k_proj or qkv_proj of a language model, want at least one; see names"),
+        ({"visual.q_proj.weight": torch.ones(12)}, "weights: got no q_proj, k_proj or qkv_proj"),
+        ({"a.q_proj.weight": torch.ones(12)}, "weights: got a.q_proj.weight alone, want a.k_proj.weight too"),
+        ({"a.k_norm.weight": torch.ones(12)}, "weights: got a.k_norm.weight alone, want a.q_norm.weight too"),
+        ({"a.key_layernorm.weight": torch.ones(12)}, "want a.query_layernorm.weight too"),
+        ({"a.q_proj.weight": torch.ones(18)}, "a.q_proj.weight: got 18 rows, want a multiple of head_dim 12"),
+        ({"a.q_norm.weight": torch.ones(12, 18)}, "a.q_norm.weight: got 18 rows, want a multiple of head_dim 12"),
+        ({"qkv_proj.weight": torch.ones(48)}, "num_heads: got None, want it and num_kv_heads to tell q, k and v"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape(message)):
+        permute_qk(weights, ROTARY)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tensor"),
+    [
+        ("qweight", torch.ones(6, 48, dtype=torch.int32)),
+        ("weight", torch.ones(48, 6, dtype=torch.int8)),
+        ("weight_scale", torch.ones(12, 2)),
+        ("weight_scale_inv", torch.ones(12, 2)),
+        ("weight_packed", torch.ones(48, 3, dtype=torch.int32)),
+    ],
+)
+def test_packed_weights_are_refused(leaf: str, tensor: Tensor) -> None:
+    got = f"{LAYER}q_proj.{leaf}: got {tensor.dtype} {tuple(tensor.shape)}"
+    with pytest.raises(mmpos.UnsupportedError, match=re.escape(got) + ".*; permute before quantising"):
+        permute_qk({f"{LAYER}q_proj.{leaf}": tensor}, ROTARY)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    fused = {"a.qkv_proj.weight": torch.ones(12 * 8, 2)}
+    with pytest.raises(
+        mmpos.InvalidInputError, match=re.escape("a.qkv_proj.weight: got 96 rows, want 120 for q, k and v")
+    ):
+        permute_qk(fused, ROTARY, num_heads=6, num_kv_heads=2)
+    with pytest.raises(mmpos.InvalidInputError, match="num_heads: got 5, want a multiple of num_kv_heads 2"):
+        permute_qk(fused, ROTARY, num_heads=5, num_kv_heads=2)
+    with pytest.raises(mmpos.InvalidInputError, match="num_kv_heads: got None, want an integer"):
+        permute_qk(fused, ROTARY, num_heads=6)
+    with pytest.raises(mmpos.InvalidInputError, match="fused: got 'packed', want one of 'stacked', 'grouped'"):
+        permute_qk(fused, ROTARY, fused="packed")  # type: ignore[call-overload]
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("names: got '(', want a regular expression")):
+        permute_qk(fused, ROTARY, names="(")
+    with pytest.raises(mmpos.InvalidInputError, match="inverse: got 1, want True or False"):
+        permute_qk(fused, ROTARY, inverse=1)  # type: ignore[call-overload]
+
+
+def test_the_order_of_this_file_is_the_one_of_the_rotary() -> None:
+    assert torch.equal(torch.from_numpy(qk_channels(ROTARY)), ORDER)
+
+
+class Fixed(nn.Module):
+    """In the place of a model's rotary embedding: cos and sin that are there already."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        super().__init__()
+        self.held = cos, sin
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])  # biases of q and k; norms of q and k
+def test_a_model_of_transformers_with_sorted_weights_gives_the_same_logits(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": 50}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(5)
+    model, engine = (getattr(transformers, f"{name}ForCausalLM")(config).double().eval() for _ in range(2))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    rotary = Rotary(head_dim=16)
+    sections = Sections(rotary, 64, permuted=True)
+    engine.load_state_dict(permute_qk(model.state_dict(), rotary))
+    positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
+    cos, sin = rotary.cos_sin(positions, "transformers")
+    model.model.rotary_emb = Fixed(cos.double(), sin.double())
+    ids, _ = request_positions(positions, sections)
+    blocks = sections.cos_sin_cache()[ids].split([0, 4, 4, 0, 4, 4], dim=-1)
+    cos, sin = torch.cat([blocks[1][1], blocks[2][2]], -1), torch.cat([blocks[4][1], blocks[5][2]], -1)
+    engine.model.rotary_emb = Fixed(*(table.repeat(1, 2)[None].double() for table in (cos, sin)))
+    tokens = torch.randint(50, (1, positions.num_tokens))
+    with torch.no_grad():
+        want, got = model(tokens).logits, engine(tokens).logits
+        engine.load_state_dict(model.state_dict())
+        without = engine(tokens).logits
+    assert (got - want).abs().max() < 1e-5  # its norms are computed in float32
+    assert (without - want).abs().max() > 0.1

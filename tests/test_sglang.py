@@ -1,0 +1,191 @@
+"""What a processor hands to SGLang, and what SGLang makes of it: its steps give the ids of the table.
+
+The formulas are those of SGLang 0.5.23, written from reading it; tests of its own code run where it is installed.
+"""
+
+import os
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mmpos
+from mmpos import Grid, SegmentTable, Text
+from mmpos.rotary import Rotary, apply_rotary
+from mmpos.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
+from mmpos.sglang import item_segments, mrope_positions
+
+PROMPT: list[Text | Grid] = [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)]
+LENGTH = 16
+SECTIONS = Sections(Rotary(head_dim=64), max_position=256, permuted=True)
+PLACED = mmpos.place(SegmentTable.from_documents([PROMPT]))
+
+
+def generated(prompt: Tensor, delta: Tensor, seq_len: int) -> Tensor:
+    """A decode step: the token that makes the request seq_len long."""
+    return (delta - 1 + seq_len).flatten().unsqueeze(0).repeat(3, 1)
+
+
+def retracted(prompt: Tensor, output_ids: int) -> Tensor:
+    """The ids of a request that is prefilled again, with what it had generated."""
+    first = int(prompt[0, -1]) + 1
+    return torch.cat([prompt, torch.arange(first, first + output_ids).expand(3, -1)], dim=1)
+
+
+def verified(delta: Tensor, positions: Tensor) -> Tensor:
+    """The ids of drafts, whose positions count tokens."""
+    return (positions.view(1, -1) + delta.squeeze(0)).flatten().unsqueeze(0).repeat(3, 1)
+
+
+def test_a_prompt_is_three_rows_and_a_delta_of_one_by_one() -> None:
+    prompt, delta = mrope_positions(PLACED, SECTIONS)
+    assert (prompt.shape, prompt.dtype, delta.shape, delta.dtype) == ((3, LENGTH), torch.int64, (1, 1), torch.int64)
+    assert np.array_equal(prompt, PLACED.dense()[[0, 0, 1]])
+    assert delta.tolist() == [[10]]
+
+
+def test_its_steps_are_the_windows_of_the_table() -> None:
+    prompt, delta = mrope_positions(PLACED, SECTIONS)
+    for prefix in range(LENGTH):
+        chunk = prompt[:, prefix : prefix + 5]
+        assert torch.equal(chunk, window_positions(PLACED, SECTIONS, [0], [prefix], [min(5, LENGTH - prefix)]))
+    for seq_len in range(LENGTH + 1, LENGTH + 9):
+        assert torch.equal(
+            generated(prompt, delta, seq_len), window_positions(PLACED, SECTIONS, [0], [seq_len - 1], [1])
+        )
+    assert torch.equal(retracted(prompt, 7), window_positions(PLACED, SECTIONS, [0], [0], [LENGTH + 7]))
+    depths = torch.tensor([0, 1, 1, 2, 2, 2])
+    assert torch.equal(verified(delta, LENGTH + 4 + depths), draft_positions(PLACED, SECTIONS, LENGTH + 4, depths))
+
+
+def test_a_prompt_that_ends_in_patches_is_refused_since_retraction_goes_on_from_its_last_id() -> None:
+    positions = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
+    message = (
+        "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: a retracted request goes on"
+    )
+    with pytest.raises(mmpos.UnsupportedError, match=re.escape(message)):
+        mrope_positions(positions, SECTIONS)
+    with pytest.raises(mmpos.UnsupportedError, match="positions: got no tokens, want a prompt that ends in text"):
+        mrope_positions(PLACED.slice(0, 0), SECTIONS)
+
+
+def test_the_limit_is_checked_with_what_may_be_generated() -> None:
+    mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 26)
+    with pytest.raises(
+        mmpos.LimitExceededError, match="got cursor 26 and max_new_tokens 231, want at most max_position"
+    ):
+        mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
+
+
+def item(*offsets: tuple[int, int], **grids: Any) -> SimpleNamespace:
+    return SimpleNamespace(offsets=list(offsets) or None, **grids)
+
+
+def test_items_give_the_segments_that_the_tokens_would_give() -> None:
+    image, second = [1, 4, 6], [1, 8, 2]
+    ids = [5, 5, 5, *[9] * 6, 5, *[9] * 4, 5, *[8] * 2, 5, *[8] * 2, 5]
+    items = [
+        item((10, 13), image_grid_thw=torch.tensor([second])),  # in any order
+        item((15, 16), (18, 19), video_grid_thw=np.array([[2, 2, 4]])),
+        item((3, 8), image_grid_thw=image, video_grid_thw=None),
+    ]
+    got = item_segments(len(ids), items, spatial_merge_size=2)
+    want = SegmentTable.from_input_ids(
+        ids,
+        [image, second],
+        [[2, 2, 4]],
+        image_token_id=9,
+        video_token_id=8,
+        spatial_merge_size=2,
+        frames_apart=True,
+    )
+    assert np.array_equal(got.kind, want.kind)
+    assert np.array_equal(got.extents, want.extents)
+
+
+def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
+    got = item_segments(16, [item((1, 4), (6, 7), image_grid_thw=[[1, 2, 2], [1, 1, 2]])])
+    assert got.extents.T.tolist() == [[1, 1, 1], [1, 2, 2], [1, 1, 1], [1, 1, 2], [1, 1, 8]]
+    got = item_segments(9, [item((0, 7), video_grid_thw=[[2, 2, 2]])])
+    assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1]]
+    assert item_segments(4, []).extents.T.tolist() == [[1, 1, 4]]
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ([item((0, 3))], mmpos.UnsupportedError, "mm_items[0]: got neither image_grid_thw nor video_grid_thw"),
+        ([item(image_grid_thw=[1, 2, 2])], mmpos.InvalidInputError, "mm_items[0].offsets: got 0 pairs, want 1"),
+        (
+            [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])],
+            mmpos.InvalidInputError,
+            "mm_items[1].offsets: got 1 pairs, want 2, one per grid",
+        ),
+        (
+            [item((0, 3), image_grid_thw=[1, 2, 3])],
+            mmpos.InvalidInputError,
+            "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging",
+        ),
+        (
+            [item((0, 3), image_grid_thw=[1, 2.0, 2])],
+            mmpos.InvalidInputError,
+            "mm_items[0].grid_thw: got dtype float64",
+        ),
+    ],
+)
+def test_items_that_do_not_fit_are_refused(items: list[Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        item_segments(20, items)
+
+
+def test_sides_that_do_not_merge_are_refused() -> None:
+    with pytest.raises(
+        mmpos.InvalidInputError, match=re.escape("mm_items[0]: got grid [1, 3, 4], want sides that are")
+    ):
+        item_segments(20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
+
+
+def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    mrope = pytest.importorskip("sglang.srt.layers.rotary_embedding.mrope", exc_type=ImportError)
+    module = mrope.MRotaryEmbedding(64, 64, 256, 10000, True, torch.float32, [0, 16, 16])
+    install_cache(module, SECTIONS)
+    q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
+    channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
+    prompt, _ = mrope_positions(PLACED, SECTIONS)
+    got = module.forward_native(prompt, q[..., channels].flatten(1), k[..., channels].flatten(1))
+    for found, want in zip(got, apply_rotary(q, k, PLACED, SECTIONS.rotary), strict=True):
+        assert want is not None
+        assert torch.equal(found.view(want.shape), want[..., channels])
+    module._ensure_cos_sin_cache_length(300)
+    longer = Sections(SECTIONS.rotary, len(module.cos_sin_cache), permuted=True).cos_sin_cache()
+    assert torch.equal(module.cos_sin_cache[:256], longer[:256])
+    assert torch.allclose(module.cos_sin_cache, longer, rtol=0, atol=1e-3)
+
+
+def test_its_own_kernel_is_mmpos_bit_for_bit_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    kernels = pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
+    q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
+    channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
+    got = q[..., channels].flatten(1).contiguous(), k[..., channels].flatten(1).contiguous()
+    prompt, _ = mrope_positions(PLACED, SECTIONS)
+    section = list(SECTIONS.mrope_section)
+    kernels.triton_mrope_fused(*got, SECTIONS.cos_sin_cache(), prompt, section, 64, 64, False, False, True, None)
+    for found, want in zip(got, apply_rotary(q, k, PLACED, SECTIONS.rotary), strict=True):
+        assert want is not None
+        assert torch.equal(found.view(want.shape), want[..., channels])
+
+
+def test_its_own_retraction_goes_on_at_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils", exc_type=ImportError)
+    prompt, _ = mrope_positions(PLACED, SECTIONS)
+    got = mm_utils.extend_mrope_positions_for_retracted_request(prompt, 7)
+    assert torch.equal(got, retracted(prompt, 7))

@@ -33,7 +33,7 @@ from vllm.plugins import load_general_plugins
 import mmpos
 from mmpos import Grid, Text
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.vllm import Sections, ServedModel, mrope_input_positions, request_segments
+from mmpos.vllm import ServedModel, mrope_input_positions, request_segments
 from mmpos.vllm.plugin import ARCHITECTURES, register
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -205,7 +205,7 @@ def test_a_model_served_in_two_axes_is_the_one_that_was_trained(tmp_path: Path, 
         assert {name for name, _ in model.named_parameters()} <= loaded
         got = hidden_states(model, tokens, rows)
 
-        model.served = replace(model.served, sections=Sections(Rotary(16, allocation="split"), 600))
+        model.served = replace(model.served, permute=False)
         model.load_weights(weights.items())  # as they are
         wrong = hidden_states(model, tokens, rows)
         for layer in model.language_model.model.layers:

@@ -20,13 +20,18 @@ from mmpos import InvalidInputError, UnsupportedError
 from mmpos.rotary import Rotary
 from mmpos.vllm import Sections, ServedModel
 
+SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}
+PERMUTED = {**CONFIG, "mmpos": {"scheme": "rope-tie", "permuted": True}}
+
 
 def test_a_config_says_how_its_model_is_served() -> None:
     served = ServedModel.from_config(CONFIG, max_model_len=100)
-    assert served == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True), 2)
+    assert served == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True), 2, permute=True)
     told = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
     rotary = Rotary(16, allocation="split", precision="hf")
     assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
+    ready = ServedModel.from_config(PERMUTED, 7)
+    assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
 
 
 def rope(**values: Any) -> dict[str, Any]:
@@ -42,6 +47,8 @@ def rope(**values: Any) -> dict[str, Any]:
         ({"mmpos": {"scheme": "rope-ti"}}, InvalidInputError, "scheme: got 'rope-ti', want"),
         ({"mmpos": {"scheme": "rope-tie", "allocation": "axial"}}, InvalidInputError, "allocation: got 'axial', want"),
         ({"mmpos": {"scheme": "rope-tie", "precision": "fp16"}}, InvalidInputError, "precision: got 'fp16', want"),
+        ({"mmpos": {"scheme": "rope-tie", "permuted": 1}}, InvalidInputError, "permuted: got 1, want True or False"),
+        ({"mmpos": {**SPLIT["mmpos"], "permuted": True}}, InvalidInputError, "got True for allocation 'split'"),
         ({"mmpos": {"scheme": "mrope"}}, UnsupportedError, "scheme: got 'mrope' of 3 axes, want one of two"),
         ({"mmpos": {"scheme": "rope-tie-v2"}}, UnsupportedError, "may be fractions"),
         ({"mmpos": {"scheme": "rows"}}, UnsupportedError, "rows"),
@@ -89,9 +96,6 @@ def vllm_config(**more: Any) -> Any:
     return SimpleNamespace(model_config=model, **{key: more.get(key, value) for key, value in fields.items()})
 
 
-SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}
-
-
 @pytest.fixture(params=["PlacedQwen2VL", "PlacedQwen25VL", "PlacedQwen3VL"])
 def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     vllm_stand_in.install(monkeypatch)
@@ -117,8 +121,9 @@ def test_a_served_model_loads_weights_in_the_order_of_its_sections(model_class: 
     permuted = [float(i) for i in (0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)]
     loaded = model_class(vllm_config=vllm_config()).load_weights(weights())
     assert [rows.flatten().tolist() for rows in loaded.values()] == [permuted, permuted, plain, plain]
-    loaded = model_class(vllm_config=vllm_config(config=SPLIT)).load_weights(weights())
-    assert [rows.flatten().tolist() for rows in loaded.values()] == [plain] * 4
+    for config in (SPLIT, PERMUTED):
+        loaded = model_class(vllm_config=vllm_config(config=config)).load_weights(weights())
+        assert [rows.flatten().tolist() for rows in loaded.values()] == [plain] * 4
 
 
 def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: Any) -> None:
@@ -132,6 +137,19 @@ def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: An
     angles = np.arange(300)[:, None] * frequencies
     want = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     torch.testing.assert_close(first.cos_sin_cache.double(), torch.from_numpy(want), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(("field", "value"), [("head_size", 32), ("rotary_dim", 8), ("is_neox_style", False)])
+def test_a_rotation_of_another_kind_is_not_replaced(
+    model_class: Any, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_stand_in.Model.shared, field, value)
+    with pytest.raises(UnsupportedError, match=rf"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding of"):
+        model_class(vllm_config=vllm_config())
+    other = SimpleNamespace(head_size=16, rotary_dim=16, is_neox_style=True)
+    monkeypatch.setattr(vllm_stand_in.Model, "shared", other)
+    with pytest.raises(UnsupportedError, match="SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"):
+        model_class(vllm_config=vllm_config())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +168,8 @@ def test_what_would_be_served_wrongly_is_refused_at_the_start(model_class: Any, 
 
 def test_what_does_no_harm_is_served(model_class: Any) -> None:
     model_class(vllm_config=vllm_config(speculative_config=SimpleNamespace(method="ngram")))
-    model_class(vllm_config=vllm_config(config=SPLIT, lora_config=object(), quant_config=object()))
+    for config in (SPLIT, PERMUTED):
+        model_class(vllm_config=vllm_config(config=config, lora_config=object(), quant_config=object()))
 
 
 def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:

@@ -31,7 +31,7 @@ class _Placed:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         model_config = vllm_config.model_config
         self.served = ServedModel.from_config(model_config.hf_config, model_config.max_model_len)
-        _check_config(vllm_config, self.served.sections)
+        _check_config(vllm_config, permute=self.served.permute)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         _install_rotary(self.language_model, self.served.sections)
 
@@ -48,9 +48,8 @@ class _Placed:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """The weights of the checkpoint, q and k in the order of the sections; they must come whole."""
-        sections = self.served.sections
-        if sections.permuted:
-            weights = permute_qk(weights, sections.rotary)
+        if self.served.permute:
+            weights = permute_qk(weights, self.served.sections.rotary)
         return super().load_weights(weights)  # type: ignore[misc]
 
 
@@ -68,12 +67,19 @@ def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
         positions_factor=1,
     )
     install_cache(own, sections)
-    layers = [module for module in model.modules() if isinstance(getattr(module, "rotary_emb", None), MRotaryEmbedding)]
-    for layer in layers:
+    for layer in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
+        _check_same(layer.rotary_emb, own)
         layer.rotary_emb = own
 
 
-def _check_config(vllm_config: Any, sections: Sections) -> None:
+def _check_same(old: Any, own: Any) -> None:
+    for name in ("head_size", "rotary_dim", "is_neox_style"):
+        got, want = getattr(old, name, None), getattr(own, name)
+        if got != want or not isinstance(old, MRotaryEmbedding):
+            raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding of {want}")
+
+
+def _check_config(vllm_config: Any, *, permute: bool) -> None:
     """Refuse what would be served wrongly without a word."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
@@ -83,11 +89,11 @@ def _check_config(vllm_config: Any, sections: Sections) -> None:
         )
     if vllm_config.model_config.multimodal_config.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got it enabled, want none: it computes ids of its own")
-    if sections.permuted and vllm_config.lora_config is not None:
-        raise UnsupportedError("lora_config: got one, want none: adapters would not be permuted")
-    if sections.permuted and vllm_config.quant_config is not None:
+    if permute and vllm_config.lora_config is not None:
+        raise UnsupportedError("lora_config: got one, want none, or a checkpoint and adapters that are permuted")
+    if permute and vllm_config.quant_config is not None:
         got = type(vllm_config.quant_config).__name__
-        raise UnsupportedError(f"quant_config: got {got}, want none: weights are permuted as they are loaded")
+        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before they were quantised")
 
 
 class _Images:

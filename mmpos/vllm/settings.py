@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.checks import integer, one_of
+from mmpos.checks import boolean, integer, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
@@ -21,7 +21,7 @@ __all__ = ["IDS_PER_TOKEN", "ServedModel"]
 IDS_PER_TOKEN = 3
 """Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
 
-KEYS = ("scheme", "allocation", "precision")
+KEYS = ("scheme", "allocation", "precision", "permuted")
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class ServedModel:
         scheme: how text and images are placed.
         sections: how vLLM's kernels carry the rotation.
         spatial_merge_size: patches merged along each side into one token.
+        permute: whether weights are still to be permuted as they are loaded.
     """
 
     scheme: Scheme
     sections: Sections
     spatial_merge_size: int
+    permute: bool = False
 
     def __post_init__(self) -> None:
         if self.scheme.axes != 2:
@@ -50,8 +52,8 @@ class ServedModel:
 
         Args:
             config: the whole config object of a model, or the mapping of its config.json. ``mmpos`` holds ``scheme``
-                (a name), ``allocation`` ("interleaved", as ``Rotary`` has it by default, or "split") and ``precision``
-                ("exact" or "hf").
+                (a name), ``allocation`` ("interleaved", as ``Rotary`` has it by default, or "split"), ``precision``
+                ("exact" or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``; False by default).
             max_model_len: most tokens of a request; the cos/sin cache has rows for all ids that they may consume.
 
         Raises:
@@ -64,16 +66,22 @@ class ServedModel:
             raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
         for key in told:
             one_of("config.mmpos", key, KEYS)
+        permuted = boolean("config.mmpos.permuted", told.get("permuted", False))
         allocation = one_of("config.mmpos.allocation", told.get("allocation", "interleaved"), ("interleaved", "split"))
         rotary = Rotary.from_hf_config(config, axes=2, allocation=allocation, precision=told.get("precision", "exact"))
         rows = IDS_PER_TOKEN * integer("max_model_len", max_model_len, minimum=1)
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
+        if permuted and not sections.permuted:
+            raise InvalidInputError(
+                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no order"
+            )
         _check_sections(config, sections)
         merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
         return cls(
             get_scheme(told["scheme"]),
             sections,
             integer("config.vision_config.spatial_merge_size", merge, minimum=1),
+            permute=sections.permuted and not permuted,
         )
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine_of_vllm import MERGE, request
@@ -224,17 +223,21 @@ PATCHES = {
 }
 
 
-def processor_of(folder: Path) -> tuple[ModelConfig, Any]:
-    """A checkpoint of Qwen2-VL as it was published, and vLLM's processor for it in two axes by overrides alone."""
+def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
+    """A checkpoint as it is published, and vLLM's processor for it in two axes by overrides alone."""
     special = {"<|vision_start|>": 92, "<|vision_end|>": 93, "<|image_pad|>": 90, "<|video_pad|>": 91}
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(90)} | special, unk_token="w0"))
     words.add_special_tokens(list(special))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)  # type: ignore[no-untyped-call]
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor", **PATCHES}
+    name = architecture.removeprefix("MMPos").removesuffix("ForConditionalGeneration")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{name}Processor", **PATCHES}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    architecture = "MMPosQwen2VLForConditionalGeneration"
+    video = {"video_processor_type": "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({**video, **PATCHES}))
     published = {"architectures": [architecture.removeprefix("MMPos")], **CONFIGS[architecture], **TOKENS}
-    published["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    for held in (published, published.get("text_config", {})):
+        for field in {"rope_scaling", "rope_parameters"} & held.keys():
+            held[field] = {**held[field], "mrope_section": [2, 3, 3]}
     (folder / "config.json").write_text(json.dumps(published))
     overrides = {
         "architectures": [architecture],
@@ -247,9 +250,10 @@ def processor_of(folder: Path) -> tuple[ModelConfig, Any]:
     return config, MULTIMODAL_REGISTRY.create_processor(config)
 
 
-def test_vllm_takes_images_apart_and_refuses_what_two_axes_cannot_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_vllm_takes_images_apart_and_refuses_what_two_axes_cannot_place(tmp_path: Path, architecture: str) -> None:
     load_general_plugins()
-    config, processor = processor_of(tmp_path)
+    config, processor = processor_of(tmp_path, architecture)
     assert config.mrope_num_dims == 3
     images = [Image.new("RGB", (84, 140)), Image.new("RGB", (112, 84))]
     items = processor.info.parse_mm_data({"image": images})
@@ -271,4 +275,4 @@ def test_vllm_takes_images_apart_and_refuses_what_two_axes_cannot_place(tmp_path
     with pytest.raises(ValueError, match="an image at token 16 right after an image"):
         processor.apply(ProcessorInputs([1, 90, 90, 2], items), TimingContext(enabled=False))
     with pytest.raises(VLLMValidationError, match=r"At most 0 video\(s\)"):
-        processor.info.parse_mm_data({"video": [np.zeros((4, 56, 56, 3), np.uint8)]})
+        processor.info.validate_num_items("video", 1)

@@ -90,8 +90,10 @@ def test_vllm_finds_the_plugin_and_may_register_it_many_times(monkeypatch: pytes
 
 
 def vllm_config(**more: Any) -> Any:
-    pruning = SimpleNamespace(is_multimodal_pruning_enabled=lambda: more.get("pruning", False))
-    model = SimpleNamespace(hf_config=more.get("config", CONFIG), max_model_len=100, multimodal_config=pruning)
+    multimodal = SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: more.get("pruning", False), enable_mm_embeds=more.get("embeds", False)
+    )
+    model = SimpleNamespace(hf_config=more.get("config", CONFIG), max_model_len=100, multimodal_config=multimodal)
     fields = dict.fromkeys(("speculative_config", "lora_config", "quant_config"))
     return SimpleNamespace(model_config=model, **{key: more.get(key, value) for key, value in fields.items()})
 
@@ -148,7 +150,7 @@ def test_a_rotation_of_another_kind_is_not_replaced(
         model_class(vllm_config=vllm_config())
     other = SimpleNamespace(head_size=16, rotary_dim=16, is_neox_style=True)
     monkeypatch.setattr(vllm_stand_in.Model, "shared", other)
-    with pytest.raises(UnsupportedError, match="SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"):
+    with pytest.raises(UnsupportedError, match=r"SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"):
         model_class(vllm_config=vllm_config())
 
 
@@ -156,6 +158,7 @@ def test_a_rotation_of_another_kind_is_not_replaced(
     ("change", "message"),
     [
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "method: got 'eagle3', want ngram"),
+        ({"embeds": True}, "enable_mm_embeds: got True, want False"),
         ({"pruning": True}, "multimodal pruning: got it enabled"),
         ({"lora_config": SimpleNamespace()}, "lora_config: got one, want none"),
         ({"quant_config": SimpleNamespace()}, "quant_config: got SimpleNamespace, want none"),
@@ -175,7 +178,7 @@ def test_what_does_no_harm_is_served(model_class: Any) -> None:
 def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
     processor, info, _ = model_class.factories
     known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
-    assert known.get_supported_mm_limits() == {"image": None}
+    assert known.get_supported_mm_limits() == {"image": None, "video": 0}
     apart = {"image": [span(1, 4), span(6, 1)]}
     assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}
     with pytest.raises(InvalidInputError, match="right after an image"):

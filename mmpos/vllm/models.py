@@ -87,7 +87,10 @@ def _check_config(vllm_config: Any, *, permute: bool) -> None:
             f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM takes "
             "the slots of a draft model from ids, which are not token indexes here"
         )
-    if vllm_config.model_config.multimodal_config.is_multimodal_pruning_enabled():
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal.enable_mm_embeds:
+        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would pass every limit")
+    if multimodal.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got it enabled, want none: it computes ids of its own")
     if permute and vllm_config.lora_config is not None:
         raise UnsupportedError("lora_config: got one, want none, or a checkpoint and adapters that are permuted")
@@ -100,7 +103,7 @@ class _Images:
     """Videos are refused where requests come in: two axes have no place for frames."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
+        return {"image": None, "video": 0}  # named, since Qwen3-VL looks for it
 
 
 class _Apart:

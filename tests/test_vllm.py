@@ -146,6 +146,8 @@ REFUSED = [
     ([feature("video", 0, 9, [1, 1, 0, 1, 0, 1, 1, 0, 0], video_grid_thw=[2, 2, 4])],
      r"is_embed: got runs of \[2, 1, 2\] patches, want one of 4 for 2x1x2 after merging, one per frame"),
     ([feature("image", 0, 6, [1, 1, 0, 0, 1, 1], image_grid_thw=[1, 4, 4])], r"is_embed: got runs of \[2, 2\] patches"),
+    ([feature("video", 0, 8, [1, 1, 1, 0, 1, 1, 1, 0], video_grid_thw=[3, 4, 6])],
+     r"is_embed: got runs of \[3, 3\] patches, want one of 18 for 3x2x3"),
     ([image(2, 2, 2), image(4, 1, 1)], r"offsets\[1\]: got 4 in document 0, want >= 6"),
     ([image(18, 2, 2)], r"offsets\[0\]: the span of 4 tokens ends at 22, want <= 20"),
     ([NO_GRID], r"mm_features\[0\].data: got None .*, want an item with image_grid_thw"),
@@ -187,7 +189,7 @@ def span(offset: int, length: int) -> Any:
 def test_touching_images_are_refused_by_their_placeholders_alone() -> None:
     apart = {"image": [span(8, 2), span(1, 4)], "video": [span(6, 1)]}
     check_apart(apart, "rope-tie")
-    touching = {"image": [span(8, 2), span(1, 4)], "video": [span(5, 1)]}
+    touching = {"video": [span(5, 1)], "image": [span(8, 2), span(1, 4)]}
     with pytest.raises(
         InvalidInputError, match="an image at token 5 right after an image, want text between them in rope-tie"
     ):

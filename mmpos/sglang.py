@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mmpos.checks import IntArray, int_array, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["item_segments", "mrope_positions"]
 
@@ -46,7 +47,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
             f"positions: got {got}, want a prompt that ends in text, at {delta + ids.shape[1] - 1}: a retracted "
             "request goes on from its last id"
         )
-    return ids, torch.tensor([[delta]])
+    return ids, ids.new_tensor([[delta]])
 
 
 def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: int = 1) -> SegmentTable:

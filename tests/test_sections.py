@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,13 @@ def test_other_allocations_are_refused_without_it(name: str) -> None:
         Sections(ROTARIES[name], 8)
 
 
+@pytest.mark.parametrize("room", ["mmpos.sections", "mmpos.sglang"])
+def test_without_torch_the_error_names_the_command(room: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import {room}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith('ImportError: mmpos.sections needs torch: pip install "mmpos[all]"\n')
+
+
 def test_what_is_no_description_is_refused() -> None:
     with pytest.raises(mmpos.UnsupportedError, match="got 4 axes, want at most 3"):
         Sections(Rotary(head_dim=16, axes=4), 8, permuted=True)
@@ -128,11 +137,11 @@ def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_th
     assert torch.equal(Sections(rotary, 20000, permuted=True).cos_sin_cache(torch.bfloat16), cache.bfloat16())
 
 
-@pytest.mark.parametrize("rotary_dim", [4, 34, 66, 96])
-def test_the_config_gives_an_engine_the_same_rotary_dim(rotary_dim: int) -> None:
-    sections = Sections(Rotary(head_dim=96, rotary_dim=rotary_dim, theta=5e5), 8, permuted=True)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(44, 30), (96, 34), (96, 96)])  # 44 · (30 / 44) is below 30
+def test_the_config_gives_an_engine_the_same_rotary_dim(head_dim: int, rotary_dim: int) -> None:
+    sections = Sections(Rotary(head_dim=head_dim, rotary_dim=rotary_dim, theta=5e5), 8, permuted=True)
     found = sections.rope_parameters
-    assert int(96 * found.pop("partial_rotary_factor")) == rotary_dim
+    assert int(head_dim * found.pop("partial_rotary_factor")) == rotary_dim
     pairs = rotary_dim // 2
     section = [0, math.ceil(pairs / 2), pairs // 2]
     assert found == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
@@ -282,7 +291,7 @@ def test_what_reaches_beyond_the_cache_is_refused() -> None:
     with pytest.raises(mmpos.LimitExceededError, match=re.escape(message)):
         batch_positions(positions, SECTIONS, max_new_tokens=[0, 65 - CURSOR])
     with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
-        window_positions(positions, SECTIONS, [0, 1], [0, LENGTH], [2, 65 - CURSOR])
+        window_positions(positions, SECTIONS, [1, 0, 1], [0, 0, LENGTH], [0, 1, 65 - CURSOR])
     with pytest.raises(mmpos.LimitExceededError, match=re.escape("documents[1]: got id 64, want < max_position 64")):
         draft_positions(positions, SECTIONS, LENGTH + 63 - CURSOR, [0, 1], document=1)
 

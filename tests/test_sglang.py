@@ -183,9 +183,20 @@ def test_its_own_kernel_is_mmpos_bit_for_bit_in_the_interpreter(monkeypatch: pyt
         assert torch.equal(found.view(want.shape), want[..., channels])
 
 
-def test_its_own_retraction_goes_on_at_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pairing", ["adjacent", "half"])
+def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
+    pairing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    mm_utils = pytest.importorskip("sglang.srt.managers.mm_utils", exc_type=ImportError)
+    kernels = pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
+    rotary = Rotary(head_dim=64, pairing=pairing)
+    cache = torch.cat(rotary.cos_sin(torch.arange(256).expand(2, -1)), dim=1)  # type: ignore[arg-type]
+    q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
+    got = q.flatten(1).clone(), k.flatten(1).clone()
     prompt, _ = mrope_positions(PLACED, SECTIONS)
-    got = mm_utils.extend_mrope_positions_for_retracted_request(prompt, 7)
-    assert torch.equal(got, retracted(prompt, 7))
+    kernels.triton_ernie45_rope_fused_inplace(*got, cache, prompt, [16, 16, 0], 64, 64, pairing == "half")
+    for found, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
+        assert want is not None
+        assert torch.equal(found.view(want.shape), want)

@@ -147,18 +147,17 @@ def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray)
 
 def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sections) -> None:
     """Raise unless all ids are rows of the cache; each owner has the tokens from its first to the next one's."""
-    if not ids.size:
+    if not ids.size or (ids.min() >= 0 and ids.max() < sections.max_position):
         return
     low = np.minimum.reduceat(ids, firsts, axis=1).min(axis=0)
     high = np.maximum.reduceat(ids, firsts, axis=1).max(axis=0)
     if low.min() < 0:
-        w = int(low.argmin())
+        w = int((low < 0).argmax())
         raise InvalidInputError(
             f"documents[{owners[w]}]: got id {low[w]}, want >= 0: ids are rows of the cos/sin cache"
         )
-    if high.max() >= sections.max_position:
-        w = int((high >= sections.max_position).argmax())
-        raise LimitExceededError(
-            f"documents[{owners[w]}]: got id {high[w]}, want < max_position {sections.max_position}, the rows of the "
-            "cos/sin cache"
-        )
+    w = int((high >= sections.max_position).argmax())
+    raise LimitExceededError(
+        f"documents[{owners[w]}]: got id {high[w]}, want < max_position {sections.max_position}, the rows of the "
+        "cos/sin cache"
+    )

@@ -136,7 +136,7 @@ class Sections:
         """The cache that engines gather from, in the order of the sections, times the attention factor.
 
         With ``precision="exact"`` every entry is within 2e-7 of the truth before it is rounded to dtype; with "hf" it
-        is that of Transformers' float32 angles.
+        is that of Transformers' float32 angles. Scalings that depend on the length are those of ``Rotary.for_length``.
 
         Args:
             dtype: of the cache; engines hold that of the model, or float32.

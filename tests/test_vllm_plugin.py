@@ -141,6 +141,17 @@ def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: An
     torch.testing.assert_close(first.cos_sin_cache.double(), torch.from_numpy(want), rtol=0, atol=2e-7)
 
 
+def test_the_cache_of_a_model_in_bfloat16_is_rounded_once(model_class: Any) -> None:
+    exact = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it makes a model
+    try:
+        cache = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cache.dtype == torch.bfloat16
+    assert torch.equal(cache, exact.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize(("field", "value"), [("head_size", 32), ("rotary_dim", 8), ("is_neox_style", False)])
 def test_a_rotation_of_another_kind_is_not_replaced(
     model_class: Any, field: str, value: Any, monkeypatch: pytest.MonkeyPatch

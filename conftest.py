@@ -18,6 +18,7 @@ collect_ignore = [
     "tests/native_choice.py",
     "mmpos/bench/peers",
     "mmpos/torchtitan/override.py",
+    "mmpos/vllm/models.py",
 ]
 
 

@@ -1,0 +1,215 @@
+"""Ids of vLLM's requests, its slicing of them restated, and the plugin, with a stand-in where vLLM is not installed."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmpos
+import mmpos.vllm
+from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, UnsupportedError, place
+from mmpos.consuming import ids_consumed
+from mmpos.rotary import Rotary
+from mmpos.vllm import Sections, ServedModel, check_apart, mrope_input_positions, request_segments, window_positions
+from mmpos.vllm.settings import IDS_PER_TOKEN
+
+TWO = Sections(Rotary(16), max_position=4096, permuted=True)
+THREE = Sections(Rotary(32, allocation="sections", mrope_section=[4, 6, 6]), max_position=4096)
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [0, 4, 4]},
+    "vision_config": {"spatial_merge_size": 2},
+    "mmpos": {"scheme": "rope-tie"},
+}
+
+
+def feature(modality: str, offset: int, length: int, mask: list[int] | None = None, **data: Any) -> Any:
+    """The fields of vLLM's MultiModalFeatureSpec that are read."""
+    is_embed = None if mask is None else torch.tensor(mask, dtype=torch.bool)
+    return SimpleNamespace(
+        modality=modality,
+        data={key: SimpleNamespace(data=torch.tensor(value)) for key, value in data.items()},
+        mm_position=SimpleNamespace(offset=offset, length=length, is_embed=is_embed),
+    )
+
+
+def image(offset: int, height: int, width: int) -> Any:
+    """An image of so many tokens a side, which were twice as many patches."""
+    return feature("image", offset, height * width, image_grid_thw=[1, 2 * height, 2 * width])
+
+
+def ids(tokens: int, features: list[Any], scheme: Any = "rope-tie", **more: Any) -> tuple[list[list[int]], int]:
+    sections = THREE if mmpos.schemes.get_scheme(scheme).axes == 3 else TWO
+    found, delta = mrope_input_positions(
+        [0] * tokens, features, scheme=scheme, sections=sections, spatial_merge_size=2, **more
+    )
+    assert found.dtype == torch.int64
+    return found.tolist(), delta
+
+
+def test_an_image_is_placed_by_its_span_and_grid() -> None:
+    rows = [0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15]
+    assert ids(11, [image(3, 2, 3)]) == ([rows, rows, [0, 1, 2, 5, 8, 11, 5, 8, 11, 14, 15]], 5)
+
+
+def test_text_alone_and_embeddings_of_prompts_have_the_ids_of_text() -> None:
+    assert ids(4, []) == ([[0, 1, 2, 3]] * 3, 0)
+    assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
+
+
+def drawn(draw: random.Random) -> tuple[list[Text | Grid], list[Any]]:
+    """A document, and the features of the same request in any order."""
+    document: list[Text | Grid] = [Text(draw.randint(1, 5))]
+    features, tokens = [], document[0].length  # type: ignore[union-attr]
+    for _ in range(draw.randint(0, 4)):
+        grid, text = Grid(draw.randint(1, 5), draw.randint(1, 5)), Text(draw.randint(1, 4))
+        features.append(image(tokens, grid.height, grid.width))
+        document += [grid, text]
+        tokens += grid.height * grid.width + text.length
+    draw.shuffle(features)
+    return document, features
+
+
+def test_requests_have_the_ids_of_their_documents_whatever_the_order_of_features() -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        document, features = drawn(draw)
+        want = place(SegmentTable.from_documents([document]), "rope-tie")
+        got = ids(want.num_tokens, features)
+        assert got == (want.dense(axes=(0, 0, 1)).tolist(), int(want.deltas[0]))
+
+
+def test_vllms_steps_of_a_request_are_windows_of_its_table() -> None:
+    """Inside the prompt vLLM slices, after it adds delta to the index of the token, be it generated or a draft."""
+    draw = random.Random(4)
+    for _ in range(100):
+        document, features = drawn(draw)
+        table = place(SegmentTable.from_documents([document]), "rope-tie")
+        tokens = table.num_tokens
+        prompt, delta = mrope_input_positions(
+            [0] * tokens, features, scheme="rope-tie", sections=TWO, spatial_merge_size=2
+        )
+        computed, scheduled = draw.randint(0, tokens + 5), draw.randint(1, tokens + 5)
+        after = torch.arange(max(computed, tokens), max(computed + scheduled, tokens)) + delta
+        step = torch.cat([prompt[:, computed : computed + scheduled], after.expand(3, -1)], dim=1)
+        assert step.tolist() == window_positions(table, TWO, [0], [computed], [scheduled]).tolist()
+
+
+def test_frames_among_timestamps_are_grids_of_their_own() -> None:
+    frame = [0, 0, 1, 1, 0]  # timestamp, marker, two patches, marker
+    video = feature("video", 2, 10, frame * 2, video_grid_thw=[2, 2, 4])
+    table = request_segments(13, [video], spatial_merge_size=2)
+    document: list[Text | Grid] = [Text(4), Grid(1, 2), Text(3), Grid(1, 2), Text(2)]
+    assert table.extents.tolist() == SegmentTable.from_documents([document]).extents.tolist()
+
+
+def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
+    video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=1.5)
+    frames = ids(5, [video], mmpos.schemes.MRopeQwen25(2))[0][0]
+    assert frames == [0, 1, 4, 7, 8]
+
+
+def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
+    row = [1, 1, 1, 0]
+    separated = feature("image", 2, 8, row * 2, image_grid_thw=[1, 4, 6])
+    table = request_segments(12, [separated], spatial_merge_size=2)
+    want = SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=True), Text(2)]])
+    assert table.extents.tolist() == want.extents.tolist()
+    assert table.row_separator is not None
+    assert table.row_separator.tolist() == [False, True, False]
+    with pytest.raises(
+        UnsupportedError, match=r"mm_features\[1\]: got no row separators, want them as in mm_features\[0\]"
+    ):
+        request_segments(16, [separated, image(11, 1, 2)], spatial_merge_size=2)
+
+
+def test_a_mask_of_one_run_is_the_whole_grid() -> None:
+    marked = feature("image", 2, 8, [0, 1, 1, 1, 1, 1, 1, 0], image_grid_thw=[1, 4, 6])
+    want = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+    assert request_segments(11, [marked], spatial_merge_size=2).extents.tolist() == want.extents.tolist()
+
+
+NO_GRID = SimpleNamespace(modality="image", data=None, mm_position=image(0, 1, 1).mm_position)
+REFUSED = [
+    ([image(0, 1, 2), feature("image", 4, 5, image_grid_thw=[1, 4, 6])],
+     r"mm_features\[1\].mm_position.length: got 5, want 6 for 1x2x3 after merging"),
+    ([feature("image", 0, 6, image_grid_thw=[1, 4, 5])],
+     r"mm_features\[0\].data: got grid_thw \[1, 4, 5\], want .* multiples of spatial_merge_size 2"),
+    ([feature("image", 0, 0, image_grid_thw=[1, 0, 4])], r"mm_features\[0\].data: got grid_thw \[1, 0, 4\], want"),
+    ([feature("video", 0, 9, [1, 1, 0, 1, 0, 1, 1, 0, 0], video_grid_thw=[2, 2, 4])],
+     r"is_embed: got runs of \[2, 1, 2\] patches, want one of 4 for 2x1x2 after merging, one per frame"),
+    ([feature("image", 0, 6, [1, 1, 0, 0, 1, 1], image_grid_thw=[1, 4, 4])], r"is_embed: got runs of \[2, 2\] patches"),
+    ([feature("video", 0, 8, [1, 1, 1, 0, 1, 1, 1, 0], video_grid_thw=[3, 4, 6])],
+     r"is_embed: got runs of \[3, 3\] patches, want one of 18 for 3x2x3"),
+    ([image(2, 2, 2), image(4, 1, 1)], r"offsets\[1\]: got 4 in document 0, want >= 6"),
+    ([image(18, 2, 2)], r"offsets\[0\]: the span of 4 tokens ends at 22, want <= 20"),
+    ([NO_GRID], r"mm_features\[0\].data: got None .*, want an item with image_grid_thw"),
+    ([feature("image", 0, 1, video_grid_thw=[1, 2, 2])], r"got \['video_grid_thw'\], want an item with image_grid_thw"),
+    ([feature("image", 0, 1, image_grid_thw=[[1, 2, 2]])], r"grid_thw of mm_features: got shape \(1, 1, 3\)"),
+    ([3], r"mm_features\[0\]: got int, want the fields of a MultiModalFeatureSpec"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "message"), REFUSED)
+def test_features_that_do_not_fit_are_named(features: list[Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        ids(20, features)
+
+
+def test_what_has_no_place_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedError, match=r"mm_features\[0\].modality: got 'audio', want one of 'image', 'video'"):
+        ids(9, [feature("audio", 0, 2)])
+    with pytest.raises(UnsupportedError, match=r"rope-tie-fractional.* may be fractions"):
+        ids(11, [image(3, 2, 3)], "rope-tie-fractional")
+    with pytest.raises(InvalidInputError, match="a grid right after a grid"):
+        ids(9, [image(1, 1, 2), image(3, 1, 2)])
+    assert ids(9, [image(1, 1, 2), image(3, 1, 2)], strict=False)[1] == 6
+
+
+def test_a_request_that_could_outrun_the_cache_is_refused_before_it_is_served() -> None:
+    sections = Sections(Rotary(16), max_position=20, permuted=True)
+    given: dict[str, Any] = {"scheme": "rope-tie", "sections": sections, "spatial_merge_size": 2}
+    _, delta = mrope_input_positions([0] * 11, [image(3, 2, 3)], **given, max_new_tokens=4)
+    assert delta == 5
+    with pytest.raises(LimitExceededError, match=r"documents\[0\]: got cursor 16 and max_new_tokens 5, want .* 20"):
+        mrope_input_positions([0] * 11, [image(3, 2, 3)], **given, max_new_tokens=5)
+
+
+def span(offset: int, length: int) -> Any:
+    return SimpleNamespace(offset=offset, length=length)
+
+
+def test_touching_images_are_refused_by_their_placeholders_alone() -> None:
+    apart = {"image": [span(8, 2), span(1, 4)], "video": [span(6, 1)]}
+    check_apart(apart, "rope-tie")
+    touching = {"video": [span(5, 1)], "image": [span(8, 2), span(1, 4)]}
+    with pytest.raises(
+        InvalidInputError, match="an image at token 5 right after an image, want text between them in rope-tie"
+    ):
+        check_apart(touching, "rope-tie")
+    check_apart(touching, "naive-2d")
+
+
+@pytest.mark.parametrize("scheme", ["naive-2d", "rope-tie", "rope-tie-lcm"])
+def test_no_image_consumes_more_than_three_ids_per_token(scheme: str) -> None:
+    sizes = [(h, w) for h in range(1, 41) for w in range(1, 41)] + [(1, 4096), (4096, 1), (2, 999)]
+    consumed = ids_consumed(scheme, [Grid(h, w) for h, w in sizes])
+    assert (consumed <= [IDS_PER_TOKEN * h * w for h, w in sizes]).all()
+    most = {"naive-2d": 1, "rope-tie": 3, "rope-tie-lcm": 1}[scheme]
+    assert consumed[0] == most
+
+
+def test_the_worst_prompt_of_a_served_model_has_rows_for_all_its_ids() -> None:
+    served = ServedModel.from_config(CONFIG, max_model_len=50)
+    worst = [image(i, 1, 1) for i in range(50)]
+    found, delta = mrope_input_positions(
+        [0] * 50, worst, scheme=served.scheme, sections=served.sections, spatial_merge_size=2, strict=False
+    )
+    assert (int(found.max()), delta) == (148, 100)

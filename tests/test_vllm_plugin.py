@@ -1,0 +1,196 @@
+"""The plugin for vLLM, with a stand-in where vLLM is not installed: what it reads, registers, loads and refuses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm_stand_in
+from test_vllm import CONFIG, ids, image, span
+
+import mmpos
+import mmpos.vllm
+from mmpos import InvalidInputError, UnsupportedError
+from mmpos.rotary import Rotary
+from mmpos.vllm import Sections, ServedModel
+
+SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}
+PERMUTED = {**CONFIG, "mmpos": {"scheme": "rope-tie", "permuted": True}}
+
+
+def test_a_config_says_how_its_model_is_served() -> None:
+    served = ServedModel.from_config(CONFIG, max_model_len=100)
+    assert served == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True), 2, permute=True)
+    told = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
+    rotary = Rotary(16, allocation="split", precision="hf")
+    assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
+    ready = ServedModel.from_config(PERMUTED, 7)
+    assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"type": "mrope", **values}}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"mmpos": None}, InvalidInputError, "config.mmpos: got None, want a mapping with scheme"),
+        ({"mmpos": {}}, InvalidInputError, "config.mmpos: got {}, want a mapping with scheme"),
+        ({"mmpos": {"scheme": "rope-tie", "axes": 2}}, InvalidInputError, "config.mmpos: got 'axes', want one of"),
+        ({"mmpos": {"scheme": "rope-ti"}}, InvalidInputError, "scheme: got 'rope-ti', want"),
+        ({"mmpos": {"scheme": "rope-tie", "allocation": "axial"}}, InvalidInputError, "allocation: got 'axial', want"),
+        ({"mmpos": {"scheme": "rope-tie", "precision": "fp16"}}, InvalidInputError, "precision: got 'fp16', want"),
+        ({"mmpos": {"scheme": "rope-tie", "permuted": 1}}, InvalidInputError, "permuted: got 1, want True or False"),
+        ({"mmpos": {**SPLIT["mmpos"], "permuted": True}}, InvalidInputError, "got True for allocation 'split'"),
+        ({"mmpos": {"scheme": "mrope"}}, UnsupportedError, "scheme: got 'mrope' of 3 axes, want one of two"),
+        ({"mmpos": {"scheme": "rope-tie-v2"}}, UnsupportedError, "may be fractions"),
+        ({"mmpos": {"scheme": "rows"}}, UnsupportedError, "rows"),
+        ({"mmpos": {"scheme": "grid-2d"}}, UnsupportedError, "grid-2d"),
+        (rope(mrope_section=[2, 3, 3]), InvalidInputError, r"mrope_section: got \[2, 3, 3\], want \[0, 4, 4\]"),
+        (rope(), InvalidInputError, r"mrope_section: got None, want \[0, 4, 4\]"),
+        (rope(mrope_section=[0, 4, 4], mrope_interleaved=True), InvalidInputError, "mrope_interleaved: got True"),
+        ({"vision_config": {}}, InvalidInputError, "config.vision_config.spatial_merge_size: got None"),
+        ({"vision_config": None}, InvalidInputError, "config.vision_config.spatial_merge_size: got None"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be_served_are_refused_with_the_field(change: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ServedModel.from_config({**CONFIG, **change}, max_model_len=100)
+
+
+def test_importing_the_room_and_its_plugin_imports_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("mmpos.vllm") or name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it is an error
+    assert importlib.import_module("mmpos.vllm.plugin").ARCHITECTURES
+    with pytest.raises(ImportError, match="vllm"):
+        importlib.import_module("mmpos.vllm.models")
+
+
+def test_vllm_finds_the_plugin_and_may_register_it_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = vllm_stand_in.install(monkeypatch)
+    (found,) = entry_points(group="vllm.general_plugins", name="mmpos")
+    register = found.load()
+    register()
+    once = dict(registry.models)
+    register()
+    assert registry.models == once
+    assert len(once) == 3
+    for architecture, where in once.items():
+        module, name = where.split(":")
+        assert architecture.startswith("MMPos")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def vllm_config(**more: Any) -> Any:
+    multimodal = SimpleNamespace(
+        is_multimodal_pruning_enabled=lambda: more.get("pruning", False), enable_mm_embeds=more.get("embeds", False)
+    )
+    model = SimpleNamespace(hf_config=more.get("config", CONFIG), max_model_len=100, multimodal_config=multimodal)
+    fields = dict.fromkeys(("speculative_config", "lora_config", "quant_config"))
+    return SimpleNamespace(model_config=model, **{key: more.get(key, value) for key, value in fields.items()})
+
+
+@pytest.fixture(params=["PlacedQwen2VL", "PlacedQwen25VL", "PlacedQwen3VL"])
+def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    vllm_stand_in.install(monkeypatch)
+    return getattr(importlib.import_module("mmpos.vllm.models"), request.param)
+
+
+def test_a_served_model_has_our_ids(model_class: Any) -> None:
+    model = model_class(vllm_config=vllm_config(), prefix="p")
+    assert model.prefix == "p"
+    found, delta = model.get_mrope_input_positions([0] * 11, [image(3, 2, 3)])
+    assert (found.tolist(), delta) == ids(11, [image(3, 2, 3)])
+    touching = [image(1, 1, 2), image(3, 1, 2)]
+    assert model.get_mrope_input_positions([0] * 9, touching)[1] == ids(9, touching, strict=False)[1]
+
+
+def test_a_served_model_loads_weights_in_the_order_of_its_sections(model_class: Any) -> None:
+    def weights() -> Any:
+        for part in "qkv":
+            yield f"model.layers.0.self_attn.{part}_proj.weight", torch.arange(16)[:, None].float()
+        yield "model.visual.blocks.0.attn.q_proj.weight", torch.arange(16)[:, None].float()
+
+    plain = [float(i) for i in range(16)]
+    permuted = [float(i) for i in (0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)]
+    loaded = model_class(vllm_config=vllm_config()).load_weights(weights())
+    assert [rows.flatten().tolist() for rows in loaded.values()] == [permuted, permuted, plain, plain]
+    for config in (SPLIT, PERMUTED):
+        loaded = model_class(vllm_config=vllm_config(config=config)).load_weights(weights())
+        assert [rows.flatten().tolist() for rows in loaded.values()] == [plain] * 4
+
+
+def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: Any) -> None:
+    model = model_class(vllm_config=vllm_config())
+    first, second = (layer.rotary_emb for layer in model.language_model)
+    assert first is second
+    assert first is not vllm_stand_in.Model.shared
+    assert not vllm_stand_in.Model.shared.cos_sin_cache.any()
+    assert first.cos_sin_cache.shape == (300, 16)
+    frequencies = np.array([10000.0 ** (-j / 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)])
+    angles = np.arange(300)[:, None] * frequencies
+    want = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    torch.testing.assert_close(first.cos_sin_cache.double(), torch.from_numpy(want), rtol=0, atol=2e-7)
+
+
+def test_the_cache_of_a_model_in_bfloat16_is_rounded_once(model_class: Any) -> None:
+    exact = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it makes a model
+    try:
+        cache = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cache.dtype == torch.bfloat16
+    assert torch.equal(cache, exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("field", "value"), [("head_size", 32), ("rotary_dim", 8), ("is_neox_style", False)])
+def test_a_rotation_of_another_kind_is_not_replaced(
+    model_class: Any, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_stand_in.Model.shared, field, value)
+    with pytest.raises(UnsupportedError, match=rf"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding of"):
+        model_class(vllm_config=vllm_config())
+    other = SimpleNamespace(head_size=16, rotary_dim=16, is_neox_style=True)
+    monkeypatch.setattr(vllm_stand_in.Model, "shared", other)
+    with pytest.raises(UnsupportedError, match=r"SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"):
+        model_class(vllm_config=vllm_config())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "method: got 'eagle3', want ngram"),
+        ({"embeds": True}, "enable_mm_embeds: got True, want False"),
+        ({"pruning": True}, "multimodal pruning: got it enabled"),
+        ({"lora_config": SimpleNamespace()}, "lora_config: got one, want none"),
+        ({"quant_config": SimpleNamespace()}, "quant_config: got SimpleNamespace, want none"),
+    ],
+)  # fmt: skip
+def test_what_would_be_served_wrongly_is_refused_at_the_start(model_class: Any, change: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        model_class(vllm_config=vllm_config(**change))
+
+
+def test_what_does_no_harm_is_served(model_class: Any) -> None:
+    model_class(vllm_config=vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+    for config in (SPLIT, PERMUTED):
+        model_class(vllm_config=vllm_config(config=config, lora_config=object(), quant_config=object()))
+
+
+def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
+    processor, info, _ = model_class.factories
+    known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
+    assert known.get_supported_mm_limits() == {"image": None, "video": 0}
+    apart = {"image": [span(1, 4), span(6, 1)]}
+    assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}
+    with pytest.raises(InvalidInputError, match="right after an image"):
+        processor(known).apply({"image": [span(1, 4), span(5, 1)]}, "timing")

@@ -95,7 +95,7 @@ def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int
         one = rotary if layer_type is None else rotary[layer_type]
         angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
-        return tuple((f(angle) * one.attention_factor).to(x.dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+        return tuple((f(angle) * one.attention_factor).to(x) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
 
     rotary_emb.forward = forward
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import model_of, rotary_of, tokens, turned_by_hand, two_rows
+from hf_models import as_ids, model_of, rotary_of, tokens, turned_by_hand, two_rows
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -19,10 +19,6 @@ from mmpos.rotary import DevicePositions, kernel
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
-
-
-def as_ids(table: PositionTable) -> Tensor:
-    return torch.from_numpy(table.dense().reshape(2, 2, -1))
 
 
 def patched(implementation: Any, name: str = "llama") -> Any:

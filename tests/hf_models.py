@@ -10,7 +10,6 @@ import torch
 from rotary_oracle import Ids, ids_of, phases
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -28,7 +27,7 @@ from mmpos.rotary import Rotary
 
 WAYS = ("fused", "reference")
 
-CONFIGS: Mapping[str, type[AutoConfig]] = {
+CONFIGS: Mapping[str, Any] = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -116,7 +115,7 @@ def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int
         one = rotary if layer_type is None else rotary[layer_type]
         angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
-        return tuple((f(angle) * one.attention_factor).to(x) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+        return tuple((f(angle) * one.attention_factor).to(x) for f in (torch.cos, torch.sin))
 
     rotary_emb.forward = forward
     try:

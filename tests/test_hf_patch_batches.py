@@ -26,7 +26,7 @@ NAMES = sorted(CONFIGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_documents_have_the_logits_of_their_own_runs(attention: str, way: str) -> None:
     model = model_of("llama", attn_implementation=attention)
-    documents = [[Text(4), Grid(2, 3), Text(3)], [Text(1)], [Grid(2, 2), Text(6)]]
+    documents: list[list[Text | Grid]] = [[Text(4), Grid(2, 3), Text(3)], [Text(1)], [Grid(2, 2), Text(6)]]
     table = place(SegmentTable.from_documents(documents))
     input_ids = tokens(1, table.num_tokens)
     patched(model, way)
@@ -65,7 +65,7 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_have_the_logits_of_their_own_runs(side: Any) -> None:
     model = model_of("mistral")
-    documents = [[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]]
+    documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]]
     padded = place(SegmentTable.from_documents(documents)).pad(side=side)
     ids, mask = place(SegmentTable.from_documents(documents)).padded(side=side)
     attention_mask, input_ids = torch.from_numpy(mask), tokens(2, 24)

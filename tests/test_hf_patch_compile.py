@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[PositionTable], Any]] = {"dense": as_ids, "device": D
 @pytest.mark.parametrize("form", ["dense", pytest.param("device", marks=pytest.mark.slow)])
 def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
     model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         want = model(input_ids, mm_position_ids=table, use_cache=False).logits
         got = compiled(input_ids, mm_position_ids=FORMS[form](table), use_cache=False).logits
@@ -47,7 +47,7 @@ def lengths_in_one_graph(model: Any, convert: Callable[[PositionTable], Any] | N
     """How many graphs four lengths take, one of them over several blocks of cos and sin; None for no positions."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for height in (3, 5, 8, 150):
             table, input_ids = rows_of(height), tokens(2, 5 + 4 * height)
@@ -62,7 +62,7 @@ def lengths_in_one_graph(model: Any, convert: Callable[[PositionTable], Any] | N
 def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch", by_the_reference)
     model, counter = patched(implementation), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for height in (3, 5, 8, 150):  # the last one over several blocks of cos and sin
             ids, input_ids = FORMS[form](rows_of(height)), tokens(2, 5 + 4 * height)
@@ -100,7 +100,7 @@ def test_layers_compiled_one_by_one_take_their_turns() -> None:
 def test_inductor_agrees_with_eager() -> None:
     model, input_ids, table = model_of("llama", num_hidden_layers=1), tokens(2, 24), as_ids(two_rows())
     patch(model, rotary_of(model), implementation="reference")
-    compiled = torch.compile(model, fullgraph=True)
+    compiled: Any = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         want = model(input_ids, mm_position_ids=table, use_cache=False).logits
         got = compiled(input_ids, mm_position_ids=table, use_cache=False).logits
@@ -114,7 +114,8 @@ def test_training_compiles(monkeypatch: Any) -> None:
     patch(model, rotary_of(model), implementation="triton")
     device = DevicePositions.from_table(two_rows())
     found = []
-    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for call in (model, compiled):
         model.zero_grad()
         loss = call(input_ids, labels=input_ids, mm_position_ids=device, use_cache=False).loss
         loss.backward()

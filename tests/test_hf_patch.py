@@ -1,0 +1,209 @@
+"""Patched models of Transformers turn as they should, forward and backward: bit for bit, or as if by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import (
+    CONFIGS,
+    OTHERS,
+    WAYS,
+    as_ids,
+    model_of,
+    patched,
+    rotary_of,
+    text,
+    tokens,
+    turned_by_hand,
+    two_rows,
+)
+from torch import Tensor
+
+from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
+from mmpos.hf import patch, unpatch
+from mmpos.rotary import DevicePositions, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+
+NAMES = sorted(CONFIGS)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_text_alone_has_the_logits_of_the_untouched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    model, input_ids = model_of(name, dtype), tokens(2, 300)
+    with torch.no_grad():
+        want = model(input_ids).logits
+        patch(model, rotary_of(model, precision="hf"))
+        assert torch.equal(model(input_ids, mm_position_ids=text(300, 300)).logits, want)
+        assert torch.equal(model(input_ids).logits, want)
+        assert torch.equal(model(input_ids, mm_position_ids=None).logits, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
+    model, input_ids = model_of(name), tokens(2, 24)
+    table, rotary = two_rows("rope-tie-v2"), rotary_of(model)  # half-integers
+    with torch.no_grad():
+        untouched = model(input_ids).logits
+        with turned_by_hand(model, table, rotary, 2):
+            want = model(input_ids).logits
+        got = patch(model, rotary)(input_ids, mm_position_ids=table).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    assert (got - untouched).abs().max() > 0.1
+
+
+def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights() -> None:
+    model, input_ids = model_of("llama", torch.bfloat16), tokens(1, 24)
+    model.model.embed_tokens.float()
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
+    with torch.no_grad():
+        want = model(input_ids).logits
+        patch(model, rotary_of(model, precision="hf"))
+        assert torch.equal(model(input_ids, mm_position_ids=text(24)).logits, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_built_like_llama_turn_likewise(name: str) -> None:
+    model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
+    with torch.no_grad():
+        untouched = model(input_ids).logits
+        patch(model, rotary_of(model, precision="hf"))
+        assert torch.equal(model(input_ids, mm_position_ids=text(24, 24)).logits, untouched)
+        unpatch(model)
+        with turned_by_hand(model, table, rotary_of(model), 2):
+            want = model(input_ids).logits
+        patch(model, rotary_of(model), implementation="reference")
+        got = model(input_ids, mm_position_ids=table).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+        unpatch(model)
+        if name != "phi":  # which turns half of its channels
+            fused = patched(model, "fused")(input_ids, mm_position_ids=table).logits
+            torch.testing.assert_close(fused, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    assert (got - untouched).abs().max() > 1e-3 * untouched.abs().max()
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
+def test_tables_device_positions_and_dense_ids_give_the_same_bits(scheme: str) -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows(scheme)
+    patched(model)
+    forms = [table, DevicePositions.from_table(table), as_ids(table)]
+    with torch.no_grad():
+        want, *others = [model(input_ids, mm_position_ids=ids).logits for ids in forms]
+        embeds = model.get_input_embeddings()(input_ids)
+        others.append(model(inputs_embeds=embeds, mm_position_ids=table).logits)
+        others.append(model.lm_head(model.model(input_ids, None, None, mm_position_ids=table).last_hidden_state))
+    assert all(torch.equal(other, want) for other in others)
+
+
+def test_any_number_of_axes_and_any_allocation() -> None:
+    model, input_ids = model_of("qwen3"), tokens(2, 24)
+    for scheme, changes in (
+        ("flatten", {"axes": 1}),
+        ("mrope", {"allocation": "sections", "mrope_section": [2, 3, 3]}),
+        ("vrope", {"axes": 4}),
+        ("rope-tie", {"allocation": "axial"}),
+    ):
+        table, rotary = two_rows(scheme), rotary_of(model, **changes)
+        with torch.no_grad(), turned_by_hand(model, table, rotary, 2):
+            want = model(input_ids).logits
+        patch(model, rotary)
+        torch.testing.assert_close(model(input_ids, mm_position_ids=table).logits, want, rtol=0, atol=2e-5)
+        unpatch(model)
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, Linear),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, YaRN),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            Llama3,
+        ),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicNTK),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.5] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 300,
+            },
+            LongRoPE,
+        ),
+    ],
+    ids=["linear", "yarn", "llama3", "dynamic", "longrope"],
+)
+def test_scaled_models_keep_the_bits_of_text(rope: dict[str, Any], scaling: type) -> None:
+    model = model_of("llama", rope_parameters={"rope_theta": 5e5, **rope})
+    input_ids, rotary = tokens(1, 300), rotary_of(model, precision="hf")
+    assert isinstance(rotary.scaling, scaling)
+    with torch.no_grad():
+        want = model(input_ids).logits
+        assert torch.equal(patch(model, rotary)(input_ids, mm_position_ids=text(300)).logits, want)
+
+
+def test_a_cursor_beyond_what_a_scaling_was_set_for_is_refused() -> None:
+    model = model_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    input_ids = tokens(1, 606)
+    table = place(SegmentTable.from_documents([[Text(3), Grid(20, 30), Text(3)]]))  # 606 tokens, cursor 656
+    rotary = rotary_of(model)
+    patch(model, rotary)
+    for call in (model, model.generate):
+        with pytest.raises(InvalidInputError, match=r"go on at 656, .* want a patch with rotary.for_length\(656\)"):
+            call(input_ids, mm_position_ids=table)
+    unpatch(model)
+    with torch.no_grad(), turned_by_hand(model, table, rotary.for_length(700), 1):
+        want = model(input_ids).logits
+    got = patch(model, rotary.for_length(700))(input_ids, mm_position_ids=table).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+
+
+# Training.
+
+
+def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    model.train()
+    model.zero_grad()
+    loss = model(input_ids, labels=input_ids, **arguments).loss
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen3"])
+def test_loss_and_gradients_are_those_of_cos_and_sin_by_hand(name: str) -> None:
+    model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
+    rotary = rotary_of(model)
+    with turned_by_hand(model, table, rotary, 2):
+        want, want_gradients = gradients(model, input_ids)
+    got, got_gradients = gradients(patch(model, rotary), input_ids, mm_position_ids=table)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    for one, other in zip(got_gradients, want_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_turn_again_by_the_same_positions(reentrant: bool, way: str) -> None:
+    model, input_ids, table = model_of("qwen3"), tokens(2, 24), two_rows()
+    patched(model, way)
+    loss, want = gradients(model, input_ids, mm_position_ids=table)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    model.zero_grad()
+    again = model(input_ids, labels=input_ids, mm_position_ids=table, use_cache=False).loss
+    model.eval()
+    with torch.no_grad():  # another call comes between, with other positions
+        model(input_ids, mm_position_ids=text(24, 24), use_cache=False)
+    model.train()
+    again.backward()
+    assert torch.equal(again, loss)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True))

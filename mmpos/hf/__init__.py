@@ -1,0 +1,1 @@
+"""Models and processors of Transformers with our positions."""

@@ -20,7 +20,7 @@ from oracle import place_document
 
 import mmpos
 from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, Markers, Text, UnsupportedError
-from mmpos.hf.processor import MMPosProcessor
+from mmpos.hf import MMPosProcessor
 from mmpos.hf.processor_config import scheme_of, scheme_to_json
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 

@@ -1,1 +1,30 @@
-"""Models and processors of Transformers with our positions."""
+"""Models and processors of Transformers with mmpos's positions.
+
+Shapes used throughout:
+    input_ids        (batch, seq) token ids; inputs_embeds (batch, seq, hidden) in their place
+    mm_position_ids  a PositionTable or DevicePositions of batch·seq tokens, or ids of shape (axes, batch, seq)
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmpos.hf.patching import patch, unpatch
+    from mmpos.hf.processor import MMPosProcessor
+
+__all__ = ["MMPosProcessor", "patch", "unpatch"]
+
+_ROOMS = {"MMPosProcessor": "processor", "patch": "patching", "unpatch": "patching"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _ROOMS:
+            raise AttributeError(f"module 'mmpos.hf' has no attribute {name!r}")
+        from importlib import import_module
+
+        try:
+            return getattr(import_module(f"mmpos.hf.{_ROOMS[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers"):
+                raise
+            raise ImportError(f'mmpos.hf needs {error.name}: pip install "mmpos[hf]"') from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import ProcessorMixin
 
 from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -23,11 +24,6 @@ from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
 from mmpos.tokenizers import adapt
-
-try:
-    from transformers import ProcessorMixin
-except ModuleNotFoundError as error:
-    raise ImportError("mmpos.hf needs transformers: pip install transformers", name=error.name) from error
 
 __all__ = ["MMPosProcessor"]
 

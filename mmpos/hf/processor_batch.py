@@ -6,17 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import BatchFeature
 
 from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.hf.processor_options import Options
 from mmpos.hf.processor_rows import Rows
 from mmpos.positions import PositionTable, Side
-
-try:
-    from transformers import BatchFeature
-except ModuleNotFoundError as error:
-    raise ImportError("mmpos.hf needs transformers: pip install transformers", name=error.name) from error
 
 __all__ = ["PositionBatch", "padded", "per_token"]
 

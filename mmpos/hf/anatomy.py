@@ -1,0 +1,127 @@
+"""Where a Llama-like model of Transformers keeps its rotation, and whether a Rotary is one of that kind."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.hf_config import hf_arguments
+
+__all__ = ["APPLY", "Anatomy", "dissect", "rotaries_of", "turning_forward"]
+
+APPLY = "apply_rotary_pos_emb"
+"""What the attention of every Llama-like model calls to rotate q and k."""
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """The parts of a Llama-like model that positions go through.
+
+    Args:
+        base: the model below the head: it embeds tokens, and asks its rotary_emb for cos and sin once a call.
+        attentions: the attention of every layer, which take cos and sin as ``position_embeddings``.
+        layer_types: of each attention; None where all layers turn alike.
+    """
+
+    base: Any
+    attentions: tuple[Any, ...]
+    layer_types: tuple[str | None, ...]
+
+    @property
+    def config(self) -> Any:
+        """The config of the language model."""
+        return self.base.config
+
+    def turned(self, layer_type: str | None) -> tuple[int, float]:
+        """Channels that the model turns in layers of a type, and what it multiplies cos and sin by."""
+        prefix, rotary_emb = "" if layer_type is None else f"{layer_type}_", self.base.rotary_emb
+        scaling = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        return 2 * getattr(rotary_emb, f"{prefix}inv_freq").shape[-1], float(getattr(rotary_emb, scaling, 1.0))
+
+
+def dissect(model: nn.Module) -> Anatomy:
+    """The parts of a model, or UnsupportedError where it is not built like Llama."""
+    base: Any = getattr(model, "base_model", model)
+    rotary_emb = getattr(base, "rotary_emb", None)
+    if not isinstance(rotary_emb, nn.Module) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        raise _unlike(model, "has no rotary_emb beside its layers")
+    attentions = tuple(getattr(layer, "self_attn", None) for layer in base.layers)
+    for i, attention in enumerate(attentions):
+        forward = turning_forward(attention) if isinstance(attention, nn.Module) else None
+        if forward is None or "position_embeddings" not in _parameters(forward):
+            raise _unlike(model, f"has a layer {i} whose self_attn does not call {APPLY} with position_embeddings")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(type(base).forward).values()):
+        raise _unlike(model, "hands no arguments of others to its layers")
+    types: tuple[str | None, ...] = (None,) * len(attentions)
+    if "layer_type" in _parameters(type(rotary_emb).forward):
+        types = tuple(base.config.layer_types[: len(attentions)])
+    elif not hasattr(rotary_emb, "inv_freq"):
+        raise _unlike(model, "has a rotary_emb without inv_freq")
+    return Anatomy(base, attentions, types)
+
+
+def turning_forward(attention: nn.Module) -> FunctionType | None:
+    """The forward of an attention's class, if it finds ``apply_rotary_pos_emb`` among the globals of its module."""
+    forward = inspect.unwrap(type(attention).forward)
+    if not isinstance(forward, FunctionType) or APPLY not in forward.__code__.co_names:
+        return None
+    return forward if callable(forward.__globals__.get(APPLY)) else None
+
+
+def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict[str | None, Rotary]:
+    """One Rotary per layer type, each checked against what the model turns."""
+    types = sorted({kind for kind in anatomy.layer_types if kind is not None})
+    rotaries: dict[str | None, Rotary]
+    if not types:
+        if not isinstance(rotary, Rotary):
+            raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want one Rotary: all layers turn alike")
+        rotaries = {None: rotary}
+    else:
+        if not isinstance(rotary, Mapping) or sorted(rotary) != types:
+            got = sorted(rotary) if isinstance(rotary, Mapping) else type(rotary).__name__
+            raise InvalidInputError(f"rotary: got {got}, want a mapping with a Rotary for each layer type of {types}")
+        rotaries = {kind: rotary[kind] for kind in types}
+    for kind, one in rotaries.items():
+        _check_rotary("rotary" if kind is None else f"rotary[{kind!r}]", one, anatomy, kind)
+    axes = sorted({one.axes for one in rotaries.values()})
+    if len(axes) > 1:
+        raise InvalidInputError(f"rotary: got {axes} axes, want the same for all layer types")
+    return rotaries
+
+
+def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str | None) -> None:
+    if not isinstance(rotary, Rotary):
+        raise InvalidInputError(f"{name}: got {type(rotary).__name__}, want a Rotary")
+    model = getattr(anatomy.config, "model_type", "")
+    pairing = hf_arguments(anatomy.config, layer_type=layer_type)["pairing"]
+    if pairing != "half":
+        raise UnsupportedError(f"model: got {model!r}, which pairs channels {pairing!r}, want pairing 'half'")
+    head_dim = anatomy.attentions[anatomy.layer_types.index(layer_type)].head_dim
+    rotary_dim, attention_factor = anatomy.turned(layer_type)
+    # Transformers has its factor in float32 at times.
+    close = math.isclose(rotary.attention_factor, attention_factor, rel_tol=1e-6)
+    told: dict[str, tuple[Any, Any]] = {
+        "head_dim": (rotary.head_dim, head_dim),
+        "rotary_dim": (rotary.rotary_dim, rotary_dim),
+        "pairing": (rotary.pairing, "half"),
+        "attention_factor": (rotary.attention_factor, rotary.attention_factor if close else attention_factor),
+    }
+    for field, (got, want) in told.items():
+        if got != want:
+            raise InvalidInputError(f"{name}.{field}: got {got!r}, want {want!r} as the model has it")
+
+
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
+
+
+def _unlike(model: nn.Module, why: str) -> UnsupportedError:
+    return UnsupportedError(f"model: got {type(model).__name__}, which {why}, want a model built like Llama")

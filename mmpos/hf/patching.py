@@ -1,0 +1,135 @@
+"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mmpos.checks import one_of
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.hf import generating
+from mmpos.hf.anatomy import Anatomy, dissect, rotaries_of
+from mmpos.hf.fused import FusedForward
+from mmpos.hf.handing import HandDown, Take, check_reached
+from mmpos.rotary.apply import Implementation
+from mmpos.rotary.config import Rotary
+
+__all__ = ["patch", "unpatch"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_MARK = "_mmpos_patch"
+
+
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """What unpatch takes away: hooks, and attributes set on modules."""
+
+    handles: tuple[Any, ...]
+    attributes: tuple[tuple[nn.Module, str], ...]
+
+
+def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
+    """Let a Llama-like model take ``mm_position_ids``, in forward and in generate.
+
+    Without that argument the model stays what it was, bit for bit. With it, q and k of every layer turn by these
+    positions under ``rotary``; ``position_ids`` goes on to speak of masks only. Everything else, weights included,
+    is left alone.
+
+    Args:
+        model: a PreTrainedModel, with a head or without; changed in place.
+        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model;
+            or, where layer types turn differently (Gemma 3), a mapping with one for each layer type.
+        implementation: "reference" gives the model's own function our cos and sin; "triton" rotates by
+            ``mmpos.rotary.apply_rotary`` in its place; "auto" is triton on CUDA tensors where triton is installed.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        UnsupportedError: the model is not built like Llama, or its rotation is not one that a Rotary replaces.
+        InvalidInputError: rotary does not fit the model, or the model is patched already.
+    """
+    one_of("implementation", implementation, ("auto", "reference", "triton"))
+    anatomy = dissect(model)
+    if _MARK in vars(anatomy.base):
+        raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
+    rotaries = rotaries_of(anatomy, rotary)
+    fused = _fused(implementation, rotaries)
+    attributes: list[tuple[nn.Module, str]] = []
+    if fused != "never":
+        for attention in anatomy.attentions:
+            attributes.append(_set(attention, "forward", FusedForward(attention, implementation)))
+    if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
+        attributes.append(_set(model, "generate", partial(generating.generate, model, rotary_axes(rotaries))))
+        prepare = partial(generating.prepare_inputs_for_generation, model)
+        attributes.append(_set(model, "prepare_inputs_for_generation", prepare))
+    setattr(anatomy.base, _MARK, _Patch(_hooks(anatomy, HandDown(rotaries, fused)), tuple(attributes)))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take away all that ``patch`` added.
+
+    Args:
+        model: a patched model; changed in place.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        InvalidInputError: the model is not patched.
+    """
+    base = getattr(model, "base_model", model)
+    found = vars(base).get(_MARK)
+    if found is None:
+        raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want a patched one")
+    for handle in found.handles:
+        handle.remove()
+    for module, name in found.attributes:
+        delattr(module, name)
+    delattr(base, _MARK)
+    return model
+
+
+def rotary_axes(rotaries: Mapping[str | None, Rotary]) -> int:
+    """Axes of the positions that the rotaries take."""
+    return next(iter(rotaries.values())).axes
+
+
+def _hooks(anatomy: Anatomy, hand_down: HandDown) -> tuple[Any, ...]:
+    base = anatomy.base
+    handles = [
+        base.register_forward_pre_hook(hand_down, with_kwargs=True),
+        base.register_forward_hook(check_reached, with_kwargs=True),
+    ]
+    for attention, layer_type in zip(anatomy.attentions, anatomy.layer_types, strict=True):
+        handles.append(attention.register_forward_pre_hook(Take(layer_type), with_kwargs=True))
+    return tuple(handles)
+
+
+def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]) -> str:
+    """When layers rotate by positions themselves: "never", "always", or on "cuda"."""
+    if implementation == "reference":
+        return "never"
+    partly = [rotary for rotary in rotaries.values() if rotary.rotary_dim != rotary.head_dim]
+    if implementation == "auto":
+        return "cuda" if find_spec("triton") is not None and not partly else "never"
+    if partly:
+        one = partly[0]
+        raise UnsupportedError(
+            f"implementation: got 'triton' where {one.rotary_dim} of {one.head_dim} channels turn, want 'reference'"
+        )
+    return "always"
+
+
+def _set(module: nn.Module, name: str, value: Any) -> tuple[nn.Module, str]:
+    if name in vars(module):
+        raise UnsupportedError(f"model: got {type(module).__name__}.{name} set on the instance, want that of the class")
+    setattr(module, name, value)
+    return module, name

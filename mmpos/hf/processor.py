@@ -165,10 +165,10 @@ class MMPosProcessor(ProcessorMixin):
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
         return super().apply_chat_template(conversation, chat_template, *args, **kwargs)
 
-    def positions(
+    def segments(
         self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
-    ) -> PositionTable:
-        """The positions of rows that were padded, joined or cut after the call: from their tokens, again.
+    ) -> SegmentTable:
+        """What stands where in rows that were padded, joined or cut after the call: found in their tokens again.
 
         Args:
             input_ids: (batch, seq), or (tokens,) of one row.
@@ -181,14 +181,19 @@ class MMPosProcessor(ProcessorMixin):
         """
         if self.markers.row is not None:
             raise UnsupportedError("markers.row: got row separators, want the positions that the call gave")
-        segments = SegmentTable.from_input_ids(
+        return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
             image_token_id=self.image_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
         )
-        return place(segments, self.scheme, self.start)
+
+    def positions(
+        self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
+    ) -> PositionTable:
+        """The positions of such rows; the arguments and errors are those of ``segments``."""
+        return place(self.segments(input_ids, image_grid_thw, attention_mask), self.scheme, self.start)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON has them, without the tokenizer and the chat template, which have files of their own.

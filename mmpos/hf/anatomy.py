@@ -36,9 +36,9 @@ class Anatomy:
     layer_types: tuple[str | None, ...]
 
     @property
-    def config(self) -> Any:
-        """The config of the language model."""
-        return self.base.config
+    def names(self) -> tuple[str, ...]:
+        """Arguments of the base, in order."""
+        return tuple(_parameters(type(self.base).forward))[1:]
 
     def turned(self, layer_type: str | None) -> tuple[int, float]:
         """Channels that the model turns in layers of a type, and what it multiplies cos and sin by."""
@@ -100,8 +100,8 @@ def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict
 def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str | None) -> None:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"{name}: got {type(rotary).__name__}, want a Rotary")
-    model = getattr(anatomy.config, "model_type", "")
-    pairing = hf_arguments(anatomy.config, layer_type=layer_type)["pairing"]
+    model = getattr(anatomy.base.config, "model_type", "")
+    pairing = hf_arguments(anatomy.base.config, layer_type=layer_type)["pairing"]
     if pairing != "half":
         raise UnsupportedError(f"model: got {model!r}, which pairs channels {pairing!r}, want pairing 'half'")
     head_dim = anatomy.attentions[anatomy.layer_types.index(layer_type)].head_dim

@@ -5,19 +5,19 @@ Nothing is kept on a module between calls: what a call brings travels in its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.hf.positions import Rows, rows_of
+from mmpos.errors import UnsupportedError
+from mmpos.hf.positions import Rows, apart, rows_of, tokens_of
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 
-__all__ = ["ARGUMENT", "HandDown", "Take"]
+__all__ = ["ARGUMENT", "HandDown", "Take", "check_reached"]
 
 ARGUMENT = "mm_position_ids"
 """The argument of the model."""
@@ -39,33 +39,35 @@ class HandDown:
 
     Args:
         rotaries: one per layer type; None stands for all layers.
-        fused: "always", "never", or "cuda": on tensors there; rotations are then made of positions in each layer.
+        fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
+        names: arguments of the model, in order.
     """
 
-    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str) -> None:
+    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str]) -> None:
         self.rotaries = dict(rotaries)
         self.fused = fused
+        self.names = tuple(names)
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """New arguments, if positions are among them."""
         if ARGUMENT not in kwargs:
             return None
-        kwargs = dict(kwargs)
-        ids = kwargs.pop(ARGUMENT)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        ids = given.pop(ARGUMENT)
         if ids is None:
-            return args, kwargs
-        tokens = _tokens(args, kwargs)
+            return (), given
+        tokens = tokens_of(given.get("inputs_embeds"), given.get("input_ids"))
         rows = Rows(tokens.shape[0], tokens.shape[1], tokens.device)
         if isinstance(ids, PositionTable):
-            kwargs |= _packed(ids, rows, args, kwargs)
-        positions = rows_of(ids, rows, next(iter(self.rotaries.values())))
-        pairs: dict[str | None, tuple[Any, Any]]
+            given |= apart(ids, rows, given)
+        return (), {**given, _HANDED: self._turns(base, ids, rows, tokens)}
+
+    def _turns(self, base: Any, ids: Any, rows: Rows, tokens: Tensor) -> Turns:
+        positions = rows_of(ids, rows, list(self.rotaries.values()))
         if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
-            pairs = {kind: (positions, rotary) for kind, rotary in self.rotaries.items()}
-        else:
-            dtype = tokens.dtype if tokens.is_floating_point() else base.get_input_embeddings().weight.dtype
-            pairs = {kind: _cos_sin(rotary, positions, rows, dtype) for kind, rotary in self.rotaries.items()}
-        return args, {**kwargs, _HANDED: Turns(pairs)}
+            return Turns({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
+        dtype = tokens.dtype if tokens.is_floating_point() else base.get_input_embeddings().weight.dtype
+        return Turns({kind: _cos_sin(rotary, positions, rows, dtype) for kind, rotary in self.rotaries.items()})
 
 
 class Take:
@@ -78,15 +80,17 @@ class Take:
         """New arguments, if turns are among them."""
         if _HANDED not in kwargs:
             return None
-        kwargs = dict(kwargs)
-        turns = kwargs.pop(_HANDED)
+        given = dict(kwargs)
+        turns = given.pop(_HANDED)
         turns.reached = True
         first, second = turns.pairs[self.layer_type]
-        if not isinstance(second, Rotary):
-            # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
-            own = kwargs["position_embeddings"][0]
+        # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
+        own = given["position_embeddings"][0]
+        if isinstance(second, Rotary):
+            first = first.to(own.device)
+        else:
             first, second = first.to(own), second.to(own)
-        return args, {**kwargs, "position_embeddings": (first, second)}
+        return args, {**given, "position_embeddings": (first, second)}
 
 
 def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -97,27 +101,6 @@ def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UnsupportedError(
             f"model: got {name}, which hands no arguments of others to its layers, want one that does"
         )
-
-
-def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """input_ids, or the embeddings that stand for them."""
-    embeds = kwargs.get("inputs_embeds", args[4] if len(args) > 4 else None)
-    tokens = embeds if embeds is not None else kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(tokens, Tensor):
-        raise InvalidInputError("mm_position_ids: got neither input_ids nor inputs_embeds beside it, want one of them")
-    return tokens
-
-
-def _packed(table: PositionTable, rows: Rows, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by which Transformers keeps the documents of one packed row apart, where the caller told none."""
-    told = ("attention_mask", "position_ids", "past_key_values")
-    if rows.batch > 1 or table.num_documents < 2 or len(args) > 1 or any(kwargs.get(name) is not None for name in told):
-        return {}
-    if kwargs.get("use_cache"):
-        raise UnsupportedError("use_cache: got True for packed documents, want False: no cache keeps them apart")
-    first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(rows.device, torch.int64)
-    token = torch.arange(rows.seq, device=rows.device)
-    return {"position_ids": (token - first)[None], "use_cache": False}
 
 
 def _cos_sin(

@@ -57,7 +57,7 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     """
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     anatomy = dissect(model)
-    if _MARK in vars(anatomy.base):
+    if any(isinstance(hook, HandDown) for hook in anatomy.base._forward_pre_hooks.values()):
         raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
     rotaries = rotaries_of(anatomy, rotary)
     fused = _fused(implementation, rotaries)
@@ -66,10 +66,10 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
         for attention in anatomy.attentions:
             attributes.append(_set(attention, "forward", FusedForward(attention, implementation)))
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
-        attributes.append(_set(model, "generate", partial(generating.generate, model, rotary_axes(rotaries))))
+        attributes.append(_set(model, "generate", partial(generating.generate, model, list(rotaries.values()))))
         prepare = partial(generating.prepare_inputs_for_generation, model)
         attributes.append(_set(model, "prepare_inputs_for_generation", prepare))
-    setattr(anatomy.base, _MARK, _Patch(_hooks(anatomy, HandDown(rotaries, fused)), tuple(attributes)))
+    setattr(model, _MARK, _Patch(_hooks(anatomy, HandDown(rotaries, fused, anatomy.names)), tuple(attributes)))
     return model
 
 
@@ -77,7 +77,7 @@ def unpatch(model: Model) -> Model:
     """Take away all that ``patch`` added.
 
     Args:
-        model: a patched model; changed in place.
+        model: the model that was patched, or a copy of it; changed in place.
 
     Returns:
         the model itself.
@@ -85,21 +85,15 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched.
     """
-    base = getattr(model, "base_model", model)
-    found = vars(base).get(_MARK)
+    found = vars(model).get(_MARK)
     if found is None:
-        raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want a patched one")
+        raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want the one that was")
     for handle in found.handles:
         handle.remove()
     for module, name in found.attributes:
         delattr(module, name)
-    delattr(base, _MARK)
+    delattr(model, _MARK)
     return model
-
-
-def rotary_axes(rotaries: Mapping[str | None, Rotary]) -> int:
-    """Axes of the positions that the rotaries take."""
-    return next(iter(rotaries.values())).axes
 
 
 def _hooks(anatomy: Anatomy, hand_down: HandDown) -> tuple[Any, ...]:

@@ -51,16 +51,21 @@ def cos_sin(
     fixed = phases.fixed_positions(positions, mode, tokens)
     axis = pair_axis.to(torch.int64)
     as_hf, fractional = frequencies.dtype == torch.float32, mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
-    # On a CPU in blocks that stay in its cache; on a device at once.
-    block = CPU_BLOCK if fixed.device.type == "cpu" else max(1, tokens)
-    cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32, device=fixed.device)
-    sin = torch.empty_like(cos)
-    for start in range(0, tokens, block):
-        part = slice(start, start + block)
+
+    def of(part: Tensor) -> tuple[Tensor, Tensor]:
         if as_hf:
-            cos[part], sin[part] = phases.cos_sin_as_hf(fixed[:, part], axis, frequencies)
-        else:
-            cos[part], sin[part] = phases.cos_sin(fixed[:, part], axis, frequencies, fractional)
+            return phases.cos_sin_as_hf(part, axis, frequencies)
+        return phases.cos_sin(part, axis, frequencies, fractional)
+
+    # On a CPU in blocks that stay in its cache; on a device at once, and in graphs, which would count the blocks.
+    if fixed.device.type != "cpu" or torch.compiler.is_compiling():
+        cos, sin = of(fixed)
+    else:
+        cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32)
+        sin = torch.empty_like(cos)
+        for start in range(0, tokens, CPU_BLOCK):
+            block = slice(start, start + CPU_BLOCK)
+            cos[block], sin[block] = of(fixed[:, block])
     return (cos, sin) if attention_factor == 1.0 else (cos.mul_(attention_factor), sin.mul_(attention_factor))
 
 

@@ -177,7 +177,7 @@ def remote_positions(client: Client, processor: MMPosProcessor, batch: Any) -> m
 def main() -> None:
     """Train, and ask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--server", metavar="HOST:PORT", help="takes positions from it, too")
     arguments = parser.parse_args()
     photos, processor = load_photos(), make_processor()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import pickle
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -108,10 +109,18 @@ def test_batches_are_those_of_transformers_for_qwen2_vl() -> None:
     theirs = transformers.Qwen2VLProcessor(
         transformers.Qwen2VLImageProcessor(), tokenizer, transformers.Qwen2VLVideoProcessor()
     )
-    begin, end, patch, _ = QWENS
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    config = transformers.Qwen2VLConfig(**dict(zip(names, range(5, 9), strict=True)))
+    settings = mmpos.from_hf_config(config)
     ours = MMPosProcessor(
-        tokenizer, ImageProcessor(order="merged"), "mrope", Markers(begin, end, patch), False, temporal_patch_size=2
+        tokenizer,
+        settings.image_processor(),
+        settings.scheme,
+        settings.markers,
+        add_markers=False,
+        temporal_patch_size=settings.temporal_patch_size,
     )
+    begin, end, patch, _ = QWENS
     rows = [f"{begin}{patch}{end} a cat", f"A cup {begin}{patch}{end}, {begin}{patch}{end}", "coffee"]
     random = np.random.default_rng(0)
     photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (40, 40, 3), (200, 60, 3))]
@@ -122,15 +131,10 @@ def test_batches_are_those_of_transformers_for_qwen2_vl() -> None:
     for key in sorted(want):
         assert torch.equal(got[key], want[key]), key
     kind = modeling.Qwen2VLModel
-    told_of = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    told_of.get_vision_position_ids = kind.get_vision_position_ids.__get__(told_of)
-    ids, deltas = kind.get_rope_index(
-        told_of,
-        want["input_ids"],
-        want["mm_token_type_ids"],
-        want["image_grid_thw"],
-        attention_mask=want["attention_mask"],
-    )
+    model: Any = SimpleNamespace(config=config)
+    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
+    named = {key: want[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")}
+    ids, deltas = kind.get_rope_index(model, **named)
     assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
     assert torch.equal(got["deltas"], deltas[:, 0])
 
@@ -174,6 +178,8 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
         ),
         ({"return_tensors": "pt"}, r"^padding: got rows of 2 to 8 tokens, want padding=True for return_tensors='pt'$"),
         ({"truncation": True, "max_length": 0}, r"^max_length: got 0, want >= 1$"),
+        ({"max_length": 5}, r"^max_length: got 5, want truncation=True or padding=\"max_length\" too$"),
+        ({"padding": "max_length", "max_length": 2**40}, r"^max_length: got 1099511627776, want <= 2147483647$"),
         ({"add_special_tokens": 1}, r"^add_special_tokens: got 1, want True or False$"),
     ],
 )
@@ -227,6 +233,7 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
     spelled = {PATCH: "[PATCH]", BEGIN: "[PATCH]", END: "[PATCH]", BOS: ""}
     decode = made.tokenizer.decode
     assert [text[a:b] for a, b in offsets] == [spelled.get(token) or decode(token) * (token > 8) for token in expected]
+    assert made([TALL], text, truncation=True)["input_ids"] == [whole]  # this tokenizer knows no limit
     with pytest.raises(
         InvalidInputError, match=rf"^max_length: got {room - 1}, which cuts image 0 off text\[0\] of {len(whole)}"
     ):
@@ -291,6 +298,35 @@ def test_images_of_chats_come_in_every_form(tmp_path: Path) -> None:
     patches = [made(text=chat(block))["patches"] for block in blocks]
     beside = made([WIDE], chat({"type": "image"}))
     assert all((each == beside["patches"]).all() for each in patches)
+
+
+def test_images_beside_chats_fill_their_blocks_in_order() -> None:
+    made = processor()
+    photo_of = {"type": "image"}
+    chats = [chat(photo_of, said("A"), photo_of), chat(said("cat")), chat(photo_of)]
+    held = [chat(seen(WIDE), said("A"), seen(TALL)), chat(said("cat")), chat(seen(TALL))]
+    beside = made([[WIDE, TALL], [], [TALL]], chats)
+    expected = made(text=held)
+    assert beside["input_ids"] == expected["input_ids"]
+    np.testing.assert_array_equal(beside["patches"], expected["patches"])
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    np.testing.assert_array_equal(made(pixels, chats[2])["patches"], made(text=chat(seen(pixels)))["patches"])
+    for images, text, message in (
+        ([[WIDE], [], [TALL]], chats, r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"),
+        ([WIDE, TALL, TALL], chats, r"^images: got list, want a list of images for each of 3 chats$"),
+        (WIDE, held[0], r"^images: got images beside chats that hold theirs, want them in one place$"),
+        (None, chats[2], r"^images: got 0 images, want 1, the placeholders of text$"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            made(images, text)
+
+
+def test_a_message_can_be_gone_on_with() -> None:
+    made = processor(chat_template=TEMPLATE.replace("{{ eos_token }}", ""))
+    messages = chat(seen(TALL), said("What is <s> this?"), answer="A cat")
+    told: dict[str, Any] = {"tokenize": True, "return_dict": True, "continue_final_message": True}
+    ids = made.apply_chat_template(messages, **told)["input_ids"][0]
+    assert made.tokenizer.decode(ids[ids.index(ASSISTANT) :]) == "<|assistant|>A cat"
 
 
 def test_what_users_say_stays_text() -> None:
@@ -364,7 +400,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["scheme"] == {"name": "rope-tie-v2", "axes": 2, "rounding": "floor"}
-    loaded = MMPosProcessor.from_pretrained(tmp_path)
+    loaded = pickle.loads(pickle.dumps(MMPosProcessor.from_pretrained(tmp_path)))
     names = ("images", "scheme", "markers", "add_markers", "start", "temporal_patch_size", "chat_template")
     assert [getattr(loaded, name) for name in names] == [getattr(made, name) for name in names]
     rows = chat(seen(TALL), said("this"))

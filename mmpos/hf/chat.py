@@ -9,7 +9,7 @@ from typing import Any
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.hf.processor_images import read_base64, read_text
 
-__all__ = ["is_chat", "read_conversations"]
+__all__ = ["images_beside", "is_chat", "read_conversations"]
 
 _SOURCES = ("image", "url", "path", "base64")
 _NO_PLACE = ("video", "video_url", "audio", "input_audio")
@@ -35,6 +35,25 @@ def read_conversations(conversation: Any) -> Any:
     if isinstance(conversation[0], Mapping):
         return _read("conversation", conversation)
     return [_read(f"conversation[{i}]", each) for i, each in enumerate(conversation)]
+
+
+def images_beside(conversation: Any, images: Any) -> list[Any]:
+    """Images that are given apart from their chat, in a list; of several chats, a list for each.
+
+    Raises:
+        InvalidInputError: the chats hold images themselves, or their number is another.
+    """
+    one = isinstance(conversation[0], Mapping)
+    chats = [conversation] if one else conversation
+    contents = [message.get("content") for messages in chats for message in messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    if any(block["type"] == "image" and "image" in block for block in blocks):
+        raise InvalidInputError("images: got images beside chats that hold theirs, want them in one place")
+    if one:
+        return list(images) if isinstance(images, list | tuple) else [images]
+    if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
+        raise InvalidInputError(f"images: got {_kind(images)}, want a list of images for each of {len(chats)} chats")
+    return list(images)
 
 
 def _read(name: str, messages: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from transformers import ProcessorMixin
 
 from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.hf.chat import is_chat, read_conversations
+from mmpos.hf.chat import images_beside, is_chat, read_conversations
 from mmpos.hf.processor_batch import PositionBatch, per_token
 from mmpos.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
 from mmpos.hf.processor_images import flat, patches_of, process
@@ -161,6 +161,8 @@ class MMPosProcessor(ProcessorMixin):
         conversation = read_conversations(conversation)
         if kwargs.get("tokenize"):
             told = {"add_special_tokens": False, **(kwargs.get("processor_kwargs") or {})}
+            if told.get("images") is not None:
+                told["images"] = images_beside(conversation, told["images"])
             kwargs["processor_kwargs"] = told
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
         return super().apply_chat_template(conversation, chat_template, *args, **kwargs)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mmpos.checks import IntArray, boolean, integer, one_of
+from mmpos.checks import INT32_MAX, IntArray, boolean, integer, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.positions import Side
 
@@ -53,9 +53,13 @@ class Options:
         one_of("truncation", self.truncation, (True, False, "longest_first", "do_not_truncate"))
         for name in ("pad_to_multiple_of", "max_length"):
             if getattr(self, name) is not None:
-                integer(name, getattr(self, name), minimum=1)
+                integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
         if self.padding == "max_length" and self.max_length is None:
             raise InvalidInputError('max_length: got None, want the length of rows for padding="max_length"')
+        if self.padding != "max_length" and not self._cuts and self.max_length is not None:
+            raise InvalidInputError(
+                f'max_length: got {self.max_length}, want truncation=True or padding="max_length" too'
+            )
         for each in fields(self):
             if each.type == "bool":
                 boolean(each.name, getattr(self, each.name))
@@ -97,9 +101,13 @@ class Options:
 
     def limit(self, tokenizer: Any) -> int | None:
         """Most tokens of a row; None where rows are not to be cut."""
-        if self.truncation in (False, "do_not_truncate"):
+        if not self._cuts:
             return None
-        return int(tokenizer.model_max_length) if self.max_length is None else self.max_length
+        return int(min(tokenizer.model_max_length, INT32_MAX)) if self.max_length is None else self.max_length
+
+    @property
+    def _cuts(self) -> bool:
+        return self.truncation not in (False, "do_not_truncate")
 
     def width(self, lengths: IntArray) -> int | None:
         """Tokens of every row of the batch; None where rows are left as they are.

@@ -1,0 +1,104 @@
+"""Tiny random models of Transformers, prompts for them, and what judges them: themselves, turned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rotary_oracle import Ids, ids_of, phases
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import Rotary
+
+CONFIGS: Mapping[str, type[AutoConfig]] = {
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # so that tokens differ in what follows them
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """A config of two layers; Gemma 3 has one of each layer type."""
+    changes = {**({"sliding_window_pattern": 2} if name == "gemma3" else {}), **changes}
+    return CONFIGS[name](**{**SIZES, **changes})
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model with random weights, the same for the same name."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=dtype).eval()
+
+
+def rotary_of(model: Any, **changes: Any) -> Any:
+    """The model's rotation over two interleaved axes: a Rotary, or one per layer type."""
+    kinds = getattr(model.model.rotary_emb, "layer_types", None)
+    if kinds is None:
+        return Rotary.from_hf_config(model.config, **changes)
+    return {kind: Rotary.from_hf_config(model.config, layer_type=kind, **changes) for kind in kinds}
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Random token ids, none of which is padding."""
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def two_rows(scheme: str = "rope-tie") -> PositionTable:
+    """Two rows of 24 tokens, each with an image."""
+    return place(SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 5), Text(12)]]), scheme)
+
+
+def text(*lengths: int) -> PositionTable:
+    """Documents of text alone."""
+    return place(SegmentTable.from_documents([[Text(n)] for n in lengths]))
+
+
+@contextmanager
+def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
+    """The untouched model while its rotary_emb answers with cos and sin of exact angles, made one token at a time."""
+    rotary_emb = model.model.rotary_emb
+    exact = ids_of(ids) if isinstance(ids, PositionTable) else ids
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        one = rotary if layer_type is None else rotary[layer_type]
+        angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
+        angle = torch.cat((angle, angle), dim=-1)
+        return tuple((f(angle) * one.attention_factor).to(x.dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+    rotary_emb.forward = forward
+    try:
+        yield
+    finally:
+        del rotary_emb.forward

@@ -1,0 +1,213 @@
+"""generate with images: every way of it follows the next positions of the table, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hf_models import model_of, rotary_of, tokens, two_rows
+from torch import Tensor
+from transformers import DynamicCache
+
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos.hf import patch, unpatch
+from mmpos.hf.prompt import Prompt
+from mmpos.rotary import DevicePositions
+
+SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])
+NEW = 6
+
+
+def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
+    """Two prompts of 24 and 9 tokens, padded left: ids, mask, and the table."""
+    table = place(SEGMENTS, scheme)
+    mask = torch.from_numpy(table.padded(side="left")[1])
+    return tokens(2, 24) * mask, mask, table.pad(side="left")
+
+
+@cache
+def one_by_one(scheme: str = "rope-tie", name: str = "llama") -> list[list[int]]:
+    """What each prompt alone goes on with, every token from a full forward without a cache or padding."""
+    model, (input_ids, mask, _), table = patched(name), prompts(scheme), place(SEGMENTS, scheme)
+    rows = []
+    for row in range(2):
+        sequence = input_ids[row, mask[row].bool()][None]
+        for _ in range(NEW):
+            ids = table.window([row], [0], [sequence.shape[1]])
+            with torch.no_grad():
+                best = model(sequence, mm_position_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            sequence = torch.cat((sequence, best), dim=1)
+        rows.append(sequence[0, -NEW:].tolist())
+    return rows
+
+
+def patched(name: str = "llama") -> Any:
+    model = model_of(name)
+    return patch(model, rotary_of(model), implementation="reference")
+
+
+def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.generate(*args, max_new_tokens=NEW, do_sample=False, **kwargs)
+
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "a cache that grows": {},
+    "chunks that cut an image": {"prefill_chunk_size": 7},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_every_way_goes_on_as_one_by_one(name: str, way: str) -> None:
+    input_ids, mask, table = prompts()
+    found = generated(patched(name), input_ids, attention_mask=mask, mm_position_ids=table, **WAYS[way])
+    assert found[:, 24:].tolist() == one_by_one("rope-tie", name)
+
+
+def test_images_come_as_embeddings() -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    embeds = model.get_input_embeddings()(input_ids).detach()
+    alone = generated(model, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
+    assert alone.tolist() == one_by_one()
+    beside = generated(model, input_ids=input_ids, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
+    assert beside[:, 24:].tolist() == one_by_one()
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
+def test_dense_ids_and_device_positions_with_next_positions(scheme: str) -> None:
+    model, (input_ids, mask, table) = patched(), prompts(scheme)
+    dense = torch.from_numpy(table.dense().reshape(2, 2, 24))
+    following = torch.from_numpy(table.next_positions.copy())
+    for ids in (dense, DevicePositions.from_table(table)):
+        found = generated(model, input_ids, attention_mask=mask, mm_position_ids=ids, mm_next_positions=following)
+        assert found[:, 24:].tolist() == one_by_one(scheme)
+
+
+@pytest.mark.parametrize("form", ["dense", "table"])
+def test_beams_keep_the_positions_of_their_row(form: str) -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    told: dict[str, Any] = {"mm_position_ids": table}
+    if form == "dense":
+        told["mm_position_ids"] = torch.from_numpy(table.dense().reshape(2, 2, 24))
+        told["mm_next_positions"] = torch.from_numpy(table.next_positions.copy())
+    found = generated(
+        model,
+        input_ids,
+        attention_mask=mask,
+        num_beams=3,
+        num_return_sequences=3,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **told,
+    )
+    real = place(SEGMENTS)
+    for beam, score in enumerate(found.sequences_scores):  # each is the sum of log-probabilities of a full forward
+        row = beam // 3
+        sequence = torch.cat((input_ids[row, mask[row].bool()], found.sequences[beam, 24:]))[None]
+        with torch.no_grad():
+            logits = model(sequence, mm_position_ids=real.window([row], [0], [sequence.shape[1]])).logits[0]
+        steps = logits.log_softmax(-1)[-NEW - 1 : -1].gather(1, sequence[0, -NEW:, None])
+        torch.testing.assert_close(steps.sum(), score, rtol=0, atol=1e-4)
+
+
+def test_samples_of_one_prompt_keep_its_positions() -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    found = model.generate(
+        input_ids,
+        attention_mask=mask,
+        mm_position_ids=table,
+        max_new_tokens=NEW,
+        do_sample=True,
+        top_k=1,
+        num_return_sequences=2,
+    )
+    assert found[:, 24:].tolist() == [row for row in one_by_one() for _ in range(2)]
+
+
+@pytest.mark.parametrize("assistant", ["a copy", "tokens of the prompt"])
+def test_drafts_are_judged_at_their_own_positions(assistant: str) -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    first = table.window([0], [0], [24])
+    told = {"assistant_model": patched()} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
+    found = generated(model, input_ids[:1], attention_mask=mask[:1], mm_position_ids=first, **told)
+    assert found[:, 24:].tolist() == one_by_one()[:1]
+
+
+@pytest.mark.parametrize("given", ["all tokens", "new tokens"])
+def test_a_conversation_goes_on_from_its_cache(given: str) -> None:
+    model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
+    with torch.no_grad():
+        cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9)).past_key_values
+    assert isinstance(cache, DynamicCache)
+    want = generated(model, input_ids, mm_position_ids=table)[:, 24:]
+    mask = torch.ones(1, 24, dtype=torch.int64)
+    sent = input_ids if given == "all tokens" else input_ids[:, 9:]
+    found = generated(model, sent, attention_mask=mask, mm_position_ids=table, past_key_values=cache)
+    assert torch.equal(found[:, -NEW:], want)
+
+
+def test_without_positions_generate_is_the_models_own() -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    found = generated(model, input_ids, attention_mask=mask)
+    turned = generated(model, input_ids, attention_mask=mask, mm_position_ids=table)
+    unpatch(model)
+    assert torch.equal(generated(model, input_ids, attention_mask=mask), found)
+    assert not torch.equal(found, turned)
+
+
+def test_columns_are_those_of_the_table_and_its_decoding() -> None:
+    table = place(SEGMENTS, "rope-tie-v2").pad(side="left")
+    prompt = Prompt(torch.from_numpy(table.dense().reshape(2, 2, 24)), torch.from_numpy(table.next_positions.copy()))
+    longer = table.window([0, 1], [0, 0], [30, 30]).dense().reshape(2, 2, 30)
+    for start, length in ((0, 24), (3, 9), (20, 10), (24, 1), (27, 3)):
+        for at in (start, torch.tensor(start)):  # static caches keep their length in a tensor
+            got = prompt.columns(at, length, 4)
+            assert got.dtype == torch.float64
+            assert got.tolist() == longer[:, [0, 0, 1, 1], start : start + length].tolist()
+
+
+REFUSED: list[tuple[Callable[[PositionTable], dict[str, Any]], str]] = [
+    (lambda table: {"mm_position_ids": table.window([0], [0], [24])}, "got 1 documents of .* want 2 of one length"),
+    (lambda table: {"mm_position_ids": place(SEGMENTS)}, r"got 2 documents of \[24, 9\] tokens, want 2 of one length"),
+    (lambda table: {"mm_position_ids": table.pad(25)}, r"got \(2, 2, 25\), want \(2, 2, 24\): \(axes, batch, seq\)"),
+    (lambda table: {"mm_position_ids": table, "mm_next_positions": 1}, "mm_next_positions: got it beside a table"),
+    (
+        lambda table: {"mm_position_ids": torch.zeros(2, 2, 24)},
+        r"mm_next_positions: got None beside Tensor, want \(batch,\) ids of the tokens to come",
+    ),
+    (
+        lambda table: {"mm_position_ids": DevicePositions.from_table(table)},
+        "mm_next_positions: got None beside DevicePositions",
+    ),
+    (
+        lambda table: {"mm_position_ids": torch.zeros(2, 2, 24), "mm_next_positions": torch.ones(2)},
+        r"mm_next_positions: got torch.float32 \(2,\), want a tensor of 2 integers",
+    ),
+    (
+        lambda table: {"mm_position_ids": torch.zeros(3, 2, 24), "mm_next_positions": torch.tensor([1, 1])},
+        r"mm_position_ids: got \(3, 2, 24\), want \(2, 2, 24\)",
+    ),
+    (
+        lambda table: {"mm_position_ids": [0] * 24, "mm_next_positions": torch.tensor([1, 1])},
+        r"mm_position_ids: got list, want \(2, 2, 24\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("told", "why"), REFUSED, ids=range(len(REFUSED)))
+def test_prompts_that_do_not_fit_are_refused(told: Callable[[PositionTable], dict[str, Any]], why: str) -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    with pytest.raises(InvalidInputError, match=why):
+        generated(model, input_ids, attention_mask=mask, **told(table))
+
+
+def test_an_assistant_that_is_not_patched_is_refused() -> None:
+    model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
+    with pytest.raises(ValueError, match="mm_position_ids"):
+        generated(model, input_ids, mm_position_ids=table, assistant_model=model_of("llama"))

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from urllib.parse import quote_from_bytes
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import mmpos
 from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, Markers, Text, UnsupportedError
 from mmpos.hf import MMPosProcessor
 from mmpos.hf.processor_config import scheme_of, scheme_to_json
+from mmpos.hf.processor_rows import expand
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 
 BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
@@ -153,6 +155,8 @@ def test_batches_are_those_of_transformers_for_qwen2_vl() -> None:
         ([[WIDE], WIDE], ["[PATCH]", "[PATCH]"], r"^images\[1\]: got bytes, want all images in lists, or none$"),
         ([[], [b"no"]], ["A", "[PATCH]"], r"^images\[1\]\[0\]: image: got "),
         (["no.jpg"], "[PATCH]", r"^images\[0\]: got the text 'no.jpg', want bytes, pathlib"),
+        (["data:image/jpeg;base64"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
+        (["data:image/jpeg,é"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
         (["data:image/jpeg;base64,!"], "[PATCH]", r"^images\[0\]: got base64 that is broken"),
         ([WIDE, ImageSize(9, 9)], "[PATCH] [PATCH]", r"^images: got images with and without pixels"),
         (None, None, r"^text: got None, want text, a chat or images$"),
@@ -186,6 +190,11 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
 def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         processor()(text=["A", "sixteen:"], **options)
+
+
+def test_a_row_without_tokens_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"^text\[1\]: got no tokens, want at least one$"):
+        processor()(text=["A", ""], add_special_tokens=False)
 
 
 def test_rows_without_padding_are_lists() -> None:
@@ -229,7 +238,9 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
     assert of_row(cut, "input_ids", 1) == made(text="this")["input_ids"][0]
     again = made.positions(cut["input_ids"], cut["image_grid_thw"], cut["attention_mask"])
     np.testing.assert_array_equal(again.dense().reshape(2, 2, -1), cut["mm_position_ids"])
-    offsets = made([TALL], text, truncation=True, max_length=room, return_offsets_mapping=True)["offset_mapping"][0]
+    told: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt"}
+    (offsets,) = made([TALL], text, truncation=True, max_length=room, **told)["offset_mapping"]
+    assert type(offsets) is list  # to be read one by one
     spelled = {PATCH: "[PATCH]", BEGIN: "[PATCH]", END: "[PATCH]", BOS: ""}
     decode = made.tokenizer.decode
     assert [text[a:b] for a, b in offsets] == [spelled.get(token) or decode(token) * (token > 8) for token in expected]
@@ -238,6 +249,19 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
         InvalidInputError, match=rf"^max_length: got {room - 1}, which cuts image 0 off text\[0\] of {len(whole)}"
     ):
         made([TALL], text, truncation=True, max_length=room - 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_that_were_cut_know_where_their_images_are(side: str) -> None:
+    grids = np.array([[1, 1, 2], [1, 2, 1]])
+    rows = expand([[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, (BEGIN, END, PATCH), marked=True)
+    image = [BEGIN, PATCH, PATCH, END]
+    for length in (9, 8):
+        rows = rows.cut(length, side)
+        assert [rows.input_ids[a:b].tolist() for a, b in zip(rows.first, rows.stop, strict=True)] == [image, image]
+    spared = [9] * 3 + image + [9] * 3
+    assert rows.input_ids[8:].tolist() == (spared[:8] if side == "right" else spared[-8:])
+    assert rows.segments().extents[2].tolist() == ([3, 2, 3, 4, 1, 2] if side == "right" else [3, 2, 3, 2, 1, 4])
 
 
 def test_images_alone_are_processed_alone() -> None:
@@ -289,6 +313,7 @@ def test_images_of_chats_come_in_every_form(tmp_path: Path) -> None:
     url = f"data:image/jpeg;base64,{encoded}"
     blocks: list[dict[str, Any]] = [
         seen(WIDE),
+        seen("data:image/jpeg," + quote_from_bytes(WIDE)),
         seen(url),
         {"type": "image", "path": str(path)},
         {"type": "image", "url": url},
@@ -327,6 +352,35 @@ def test_a_message_can_be_gone_on_with() -> None:
     told: dict[str, Any] = {"tokenize": True, "return_dict": True, "continue_final_message": True}
     ids = made.apply_chat_template(messages, **told)["input_ids"][0]
     assert made.tokenizer.decode(ids[ids.index(ASSISTANT) :]) == "<|assistant|>A cat"
+
+
+def test_templates_see_all_that_messages_say_and_write_all_special_tokens() -> None:
+    template = (
+        "{% for m in messages %}{{ m.name }}: {% for c in m.content %}[PATCH] {{ c.detail }}{% endfor %}{% endfor %}"
+    )
+    made = processor(chat_template=template)
+    block = {"type": "image", "path": mmpos.__path__[0] + "/photos/coffee.jpg", "detail": "high"}
+    messages = [{"role": "user", "name": "Ann", "content": [block]}]
+    assert made.apply_chat_template(messages) == "Ann: [PATCH] high"
+    ids = made(text=messages)["input_ids"][0]
+    assert BOS not in ids
+    assert made.tokenizer.decode(ids).startswith("Ann: [IMG][PATCH]")
+    assert "path" in block  # the caller's own stay as they are
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ("A cat", r"^conversation: got str, want a list of messages, or a list of those$"),
+        ([], r"^conversation: got none, want a list of messages"),
+        ([chat(said("A")), []], r"^conversation\[1\]: got none, want a list of messages$"),
+        ([chat(said("A")), "A"], r"^conversation\[1\]: got str, want a list of messages$"),
+        ([*chat(said("A")), "A"], r"^conversation\[1\]: got str, want a message with role and content$"),
+    ],
+)
+def test_what_is_no_chat_is_named(conversation: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        processor().apply_chat_template(conversation, tokenize=True)
 
 
 def test_what_users_say_stays_text() -> None:

@@ -10,7 +10,6 @@ import torch
 from rotary_oracle import Ids, ids_of, phases
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -22,9 +21,13 @@ from transformers import (
 )
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.hf import patch
+from mmpos.hf.fused import FusedForward
 from mmpos.rotary import Rotary
 
-CONFIGS: Mapping[str, type[AutoConfig]] = {
+WAYS = ("fused", "reference")
+
+CONFIGS: Mapping[str, Any] = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -70,6 +73,18 @@ def rotary_of(model: Any, **changes: Any) -> Any:
     return {kind: Rotary.from_hf_config(model.config, layer_type=kind, **changes) for kind in kinds}
 
 
+def patched(model: Any, way: str = "reference") -> Any:
+    """The model with its own rotation; "fused" is all of the way of the kernel but the kernel.
+
+    In the kernel's place is the extension, which gives the same bits without seconds in an interpreter.
+    """
+    patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
+    if way == "fused":
+        for layer in model.model.layers:
+            layer.self_attn.forward = FusedForward(layer.self_attn, "auto")
+    return model
+
+
 def tokens(*shape: int, seed: int = 0) -> Tensor:
     """Random token ids, none of which is padding."""
     return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
@@ -78,6 +93,11 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 def two_rows(scheme: str = "rope-tie") -> PositionTable:
     """Two rows of 24 tokens, each with an image."""
     return place(SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 5), Text(12)]]), scheme)
+
+
+def as_ids(table: PositionTable) -> Tensor:
+    """Dense ids, (axes, batch, seq), of documents of one length."""
+    return torch.from_numpy(table.dense().reshape(table.axes, table.num_documents, -1))
 
 
 def text(*lengths: int) -> PositionTable:
@@ -95,7 +115,7 @@ def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int
         one = rotary if layer_type is None else rotary[layer_type]
         angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
-        return tuple((f(angle) * one.attention_factor).to(x.dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+        return tuple((f(angle) * one.attention_factor).to(x) for f in (torch.cos, torch.sin))
 
     rotary_emb.forward = forward
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import model_of, rotary_of, tokens, two_rows
+from hf_models import as_ids, model_of, rotary_of, tokens, two_rows
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -81,7 +81,7 @@ def test_images_come_as_embeddings() -> None:
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
 def test_dense_ids_and_device_positions_with_next_positions(scheme: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts(scheme)
-    dense = torch.from_numpy(table.dense().reshape(2, 2, 24))
+    dense = as_ids(table)
     following = torch.from_numpy(table.next_positions.copy())
     for ids in (dense, DevicePositions.from_table(table)):
         found = generated(model, input_ids, attention_mask=mask, mm_position_ids=ids, mm_next_positions=following)
@@ -93,7 +93,7 @@ def test_beams_keep_the_positions_of_their_row(form: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts()
     told: dict[str, Any] = {"mm_position_ids": table}
     if form == "dense":
-        told["mm_position_ids"] = torch.from_numpy(table.dense().reshape(2, 2, 24))
+        told["mm_position_ids"] = as_ids(table)
         told["mm_next_positions"] = torch.from_numpy(table.next_positions.copy())
     found = generated(
         model,
@@ -163,7 +163,7 @@ def test_without_positions_generate_is_the_models_own() -> None:
 
 def test_columns_are_those_of_the_table_and_its_decoding() -> None:
     table = place(SEGMENTS, "rope-tie-v2").pad(side="left")
-    prompt = Prompt(torch.from_numpy(table.dense().reshape(2, 2, 24)), torch.from_numpy(table.next_positions.copy()))
+    prompt = Prompt(as_ids(table), torch.from_numpy(table.next_positions.copy()))
     longer = table.window([0, 1], [0, 0], [30, 30]).dense().reshape(2, 2, 30)
     for start, length in ((0, 24), (3, 9), (20, 10), (24, 1), (27, 3)):
         for at in (start, torch.tensor(start)):  # static caches keep their length in a tensor

@@ -1,0 +1,192 @@
+"""Patched models as graphs and with the kernel: whole graphs, few of them, the logits of eager, one launch a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_models import as_ids, model_of, rotary_of, tokens, turned_by_hand, two_rows
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.hf import patch
+from mmpos.rotary import DevicePositions, kernel
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def patched(implementation: Any, name: str = "llama") -> Any:
+    model = model_of(name)
+    return patch(model, rotary_of(model), implementation=implementation)
+
+
+def rows_of(height: int) -> PositionTable:
+    return place(SegmentTable.from_documents([[Text(3), Grid(height, 4), Text(2)]] * 2), "rope-tie-v2")
+
+
+FORMS: dict[str, Callable[[PositionTable], Any]] = {"dense": as_ids, "device": DevicePositions.from_table}
+
+
+@pytest.mark.parametrize("form", ["dense", pytest.param("device", marks=pytest.mark.slow)])
+def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
+    model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table, use_cache=False).logits
+        got = compiled(input_ids, mm_position_ids=FORMS[form](table), use_cache=False).logits
+    assert torch.equal(got, want)
+
+
+def lengths_in_one_graph(model: Any, convert: Callable[[PositionTable], Any] | None) -> int:
+    """How many graphs four lengths take, one of them over several blocks of cos and sin; None for no positions."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for height in (3, 5, 8, 150):
+            table, input_ids = rows_of(height), tokens(2, 5 + 4 * height)
+            told = {} if convert is None else {"mm_position_ids": convert(table)}
+            want = model(input_ids, use_cache=False, **told).logits
+            torch.testing.assert_close(compiled(input_ids, use_cache=False, **told).logits, want, rtol=0, atol=1e-5)
+    return counter.frame_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
+def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "launch", by_the_reference)
+    model, counter = patched(implementation), CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for height in (3, 5, 8, 150):  # the last one over several blocks of cos and sin
+            ids, input_ids = FORMS[form](rows_of(height)), tokens(2, 5 + 4 * height)
+            want = model(input_ids, mm_position_ids=ids, use_cache=False).logits
+            got = compiled(input_ids, mm_position_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert counter.frame_count <= 3
+
+
+def by_the_reference(*args: Any, **kwargs: Any) -> None:
+    """The kernel's work without its interpreter."""
+    from mmpos.rotary import operator, reference
+
+    q, k, q_out, k_out, positions, frequencies, pair_axis = args
+    tokens = q.shape[0] * q.shape[1]
+    made = operator.cos_sin(positions, frequencies, pair_axis, kwargs["mode"], tokens, kwargs["attention_factor"])
+    cos, sin = (x.view(q.shape[0], q.shape[1], -1) for x in made)
+    sin = -sin if kwargs["conjugate"] else sin
+    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=kwargs["adjacent"])
+
+
+@pytest.mark.slow
+def test_layers_compiled_one_by_one_take_their_turns() -> None:
+    model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table).logits
+        untouched = model(input_ids).logits
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        assert torch.equal(model(input_ids, mm_position_ids=table, use_cache=False).logits, want)
+        assert torch.equal(model(input_ids, use_cache=False).logits, untouched)
+
+
+@pytest.mark.slow
+def test_inductor_agrees_with_eager() -> None:
+    model, input_ids, table = model_of("llama", num_hidden_layers=1), tokens(2, 24), as_ids(two_rows())
+    patch(model, rotary_of(model), implementation="reference")
+    compiled: Any = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table, use_cache=False).logits
+        got = compiled(input_ids, mm_position_ids=table, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_training_compiles(monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "launch", by_the_reference)
+    model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
+    patch(model, rotary_of(model), implementation="triton")
+    device = DevicePositions.from_table(two_rows())
+    found = []
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for call in (model, compiled):
+        model.zero_grad()
+        loss = call(input_ids, labels=input_ids, mm_position_ids=device, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+# The kernel, in its interpreter where there is no GPU.
+
+
+def test_the_kernel_takes_the_place_of_the_models_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[int, ...]] = []
+    original = kernel.launch
+
+    def launch(q: Tensor, *args: Any, **kwargs: Any) -> None:
+        launches.append(tuple(q.shape))
+        original(q, *args, **kwargs)
+
+    monkeypatch.setattr(kernel, "launch", launch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, input_ids = model_of("llama", num_hidden_layers=1).to(device), tokens(1, 5).to(device)
+    other = model_of("llama", num_hidden_layers=1).to(device)
+    table = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(2)]]), "rope-tie-v2")
+    rotary = rotary_of(model)
+    with turned_by_hand(model, table, rotary, 1):
+        want = gradients(model, input_ids)
+    patch(model, rotary, implementation="triton")
+    untouched = other(input_ids).logits
+    assert launches == []
+    got = gradients(model, input_ids, mm_position_ids=table)
+    assert launches == [(1, 5, 4, 16)] * 2  # forward, and backward by the same kernel
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert torch.equal(model(input_ids).logits, untouched)
+    assert torch.equal(other(input_ids).logits, untouched)
+    assert len(launches) == 2
+
+
+def gradients(model: Any, input_ids: Tensor, **told: Any) -> list[Tensor]:
+    model.zero_grad()
+    output = model(input_ids, labels=input_ids, **told)
+    output.loss.backward()
+    return [output.logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "qwen3"])
+def test_the_kernel_has_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, input_ids, table = model_of(name).to(device), tokens(2, 24).to(device), two_rows("rope-tie-v2")
+    rotary = rotary_of(model)
+    with torch.no_grad():
+        with turned_by_hand(model, table, rotary, 2):
+            want = model(input_ids).logits
+        patch(model, rotary, implementation="triton")
+        got = model(input_ids, mm_position_ids=table).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+def test_auto_is_the_kernel_on_a_gpu_and_the_reference_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    original = kernel.launch
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        launches.append(1)
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(kernel, "launch", launch)
+    model, input_ids, table = patched("auto"), tokens(2, 24), two_rows()
+    model(input_ids, mm_position_ids=table)
+    assert not launches
+    if not torch.cuda.is_available():
+        pytest.skip("the other half needs a GPU")
+    model.cuda()(input_ids.cuda(), mm_position_ids=table)
+    assert len(launches) == 2

@@ -1,0 +1,99 @@
+"""What patch and patched models refuse, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import (
+    model_of,
+    patched,
+    text,
+    tokens,
+    two_rows,
+)
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from mmpos import InvalidInputError, SegmentTable, Text, UnsupportedError, place
+from mmpos.hf import patch
+from mmpos.rotary import Rotary, YaRN
+
+
+def test_models_and_rotaries_that_do_not_fit_are_refused() -> None:
+    model = model_of("llama")
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=1, vocab_size=8))
+    with pytest.raises(UnsupportedError, match="got GPT2LMHeadModel, which has no rotary_emb beside its layers"):
+        patch(gpt2, Rotary(16))
+    for rotary, why in (
+        (Rotary(32), "rotary.head_dim: got 32, want 16 as the model has it"),
+        (Rotary(16, rotary_dim=8), "rotary.rotary_dim: got 8, want 16"),
+        (Rotary(16, pairing="adjacent"), "rotary.pairing: got 'adjacent', want 'half'"),
+        (Rotary(16, scaling=YaRN(4.0, 128)), "rotary.attention_factor: got 1.138629.*, want 1.0"),
+        ({"full_attention": Rotary(16)}, "rotary: got dict, want one Rotary"),
+        ("rope", "rotary: got str, want one Rotary"),
+    ):
+        with pytest.raises(InvalidInputError, match=why):
+            patch(model, rotary)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="implementation: got 'cuda'"):
+        patch(model, Rotary(16), implementation="cuda")  # type: ignore[arg-type]
+    patch(model, Rotary(16))
+    for again in (model, model.model):
+        with pytest.raises(InvalidInputError, match="got one that is patched"):
+            patch(again, Rotary(16))
+
+
+def test_layer_types_want_a_rotary_each() -> None:
+    model = model_of("gemma3")
+    kinds = r"\['full_attention', 'sliding_attention'\]"
+    with pytest.raises(InvalidInputError, match=f"rotary: got Rotary, want a mapping with a Rotary .* {kinds}"):
+        patch(model, Rotary(16))
+    with pytest.raises(InvalidInputError, match=rf"rotary: got \['full_attention'\], want .* {kinds}"):
+        patch(model, {"full_attention": Rotary(16)})
+    mixed = {"full_attention": Rotary(16), "sliding_attention": Rotary(16, axes=1)}
+    with pytest.raises(InvalidInputError, match=r"rotary: got \[1, 2\] axes, want the same"):
+        patch(model, mixed)
+    mixed["sliding_attention"] = Rotary(8)
+    with pytest.raises(InvalidInputError, match=r"rotary\['sliding_attention'\].head_dim: got 8, want 16"):
+        patch(model, mixed)
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (torch.zeros(2, 24, dtype=torch.int64), r"got shape \(2, 24\), want \(2, 2, 24\): \(axes, batch, seq\)"),
+        (torch.zeros(3, 2, 24, dtype=torch.int64), r"got shape \(3, 2, 24\), want \(2, 2, 24\)"),
+        (torch.zeros(2, 2, 24), "got dtype torch.float32, want int32, int64 or float64"),
+        (torch.zeros(2, 2, 24, dtype=torch.int64, device="meta"), "got a tensor on meta, want cpu"),
+        ([[0] * 24] * 2, "got list, want a PositionTable, DevicePositions or a tensor of ids"),
+        (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
+        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row: pad the table"),
+        (text(16, 16, 16), "got documents of 16 tokens, want 24"),
+        (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axes, want 2"),
+    ],
+    ids=range(9),
+)
+def test_ids_that_do_not_fit_the_call_are_refused(ids: Any, why: str) -> None:
+    model = model_of("llama")
+    patched(model)
+    with pytest.raises(InvalidInputError, match=f"mm_position_ids: {why}"):
+        model(tokens(2, 24), mm_position_ids=ids)
+
+
+def test_positions_need_tokens() -> None:
+    model = model_of("llama")
+    patched(model)
+    for call in (model, model.generate):
+        with pytest.raises(InvalidInputError, match="mm_position_ids: got neither input_ids nor inputs_embeds"):
+            call(mm_position_ids=two_rows())
+
+
+def test_a_model_that_loses_arguments_says_so() -> None:
+    model = model_of("llama")
+    patched(model)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "mm_turns"}), with_kwargs=True
+        )
+    with pytest.raises(UnsupportedError, match="got LlamaModel, which hands no arguments of others to its layers"):
+        model(tokens(2, 24), mm_position_ids=two_rows())

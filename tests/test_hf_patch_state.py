@@ -1,0 +1,126 @@
+"""What a patch leaves on a model: nothing after unpatch, between calls, or between copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hf_models import (
+    WAYS,
+    config_of,
+    model_of,
+    patched,
+    rotary_of,
+    text,
+    tokens,
+    two_rows,
+)
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from mmpos import InvalidInputError, PositionTable
+from mmpos.hf import patch, unpatch
+
+
+def state(model: torch.nn.Module) -> list[Any]:
+    """Names, attributes and the number of hooks of every module."""
+    return [
+        (
+            name,
+            sorted(vars(module)),
+            [len(v) for k, v in sorted(vars(module).items()) if "hooks" in k and v is not None],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference", "triton"])
+def test_unpatch_leaves_nothing_behind(implementation: Any) -> None:
+    model, input_ids = model_of("qwen2"), tokens(2, 24)
+    before, want = state(model), model(input_ids).logits
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    assert patch(model, rotary_of(model), implementation=implementation) is model
+    assert sorted(model.state_dict()) == sorted(weights)
+    assert state(model) != before
+    model(input_ids[:1, :4], mm_position_ids=text(4))
+    assert unpatch(model) is model
+    assert state(model) == before
+    assert torch.equal(model(input_ids).logits, want)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="mm_position_ids"):
+        model.generate(input_ids, mm_position_ids=two_rows())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_call_leaves_nothing_to_the_next(way: str) -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    want = model(input_ids).logits
+    patched(model, way)
+    with pytest.raises(RuntimeError):
+        model(input_ids, mm_position_ids=table, attention_mask=torch.ones(2, 1, 3, 3))
+    assert torch.equal(model(input_ids).logits, want)
+    turned = model(input_ids, mm_position_ids=table).logits
+    assert torch.equal(model(input_ids).logits, want)
+    assert not torch.equal(turned, want)
+
+
+def test_threads_that_share_a_model_do_not_share_positions() -> None:
+    model, input_ids = model_of("llama"), tokens(2, 24)
+    patched(model)
+    tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 8
+
+    @torch.no_grad()
+    def run(table: PositionTable) -> Tensor:
+        return model(input_ids, mm_position_ids=table).logits
+
+    want = [run(table) for table in tables]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(a, b) for a, b in zip(pool.map(run, tables), want, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_patched_and_lead_their_own_life(copied: Callable[[Any], Any], way: str) -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    patched(model, way)
+    want = model(input_ids, mm_position_ids=table).logits
+    other = copied(model)
+    assert torch.equal(other(input_ids, mm_position_ids=table).logits, want)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.zero_()
+        other.lm_head.weight.zero_()
+    assert not torch.equal(other(input_ids, mm_position_ids=table).logits, want)
+    assert other.generate(input_ids, mm_position_ids=table, max_new_tokens=2)[:, -2:].eq(0).all()
+    unpatch(other)
+    assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
+
+
+def test_a_model_without_its_head_and_one_with_another() -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    patched(model)
+    want = model.model(input_ids, mm_position_ids=table).last_hidden_state
+    unpatch(model)
+    patch(model.model, rotary_of(model))
+    assert torch.equal(model.model(input_ids, mm_position_ids=table).last_hidden_state, want)
+    with pytest.raises(InvalidInputError, match="want the one that was"):
+        unpatch(model)
+    unpatch(model.model)
+    classifier = AutoModelForSequenceClassification.from_config(config_of("llama"))
+    patch(classifier, rotary_of(model))
+    assert not torch.equal(classifier(input_ids, mm_position_ids=table).logits, classifier(input_ids).logits)
+
+
+def test_autocast_decides_the_dtype() -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    patched(model)
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(input_ids, mm_position_ids=table).logits
+    assert got.dtype == torch.bfloat16
+    assert (got - want).abs().max() < 0.1 * want.abs().max()

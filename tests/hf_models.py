@@ -10,6 +10,7 @@ import torch
 from rotary_oracle import Ids, ids_of, phases
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -37,6 +38,14 @@ CONFIGS: Mapping[str, Any] = {
     "qwen3": Qwen3Config,
 }
 
+OTHERS = (
+    "apertus", "arcee", "diffllama", "exaone4", "granite", "lfm2", "ministral", "mixtral", "olmo2", "olmo3", "phi",
+    "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+"""Other model types that are built like Llama."""
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -56,7 +65,8 @@ SIZES = {
 def config_of(name: str, **changes: Any) -> Any:
     """A config of two layers; Gemma 3 has one of each layer type."""
     changes = {**({"sliding_window_pattern": 2} if name == "gemma3" else {}), **changes}
-    return CONFIGS[name](**{**SIZES, **changes})
+    kind = CONFIGS[name] if name in CONFIGS else CONFIG_MAPPING[name]
+    return kind(**{**SIZES, **({} if name in CONFIGS else EXPERTS), **changes})
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

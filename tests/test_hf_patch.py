@@ -8,6 +8,7 @@ import pytest
 import torch
 from hf_models import (
     CONFIGS,
+    OTHERS,
     WAYS,
     as_ids,
     model_of,
@@ -51,6 +52,37 @@ def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
         got = patch(model, rotary)(input_ids, mm_position_ids=table).logits
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
     assert (got - untouched).abs().max() > 0.1
+
+
+def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights() -> None:
+    model, input_ids = model_of("llama", torch.bfloat16), tokens(1, 24)
+    model.model.embed_tokens.float()
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
+    with torch.no_grad():
+        want = model(input_ids).logits
+        patch(model, rotary_of(model, precision="hf"))
+        assert torch.equal(model(input_ids, mm_position_ids=text(24)).logits, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_built_like_llama_turn_likewise(name: str) -> None:
+    model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
+    with torch.no_grad():
+        untouched = model(input_ids).logits
+        patch(model, rotary_of(model, precision="hf"))
+        assert torch.equal(model(input_ids, mm_position_ids=text(24, 24)).logits, untouched)
+        unpatch(model)
+        with turned_by_hand(model, table, rotary_of(model), 2):
+            want = model(input_ids).logits
+        patch(model, rotary_of(model), implementation="reference")
+        got = model(input_ids, mm_position_ids=table).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+        unpatch(model)
+        if name != "phi":  # which turns half of its channels
+            fused = patched(model, "fused")(input_ids, mm_position_ids=table).logits
+            torch.testing.assert_close(fused, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    assert (got - untouched).abs().max() > 1e-3 * untouched.abs().max()
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])

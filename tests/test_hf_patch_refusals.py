@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from hf_models import (
+    WAYS,
     model_of,
     patched,
+    rotary_of,
     text,
     tokens,
     two_rows,
@@ -41,6 +43,27 @@ def test_models_and_rotaries_that_do_not_fit_are_refused() -> None:
     for again in (model, model.model):
         with pytest.raises(InvalidInputError, match="got one that is patched"):
             patch(again, Rotary(16))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rotation_of_another_shape_is_refused(way: str) -> None:
+    model = patched(model_of("gpt_oss", num_local_experts=2), way)
+    with pytest.raises(UnsupportedError, match=r"got GptOssAttention, whose cos has shape \(1, 24, 8\), want \(b"):
+        model(tokens(2, 24), mm_position_ids=two_rows())
+
+
+def test_the_kernel_is_refused_where_part_of_a_head_turns() -> None:
+    model = model_of("phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    with pytest.raises(UnsupportedError, match="got 'triton' where 8 of 16 channels turn, want 'reference'"):
+        patch(model, rotary_of(model), implementation="triton")
+    patch(model, rotary_of(model), implementation="auto")
+    assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
+
+
+def test_pairs_of_neighbours_are_refused() -> None:
+    model = model_of("cohere")
+    with pytest.raises(UnsupportedError, match="got 'cohere', which pairs channels 'adjacent', want pairing 'half'"):
+        patch(model, Rotary(16))
 
 
 def test_layer_types_want_a_rotary_each() -> None:

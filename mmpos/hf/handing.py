@@ -86,10 +86,12 @@ class Take:
         first, second = turns.pairs[self.layer_type]
         # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
         own = given["position_embeddings"][0]
-        if isinstance(second, Rotary):
-            first = first.to(own.device)
-        else:
-            first, second = first.to(own), second.to(own)
+        fused = isinstance(second, Rotary)
+        width = second.rotary_dim if fused else first.shape[-1]
+        if own.dim() != 3 or own.shape[-1] != width:
+            got = f"{type(attention).__name__}, whose cos has shape {tuple(own.shape)}"
+            raise UnsupportedError(f"model: got {got}, want (batch, seq, {width}) as in Llama")
+        first, second = (first.to(own.device), second) if fused else (first.to(own), second.to(own))
         return args, {**given, "position_embeddings": (first, second)}
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mmpos.hf.patching import patch, unpatch
+    from mmpos.hf.processor import MMPosProcessor
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["MMPosProcessor", "patch", "unpatch"]
 
-_ROOMS = {"patch": "patching", "unpatch": "patching"}
+_ROOMS = {"MMPosProcessor": "processor", "patch": "patching", "unpatch": "patching"}
 
 if not TYPE_CHECKING:
 

@@ -1,0 +1,82 @@
+"""What the tiny model is to learn: photos with captions, and chats about one or two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import mmpos
+
+QUESTION = "What do you see?"
+CAPTIONS = {
+    "chelsea.jpg": "A cat with green eyes looks past you.",
+    "coffee.jpg": "A cup of coffee, with a spoon beside it.",
+    "astronaut.png": "A woman in an orange suit smiles.",
+    "rocket.jpg": "A rocket stands on its pad at night.",
+    "motorcycle_left.png": "A motorcycle is parked in a garage.",
+    "hubble_deep_field.jpg": "Many galaxies, very far away.",
+    "coins.png": "Rows of old coins on a dark cloth.",
+    "camera.png": "A man looks through a camera on three legs.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Photo:
+    """A photo as (height, width, 3) bytes, and what it shows."""
+
+    pixels: Any
+    caption: str
+
+    def crop(self, random: np.random.Generator) -> Photo:
+        """A part of it with at least 60 % of each side, mirrored half of the time."""
+        height, width, _ = self.pixels.shape
+        h, w = (int(side * random.uniform(0.6, 1)) for side in (height, width))
+        top, left = random.integers(height - h + 1), random.integers(width - w + 1)
+        part = self.pixels[top : top + h, left : left + w]
+        return Photo(np.ascontiguousarray(part[:, ::-1] if random.random() < 0.5 else part), self.caption)
+
+
+def load_photos() -> list[Photo]:
+    """The two photos that mmpos has, and six more where scikit-image is installed, 160 pixels long."""
+    folders = [Path(mmpos.__file__).parent / "photos"]
+    found = find_spec("skimage")
+    if found is not None and found.origin is not None:
+        folders.append(Path(found.origin).parent / "data")
+    photos = []
+    for name, caption in CAPTIONS.items():
+        path = next((folder / name for folder in folders if (folder / name).exists()), None)
+        if path is not None:
+            with Image.open(path) as image:
+                image.thumbnail((160, 160))
+                photos.append(Photo(np.array(image.convert("RGB")), caption))
+    return photos
+
+
+Shown = tuple[Photo, ...]
+"""The photos of one chat."""
+
+
+def pairs(photos: Sequence[Photo], random: np.random.Generator) -> list[Shown]:
+    """Every photo before another one."""
+    order = random.permutation(len(photos))
+    return [(photos[i], photos[j]) for i, j in zip(order, np.roll(order, 1), strict=True)]
+
+
+def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict[str, Any]]:
+    """A user shows photos, or does not, and asks; the assistant says what they show."""
+    images = [{"type": "image", "image": photo.pixels} for photo in shown if see]
+    messages = [{"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}]
+    if answered:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": answer_of(shown)}]})
+    return messages
+
+
+def answer_of(shown: Shown) -> str:
+    """What is right to say of these photos."""
+    return " ".join(photo.caption for photo in shown)

@@ -1,0 +1,132 @@
+"""What a call of a processor may be told, in the words of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mmpos.checks import INT32_MAX, IntArray, boolean, integer, one_of
+from mmpos.errors import InvalidInputError
+from mmpos.positions import Side
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of a call, checked.
+
+    Args:
+        return_tensors: "pt" or "np"; None gives lists of rows, and arrays of patches and grids.
+        padding: True or "longest", "max_length", or False.
+        padding_side: "left" or "right"; None is the tokenizer's.
+        pad_to_multiple_of: of which the length of padded rows is made a multiple.
+        truncation: whether rows are cut to max_length, on the tokenizer's side; never through an image.
+        max_length: tokens of a row; None is the tokenizer's for truncation.
+        add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
+        sanitize_control_tokens: that user text was marked by ``apply_chat_template``, which sets this.
+        return_mm_token_type_ids: whether to say which tokens are patches.
+        return_offsets_mapping: whether to say of which characters of the text each token is; those of an image are of
+            its placeholder.
+        return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
+        add_generation_prompt: whether chats end in the start of an answer.
+    """
+
+    return_tensors: str | None = None
+    padding: bool | str = False
+    padding_side: Side | None = None
+    pad_to_multiple_of: int | None = None
+    truncation: bool | str = False
+    max_length: int | None = None
+    add_special_tokens: bool = True
+    sanitize_control_tokens: bool = False
+    return_mm_token_type_ids: bool = True
+    return_offsets_mapping: bool = False
+    return_text_replacement_offsets: bool = False
+    add_generation_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("return_tensors", self.return_tensors, (None, "pt", "np"))
+        one_of("padding", self.padding, (True, False, "longest", "max_length", "do_not_pad"))
+        one_of("padding_side", self.padding_side, (None, "left", "right"))
+        one_of("truncation", self.truncation, (True, False, "longest_first", "do_not_truncate"))
+        for name in ("pad_to_multiple_of", "max_length"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
+        if self.padding == "max_length" and self.max_length is None:
+            raise InvalidInputError('max_length: got None, want the length of rows for padding="max_length"')
+        if self.padding != "max_length" and not self._cuts and self.max_length is not None:
+            raise InvalidInputError(
+                f'max_length: got {self.max_length}, want truncation=True or padding="max_length" too'
+            )
+        for each in fields(self):
+            if each.type == "bool":
+                boolean(each.name, getattr(self, each.name))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """The options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
+
+        Raises:
+            InvalidInputError: an argument that there is not, or that is given twice.
+        """
+        flat = dict(given)
+        for name, value in dict(flat.pop("text_kwargs", None) or {}).items():
+            if name in flat:
+                raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
+            flat[name] = value
+        known = [each.name for each in fields(cls)]
+        for name in flat.keys() - set(known):
+            raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
+        return cls(**flat)
+
+    def encode(self, tokenizer: Any, texts: list[str]) -> Any:
+        """The tokens of each text by itself, neither padded nor cut."""
+        marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
+        return tokenizer(
+            texts,
+            add_special_tokens=self.add_special_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_offsets_mapping=self.return_offsets_mapping,
+            **marked,
+        )
+
+    def side(self, tokenizer: Any) -> Side:
+        """The side on which rows are padded."""
+        side: Side = self.padding_side or tokenizer.padding_side
+        return side
+
+    def limit(self, tokenizer: Any) -> int | None:
+        """Most tokens of a row; None where rows are not to be cut."""
+        if not self._cuts:
+            return None
+        return int(min(tokenizer.model_max_length, INT32_MAX)) if self.max_length is None else self.max_length
+
+    @property
+    def _cuts(self) -> bool:
+        return self.truncation not in (False, "do_not_truncate")
+
+    def width(self, lengths: IntArray) -> int | None:
+        """Tokens of every row of the batch; None where rows are left as they are.
+
+        Raises:
+            InvalidInputError: a row that is longer than wanted, or rows of several lengths that are to be a tensor.
+        """
+        width = int(lengths.max())
+        if self.padding in (False, "do_not_pad"):
+            if self.return_tensors is None:
+                return None
+            if (lengths != width).any():
+                got, want = f"rows of {lengths.min()} to {width} tokens", f"return_tensors={self.return_tensors!r}"
+                raise InvalidInputError(f"padding: got {got}, want padding=True for {want}")
+            return width
+        if self.padding == "max_length" and self.max_length is not None:
+            if width > self.max_length:
+                got = f"text[{int(lengths.argmax())}]: got {width} tokens"
+                raise InvalidInputError(f"{got}, want <= max_length = {self.max_length}, or truncation=True")
+            width = self.max_length
+        multiple = self.pad_to_multiple_of or 1
+        return -(-width // multiple) * multiple

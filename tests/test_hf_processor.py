@@ -1,0 +1,550 @@
+"""The processor of Transformers: its batches against the builder's sequences, Transformers' own, and plain loops."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import pickle
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from urllib.parse import quote_from_bytes
+
+import numpy as np
+import pytest
+import torch
+from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
+from data_corpus import photo
+from oracle import place_document
+
+import mmpos
+from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, Markers, Text, UnsupportedError
+from mmpos.hf import MMPosProcessor
+from mmpos.hf.processor_config import scheme_of, scheme_to_json
+from mmpos.hf.processor_rows import expand
+from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
+
+BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
+IMAGES = ImageProcessor("pillow", patch_size=4, spatial_merge_size=2, min_pixels=0, max_tokens=12)
+WIDE, TALL = photo(1), photo(0)  # 24x32 and 16x40 pixels: 4x3 and 5x2 tokens, as the first test says
+TEXTS = ["What is [PATCH] this?", "A cat", "[PATCH] a cup of coffee [PATCH]"]
+
+
+def processor(tokenizer: Any = None, **told: Any) -> MMPosProcessor:
+    tokenizer = chat_tokenizer() if tokenizer is None else tokenizer
+    return MMPosProcessor(tokenizer, **{"images": IMAGES, "chat_template": TEMPLATE, **told})
+
+
+def built(made: MMPosProcessor, text: str, images: list[Any]) -> mmpos.InterleavedSequence:
+    """The row as the builder makes it, of pieces of text and images."""
+    given, parts = iter(images), ["<s>"]
+    for n, piece in enumerate(text.split("[PATCH]")):
+        parts += ([next(given)] if n else []) + ([piece] if piece else [])
+    tokenizer = made.tokenizer
+    ids = [part if not isinstance(part, str) else tokenizer.encode(part, add_special_tokens=False) for part in parts]
+    return mmpos.SequenceBuilder(tokenizer, made.images, made.scheme, made.markers, made.start).build(ids)
+
+
+def of_row(batch: Any, key: str, row: int) -> Any:
+    """The tokens of a row without its padding."""
+    value = batch[key][:, row] if key == "mm_position_ids" else batch[key][row]
+    return value[..., batch["attention_mask"][row] == 1].tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"scheme": RopeTieV2(), "start": 7}, {"markers": Markers(row="[ROW]")}, {"scheme": "mrope"}],
+    ids=["default", "half-integers", "row-separators", "mrope"],
+)
+def test_every_row_is_the_sequence_of_the_builder(told: dict[str, Any], side: str) -> None:
+    made = processor(**told)
+    photos = [[WIDE], [], [TALL, WIDE]]
+    batch = made(photos, TEXTS, padding=True, padding_side=side, return_tensors="np")
+    rows = [built(made, text, images) for text, images in zip(TEXTS, photos, strict=True)]
+    lengths = [row.input_ids.size for row in rows]
+    width = max(lengths)
+    real = [[1] * n + [0] * (width - n) for n in lengths]
+    assert batch["attention_mask"].tolist() == [row[::-1] if side == "left" else row for row in real]
+    for i, row in enumerate(rows):
+        assert of_row(batch, "input_ids", i) == row.input_ids.tolist()
+        assert of_row(batch, "mm_token_type_ids", i) == row.token_type_ids.tolist()
+        assert of_row(batch, "mm_position_ids", i) == row.positions.dense().tolist()
+    padding = batch["attention_mask"] == 0
+    assert (batch["input_ids"][padding] == PAD).all()
+    assert not batch["mm_token_type_ids"][padding].any()
+    assert not batch["mm_position_ids"][:, padding].any()
+    assert batch["mm_next_positions"].tolist() == [int(row.positions.next_positions[0]) for row in rows]
+    assert batch["deltas"].tolist() == [int(row.positions.deltas[0]) for row in rows]
+    grids = np.concatenate([row.grid_thw for row in rows])
+    assert grids.tolist() == [[1, 4, 3], [1, 5, 2], [1, 4, 3]]
+    assert batch["image_grid_thw"].tolist() == [[1, 8, 6], [1, 10, 4], [1, 8, 6]]  # before merging
+    np.testing.assert_array_equal(batch["patches"], np.concatenate([r.patches for r in rows if r.patches is not None]))
+    np.testing.assert_array_equal(batch["positions"].dense().reshape(-1, 3, width), batch["mm_position_ids"])
+
+
+def test_positions_are_those_of_the_formula() -> None:
+    batch = processor()([ImageSize(16, 24)], "[PATCH]A", return_tensors="np", add_special_tokens=False)
+    assert batch["input_ids"].tolist() == [[BEGIN, *[PATCH] * 6, END, *chat_tokenizer().encode("A")[1:]]]
+    expected = place_document([Text(1), Grid(2, 3), Text(2)], "rope-tie")
+    assert batch["mm_position_ids"][:, 0].T.tolist() == [list(position) for position in expected.ids]
+    assert batch["mm_next_positions"].tolist() == [expected.next_position]
+    assert batch["deltas"].tolist() == [5]
+    assert "patches" not in batch  # only the size is known
+
+
+def test_text_with_markers_of_its_own_gets_no_others() -> None:
+    plain, marked = processor(), processor(add_markers=False)
+    ours = plain([WIDE], "A [PATCH] cat", return_tensors="np")
+    theirs = marked([WIDE], "A [IMG][PATCH][/IMG] cat", return_tensors="np")
+    assert all((ours[key] == theirs[key]).all() for key in ours if key != "positions")
+    assert ours.keys() == theirs.keys()
+
+
+def test_batches_are_those_of_transformers_for_qwen2_vl() -> None:
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    tokenizer = chat_tokenizer(QWENS, extra_special_tokens={"image_token": QWENS[2], "video_token": QWENS[3]})
+    theirs = transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(), tokenizer, transformers.Qwen2VLVideoProcessor()
+    )
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    config = transformers.Qwen2VLConfig(**dict(zip(names, range(5, 9), strict=True)))
+    settings = mmpos.from_hf_config(config)
+    ours = MMPosProcessor(
+        tokenizer,
+        settings.image_processor(),
+        settings.scheme,
+        settings.markers,
+        add_markers=False,
+        temporal_patch_size=settings.temporal_patch_size,
+    )
+    begin, end, patch, _ = QWENS
+    rows = [f"{begin}{patch}{end} a cat", f"A cup {begin}{patch}{end}, {begin}{patch}{end}", "coffee"]
+    random = np.random.default_rng(0)
+    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (40, 40, 3), (200, 60, 3))]
+    told: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    got = ours(photos, rows, **told)
+    want = theirs([photos[:1], photos[1:], []], rows, return_mm_token_type_ids=True, **told)
+    torch.testing.assert_close(got.pop("pixel_values"), want.pop("pixel_values"), rtol=0, atol=1e-5)
+    for key in sorted(want):
+        assert torch.equal(got[key], want[key]), key
+    kind = modeling.Qwen2VLModel
+    model: Any = SimpleNamespace(config=config)
+    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
+    named = {key: want[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")}
+    ids, deltas = kind.get_rope_index(model, **named)
+    assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
+    assert torch.equal(got["deltas"], deltas[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("images", "text", "message"),
+    [
+        ([WIDE], ["A", "cat"], r"^images: got 1 images, want 0, the placeholders of text$"),
+        (None, "A [PATCH]", r"^images: got 0 images, want 1, the placeholders of text$"),
+        (
+            [[WIDE], [WIDE]],
+            ["[PATCH][PATCH]", "A"],
+            r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]",
+        ),
+        ([[WIDE]], ["[PATCH]", "A"], r"^images: got 1 lists, want 2, one for each text$"),
+        ([[WIDE], WIDE], ["[PATCH]", "[PATCH]"], r"^images\[1\]: got bytes, want all images in lists, or none$"),
+        ([[], [b"no"]], ["A", "[PATCH]"], r"^images\[1\]\[0\]: image: got "),
+        (["no.jpg"], "[PATCH]", r"^images\[0\]: got the text 'no.jpg', want bytes, pathlib"),
+        (["data:image/jpeg;base64"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
+        (["data:image/jpeg,é"], "[PATCH]", r"^images\[0\]: got a broken data: URL, want data:image/"),
+        (["data:image/jpeg;base64,!"], "[PATCH]", r"^images\[0\]: got base64 that is broken"),
+        ([WIDE, ImageSize(9, 9)], "[PATCH] [PATCH]", r"^images: got images with and without pixels"),
+        (None, None, r"^text: got None, want text, a chat or images$"),
+        (None, [], r"^text: got \[\], want a text"),
+        (None, ["A", 3], r"^text\[1\]: got int, want a text$"),
+    ],
+)
+def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        processor()(images, text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pading": True}, r"^pading: got an argument of this name, want return_tensors, padding"),
+        ({"padding": True, "text_kwargs": {"padding": False}}, r"^padding: got it twice"),
+        ({"return_tensors": "tf"}, r"^return_tensors: got 'tf', want one of None, 'pt', 'np'$"),
+        ({"padding": "max_length"}, r"^max_length: got None"),
+        (
+            {"padding": "max_length", "max_length": 5},
+            r"^text\[1\]: got 8 tokens, want <= max_length = 5, or truncation",
+        ),
+        ({"return_tensors": "pt"}, r"^padding: got rows of 2 to 8 tokens, want padding=True for return_tensors='pt'$"),
+        ({"truncation": True, "max_length": 0}, r"^max_length: got 0, want >= 1$"),
+        ({"max_length": 5}, r"^max_length: got 5, want truncation=True or padding=\"max_length\" too$"),
+        ({"padding": "max_length", "max_length": 2**40}, r"^max_length: got 1099511627776, want <= 2147483647$"),
+        ({"add_special_tokens": 1}, r"^add_special_tokens: got 1, want True or False$"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        processor()(text=["A", "sixteen:"], **options)
+
+
+def test_a_row_without_tokens_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"^text\[1\]: got no tokens, want at least one$"):
+        processor()(text=["A", ""], add_special_tokens=False)
+
+
+def test_rows_without_padding_are_lists() -> None:
+    made = processor()
+    batch = made([WIDE], TEXTS[:2])
+    rows = [built(made, TEXTS[0], [WIDE]), built(made, TEXTS[1], [])]
+    assert batch["input_ids"] == [row.input_ids.tolist() for row in rows]
+    assert batch["attention_mask"] == [[1] * row.input_ids.size for row in rows]
+    assert batch["mm_token_type_ids"] == [row.token_type_ids.tolist() for row in rows]
+    assert [ids.tolist() for ids in batch["mm_position_ids"]] == [row.positions.dense().tolist() for row in rows]
+    wide = made([WIDE], TEXTS[:2], padding=True)
+    assert [ids.shape for ids in wide["mm_position_ids"]] == [(2, len(batch["input_ids"][0]))] * 2
+    assert wide["input_ids"][1][-1] == PAD
+
+
+def test_lengths_are_padded_as_told() -> None:
+    made = processor()
+    lengths = [len(row) for row in made(text=["A cat", "this"])["input_ids"]]
+    multiple = made(text=["A cat", "this"], padding=True, pad_to_multiple_of=8, return_tensors="np")
+    assert multiple["input_ids"].shape == (2, 8)
+    fixed = made(text=["A cat", "this"], text_kwargs={"padding": "max_length", "max_length": 11}, return_tensors="pt")
+    assert fixed["input_ids"].shape == (2, 11)
+    assert fixed["attention_mask"].sum(1).tolist() == lengths
+    assert fixed["mm_position_ids"].dtype == torch.int64
+    without = processor(chat_tokenizer(pad_token=None))
+    assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].shape == (2, lengths[1])
+    with pytest.raises(InvalidInputError, match=r"^tokenizer\.pad_token: got None, want a token to pad with$"):
+        without(text=["A cat", "this"], padding=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_are_cut_but_no_image_is(side: str) -> None:
+    made = processor(chat_tokenizer(truncation_side=side))
+    text = "What is [PATCH] this?"
+    whole = made([TALL], text)["input_ids"][0]
+    spare = 2 + (len(whole) - whole.index(END) - 1 if side == "right" else whole.index(BEGIN))
+    room = len(whole) - spare + 2  # up to the image on that side
+    cut = made([TALL], [text, "this"], truncation=True, max_length=room, padding=True, return_tensors="np")
+    expected = whole[:room] if side == "right" else whole[-room:]
+    assert cut["input_ids"][0].tolist() == expected
+    assert of_row(cut, "input_ids", 1) == made(text="this")["input_ids"][0]
+    again = made.positions(cut["input_ids"], cut["image_grid_thw"], cut["attention_mask"])
+    np.testing.assert_array_equal(again.dense().reshape(2, 2, -1), cut["mm_position_ids"])
+    told: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt"}
+    (offsets,) = made([TALL], text, truncation=True, max_length=room, **told)["offset_mapping"]
+    assert type(offsets) is list  # to be read one by one
+    spelled = {PATCH: "[PATCH]", BEGIN: "[PATCH]", END: "[PATCH]", BOS: ""}
+    decode = made.tokenizer.decode
+    assert [text[a:b] for a, b in offsets] == [spelled.get(token) or decode(token) * (token > 8) for token in expected]
+    assert made([TALL], text, truncation=True)["input_ids"] == [whole]  # this tokenizer knows no limit
+    with pytest.raises(
+        InvalidInputError, match=rf"^max_length: got {room - 1}, which cuts image 0 off text\[0\] of {len(whole)}"
+    ):
+        made([TALL], text, truncation=True, max_length=room - 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_that_were_cut_know_where_their_images_are(side: str) -> None:
+    grids = np.array([[1, 1, 2], [1, 2, 1]])
+    rows = expand([[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, (BEGIN, END, PATCH), marked=True)
+    image = [BEGIN, PATCH, PATCH, END]
+    for length in (9, 8):
+        rows = rows.cut(length, side)
+        assert [rows.input_ids[a:b].tolist() for a, b in zip(rows.first, rows.stop, strict=True)] == [image, image]
+    spared = [9] * 3 + image + [9] * 3
+    assert rows.input_ids[8:].tolist() == (spared[:8] if side == "right" else spared[-8:])
+    assert rows.segments().extents[2].tolist() == ([3, 2, 3, 4, 1, 2] if side == "right" else [3, 2, 3, 2, 1, 4])
+
+
+def test_images_alone_are_processed_alone() -> None:
+    batch = processor()(WIDE, return_tensors="pt")
+    assert sorted(batch) == ["image_grid_thw", "patches"]
+    assert batch["patches"].dtype == torch.uint8
+    values = processor(temporal_patch_size=2)([WIDE], return_tensors="pt")["pixel_values"]
+    assert torch.equal(values, IMAGES.pixel_values(batch["patches"]))
+
+
+def chat(*content: Any, answer: str | None = None) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
+    return messages + [{"role": "assistant", "content": [{"type": "text", "text": answer}]}] * (answer is not None)
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def seen(image: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image}
+
+
+@pytest.mark.parametrize("way", ["call", "template"])
+def test_chats_are_the_text_that_their_template_writes(way: str) -> None:
+    made = processor()
+    chats = [chat(seen(WIDE), said("What is this?"), answer="A cat"), [{"role": "user", "content": "coffee"}]]
+    told: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    if way == "call":
+        batch = made(text=chats, add_generation_prompt=True, **told)
+    else:
+        batch = made.apply_chat_template(
+            chats, tokenize=True, return_dict=True, add_generation_prompt=True, processor_kwargs=told
+        )
+    texts = ["<s><|user|>[PATCH]What is this?<|assistant|>A cat</s><|assistant|>", "<s><|user|>coffee<|assistant|>"]
+    assert made.apply_chat_template(chats, add_generation_prompt=True) == texts
+    written = made([WIDE], texts, add_special_tokens=False, **told)
+    assert sorted(batch) == sorted(written)
+    for key in sorted(batch.keys() - {"positions"}):
+        assert torch.equal(batch[key], written[key]), key
+    assert batch["input_ids"][0, :4].tolist() == [BOS, USER, BEGIN, PATCH]
+
+
+def test_images_of_chats_come_in_every_form(tmp_path: Path) -> None:
+    made = processor()
+    path = tmp_path / "a photo.jpg"
+    path.write_bytes(WIDE)
+    encoded = base64.b64encode(WIDE).decode()
+    url = f"data:image/jpeg;base64,{encoded}"
+    blocks: list[dict[str, Any]] = [
+        seen(WIDE),
+        seen("data:image/jpeg," + quote_from_bytes(WIDE)),
+        seen(url),
+        {"type": "image", "path": str(path)},
+        {"type": "image", "url": url},
+        {"type": "image", "base64": encoded},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    patches = [made(text=chat(block))["patches"] for block in blocks]
+    beside = made([WIDE], chat({"type": "image"}))
+    assert all((each == beside["patches"]).all() for each in patches)
+
+
+def test_images_beside_chats_fill_their_blocks_in_order() -> None:
+    made = processor()
+    photo_of = {"type": "image"}
+    chats = [chat(photo_of, said("A"), photo_of), chat(said("cat")), chat(photo_of)]
+    held = [chat(seen(WIDE), said("A"), seen(TALL)), chat(said("cat")), chat(seen(TALL))]
+    beside = made([[WIDE, TALL], [], [TALL]], chats)
+    expected = made(text=held)
+    assert beside["input_ids"] == expected["input_ids"]
+    np.testing.assert_array_equal(beside["patches"], expected["patches"])
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    np.testing.assert_array_equal(made(pixels, chats[2])["patches"], made(text=chat(seen(pixels)))["patches"])
+    for images, text, message in (
+        ([[WIDE], [], [TALL]], chats, r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"),
+        ([WIDE, TALL, TALL], chats, r"^images: got list, want a list of images for each of 3 chats$"),
+        (WIDE, held[0], r"^images: got images beside chats that hold theirs, want them in one place$"),
+        (None, chats[2], r"^images: got 0 images, want 1, the placeholders of text$"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            made(images, text)
+
+
+def test_a_message_can_be_gone_on_with() -> None:
+    made = processor(chat_template=TEMPLATE.replace("{{ eos_token }}", ""))
+    messages = chat(seen(TALL), said("What is <s> this?"), answer="A cat")
+    told: dict[str, Any] = {"tokenize": True, "return_dict": True, "continue_final_message": True}
+    ids = made.apply_chat_template(messages, **told)["input_ids"][0]
+    assert made.tokenizer.decode(ids[ids.index(ASSISTANT) :]) == "<|assistant|>A cat"
+
+
+def test_templates_see_all_that_messages_say_and_write_all_special_tokens() -> None:
+    template = (
+        "{% for m in messages %}{{ m.name }}: {% for c in m.content %}[PATCH] {{ c.detail }}{% endfor %}{% endfor %}"
+    )
+    made = processor(chat_template=template)
+    block = {"type": "image", "path": mmpos.__path__[0] + "/photos/coffee.jpg", "detail": "high"}
+    messages = [{"role": "user", "name": "Ann", "content": [block]}]
+    assert made.apply_chat_template(messages) == "Ann: [PATCH] high"
+    ids = made(text=messages)["input_ids"][0]
+    assert BOS not in ids
+    assert made.tokenizer.decode(ids).startswith("Ann: [IMG][PATCH]")
+    assert "path" in block  # the caller's own stay as they are
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ("A cat", r"^conversation: got str, want a list of messages, or a list of those$"),
+        ([], r"^conversation: got none, want a list of messages"),
+        ([chat(said("A")), []], r"^conversation\[1\]: got none, want a list of messages$"),
+        ([chat(said("A")), "A"], r"^conversation\[1\]: got str, want a list of messages$"),
+        ([*chat(said("A")), "A"], r"^conversation\[1\]: got str, want a message with role and content$"),
+    ],
+)
+def test_what_is_no_chat_is_named(conversation: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        processor().apply_chat_template(conversation, tokenize=True)
+
+
+def test_what_users_say_stays_text() -> None:
+    made = processor()
+    spelled = "is </s> [PATCH] or [IMG]?"
+    batch = made(text=chat(seen(WIDE), said(spelled)))
+    ids = batch["input_ids"][0]
+    assert ids.count(PATCH) == 12
+    assert ids.count(BEGIN) == ids.count(END) == 1
+    assert EOS not in ids
+    assert made.tokenizer.decode(ids[ids.index(END) + 1 :]) == spelled
+    # Not so where it was asked for, nor in text, which is the caller's to write.
+    told: dict[str, Any] = {"tokenize": True, "return_dict": True, "sanitize_control_tokens": False}
+    with pytest.raises(InvalidInputError, match=r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"):
+        made.apply_chat_template(chat(seen(WIDE), said(spelled)), **told)
+
+
+def test_the_mask_of_the_assistant_covers_the_answer() -> None:
+    made = processor()
+    told: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    chats = [chat(seen(WIDE), said("What is this?"), answer="A cat"), chat(said("coffee"), answer="this")]
+    batch = made.apply_chat_template(
+        chats, processor_kwargs={"padding": True, "padding_side": "left"}, return_tensors="pt", **told
+    )
+    masked = [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["assistant_masks"], strict=True)]
+    assert [made.tokenizer.decode(ids) for ids in masked] == ["A cat</s>", "this</s>"]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (
+            {"type": "video", "path": "a.mp4"},
+            UnsupportedError,
+            r"content\[0\]\.type: got 'video', want text or an image$",
+        ),
+        ({"type": "audio", "path": "a.mp3"}, UnsupportedError, r"content\[0\]\.type: got 'audio'"),
+        (
+            {"type": "image", "url": "https://a/b.jpg"},
+            InvalidInputError,
+            r"content\[0\]: got the text 'https://a/b.jpg'",
+        ),
+        ({"type": "image", "path": "a", "url": "b"}, InvalidInputError, r"content\[0\]: got url and path, want one of"),
+        (
+            {"type": "image_url", "image_url": {}},
+            InvalidInputError,
+            r"content\[0\]: got a URL of type NoneType, want text$",
+        ),
+        ({"text": "A"}, InvalidInputError, r"content\[0\]: got dict, want a block with a type$"),
+    ],
+)
+def test_blocks_that_have_no_place_are_named(content: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"^conversation\[1\]\[0\]\.{message}"):
+        processor()(text=[chat(said("A")), chat(content)])
+
+
+def test_videos_and_audio_are_refused() -> None:
+    for name in ("videos", "audio"):
+        with pytest.raises(UnsupportedError, match=rf"^{name}: got list, want None"):
+            processor()(text="A", **{name: [np.zeros((2, 3, 8, 8))]})
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    made = processor(
+        scheme=RopeTieV2(rounding="floor"),
+        markers=Markers(patch=PATCH, row="[ROW]"),
+        add_markers=False,
+        start=3,
+        temporal_patch_size=1,
+    )
+    made.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    assert settings["scheme"] == {"name": "rope-tie-v2", "axes": 2, "rounding": "floor"}
+    loaded = pickle.loads(pickle.dumps(MMPosProcessor.from_pretrained(tmp_path)))
+    names = ("images", "scheme", "markers", "add_markers", "start", "temporal_patch_size", "chat_template")
+    assert [getattr(loaded, name) for name in names] == [getattr(made, name) for name in names]
+    rows = chat(seen(TALL), said("this"))
+    theirs, ours = loaded(text=rows, return_tensors="np"), made(text=rows, return_tensors="np")
+    assert sorted(theirs) == sorted(ours)
+    assert all((theirs[key] == ours[key]).all() for key in ours if key != "positions")
+    assert MMPosProcessor.from_pretrained(tmp_path, scheme="mrope").scheme == mmpos.schemes.MRope()
+
+
+def test_a_registered_processor_is_found_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = type("TinyConfig", (transformers.PreTrainedConfig,), {"model_type": "tiny-with-positions"})
+    processor().save_pretrained(tmp_path)
+    transformers.AutoProcessor.register(config, MMPosProcessor)
+    mapping = importlib.import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
+    try:
+        found = transformers.AutoProcessor.from_pretrained(tmp_path)
+    finally:
+        del mapping._extra_content[config]
+    assert type(found) is MMPosProcessor
+    assert found.images == IMAGES
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_every_scheme_is_written_and_read(name: str) -> None:
+    for scheme in (SCHEMES[name](), MRopeQwen25(tokens_per_second=Fraction(3, 2)), RopeTie(axes=3)):
+        assert scheme_of(json.loads(json.dumps(scheme_to_json(scheme)))) == scheme
+
+
+def test_settings_that_do_not_fit_are_named() -> None:
+    @dataclass(frozen=True)
+    class Own(Flatten):
+        name: ClassVar[str] = "own"
+
+    with pytest.raises(UnsupportedError, match=r"^scheme: got Own, want one of mmpos\.SCHEMES to write it to a file$"):
+        processor(scheme=Own()).to_dict()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"scheme": {"name": "rope-tie", "rounding": "floor"}}, r"^scheme: got the field 'rounding', want axes$"),
+        ({"scheme": {"name": "mrope-qwen2.5", "tokens_per_second": "x"}}, r"^scheme\.tokens_per_second: got 'x'"),
+        ({"scheme": {}}, r"^scheme: got None, want a Scheme or one of"),
+        ({"images": {"patch": 14}}, r"^images: got the field 'patch', want backend, patch_size"),
+        ({"images": 14}, r"^images: got int, want ImageProcessor or its fields$"),
+        ({"markers": {"patch": "[NO]"}}, r"^markers\.patch: got '\[NO\]', want a token that is one id"),
+        ({"add_markers": "no"}, r"^add_markers: got 'no', want True or False$"),
+        ({"temporal_patch_size": 0}, r"^temporal_patch_size: got 0, want >= 1$"),
+    ]
+    for told, message in cases:
+        with pytest.raises(InvalidInputError, match=message):
+            processor(**told)
+
+
+def test_fractional_ids_survive_a_cast() -> None:
+    made = processor(scheme="rope-tie-fractional", start=100_000)
+    batch = made([TALL], "A [PATCH]", return_tensors="pt")
+    ids = batch["mm_position_ids"].clone()
+    assert ids.dtype == torch.float64
+    assert (ids.to(torch.bfloat16) != ids).any()
+    cast = batch.to("cpu", torch.bfloat16)
+    assert torch.equal(cast["mm_position_ids"], ids)
+    assert cast["positions"].fractional
+    values = processor(scheme="rope-tie-v2", temporal_patch_size=2)(TALL, "[PATCH]", return_tensors="pt")
+    assert values.to(torch.bfloat16)["pixel_values"].dtype == torch.bfloat16
+
+
+def test_positions_follow_from_the_tokens_again() -> None:
+    made = processor(start=5)
+    batch = made([WIDE, TALL, WIDE], TEXTS, padding=True, padding_side="left", return_tensors="pt")
+    again = made.positions(batch["input_ids"], batch["image_grid_thw"], batch["attention_mask"])
+    np.testing.assert_array_equal(again.table, batch["positions"].table)
+    np.testing.assert_array_equal(again.documents, batch["positions"].documents)
+    with pytest.raises(UnsupportedError, match=r"^markers\.row: got row separators"):
+        processor(markers=Markers(row="[ROW]")).positions([[1]])
+
+
+def test_schemes_without_next_positions_give_none() -> None:
+    batch = processor(scheme="rows")([TALL], "A [PATCH]", return_tensors="pt", return_mm_token_type_ids=False)
+    assert sorted(batch) == [
+        "attention_mask", "image_grid_thw", "input_ids", "mm_position_ids", "patches", "positions",
+    ]  # fmt: skip
+
+
+def test_a_processor_says_what_it_is() -> None:
+    made = processor()
+    assert (made.image_token, made.image_token_id, made.image_token_ids) == ("[PATCH]", PATCH, [PATCH])
+    batch = made([WIDE], "[PATCH]", return_tensors="pt")
+    assert set(made.model_input_names) <= set(batch)
+    assert "pixel_values" in processor(temporal_patch_size=2).model_input_names
+    assert repr(made).startswith("MMPosProcessor(")
+    decode: Any = made.batch_decode
+    assert decode(made(text=["A cat"])["input_ids"]) == ["<s>A cat"]
+    assert chat_tokenizer().convert_tokens_to_ids(list(OURS)) == [BEGIN, END, PATCH, ROW]
+    own = processor(chat_tokenizer(chat_template="{{ messages[0].content }}"), chat_template=None)
+    assert own.apply_chat_template([{"role": "user", "content": "A cat"}]) == "A cat"

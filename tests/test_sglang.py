@@ -110,6 +110,8 @@ def test_items_give_the_segments_that_the_tokens_would_give() -> None:
 def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
     got = item_segments(16, [item((1, 4), (6, 7), image_grid_thw=[[1, 2, 2], [1, 1, 2]])])
     assert got.extents.T.tolist() == [[1, 1, 1], [1, 2, 2], [1, 1, 1], [1, 1, 2], [1, 1, 8]]
+    got = item_segments(17, [item((0, 7), (9, 16), video_grid_thw=[[2, 2, 2], [2, 2, 2]])])
+    assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1], [2, 2, 2]]
     got = item_segments(9, [item((0, 7), video_grid_thw=[[2, 2, 2]])])
     assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1]]
     both = SimpleNamespace(offsets=torch.tensor([[0, 1], [3, 4]]), image_grid_thw=torch.tensor([[1, 1, 2], [1, 1, 2]]))

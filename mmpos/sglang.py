@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import IntArray, int_array, integer
+from mmpos.checks import IntArray, host_array, int_array, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.sections import Sections, request_positions
@@ -87,8 +87,9 @@ def _item_spans(index: int, item: Any, merge: int) -> IntArray:
     grid = next((value for value in held if value is not None), None)
     if grid is None:
         raise UnsupportedError(f"{name}: got neither image_grid_thw nor video_grid_thw, want one: it has no positions")
-    grids = int_array(f"{name}.grid_thw", np.atleast_2d(np.asarray(grid)), (None, 3))
-    offsets = int_array(f"{name}.offsets", getattr(item, "offsets", None) or (), (None, 2))
+    grids = int_array(f"{name}.grid_thw", np.atleast_2d(host_array(f"{name}.grid_thw", grid)), (None, 3))
+    held_offsets = getattr(item, "offsets", None)
+    offsets = int_array(f"{name}.offsets", () if held_offsets is None else held_offsets, (None, 2))
     if len(grids) == 1 and len(offsets) == grids[0, 0] > 1:  # frames apart
         grids = np.repeat([[1, *grids[0, 1:]]], len(offsets), axis=0)
     if len(offsets) != len(grids):

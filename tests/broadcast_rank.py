@@ -28,6 +28,7 @@ def tables() -> list[tuple[int, PositionTable]]:
         (0, place(SegmentTable.from_documents([[Text(1)] * 300]), "vrope")),
         (1, place(whole, "rows")),
         (0, place(whole, "rope-tie-fractional").slice(7, 13)),
+        (0, PositionTable.from_arrays(np.zeros((9, 0)), np.zeros((4, 0)), 0, fractional=False, scheme="\ud800")),
     ]
 
 
@@ -43,7 +44,9 @@ def main(rank: int, folder: Path) -> None:
         found[f"{i}"] = got
     if rank == 1:
         found["alone"] = broadcast_table(tables()[0][1], 1, alone)
-    refused: list[tuple[int, Any]] = [(1, None), (1, alone), (2, None)] if rank == 0 else [(1, None), (0, alone)]
+    refused: list[tuple[Any, Any]] = (
+        [(1, None), (1, alone), (2, None), (0.0, None)] if rank == 0 else [(1, None), (0, alone)]
+    )
     said = []
     for src, group in refused:
         try:

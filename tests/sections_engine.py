@@ -34,9 +34,9 @@ class EngineRotary(nn.Module):
         angle = torch.arange(start, stop, dtype=torch.float32)[:, None] * self._compute_inv_freq(self.base)
         return torch.cat([angle.cos(), angle.sin()], dim=1)
 
-    def grow(self, rows: int) -> None:
+    def _ensure_cos_sin_cache_length(self, needed_max_pos: int) -> None:
         """SGLang's answer to a context longer than its cache: more rows after the ones that are there."""
-        more = self.filled(len(self.cos_sin_cache), rows).to(self.cos_sin_cache)
+        more = self.filled(len(self.cos_sin_cache), needed_max_pos + 1).to(self.cos_sin_cache)
         self.cos_sin_cache = torch.cat([self.cos_sin_cache, more])
 
     def forward(self, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

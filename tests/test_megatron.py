@@ -178,6 +178,7 @@ def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
     for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
         assert torch.equal(by_argument(positions, [2, 3, 3], Ranks(rank, 4)), want)
         assert torch.equal(by_module(positions), want)
+        assert torch.equal(by_module(positions, cp_group=Ranks(0, 1)), rotary_pos_emb(VIDEO, SECTIONS, "sbhd"))
         assert torch.equal(packed(positions), rotary_pos_emb(VIDEO, SECTIONS, "thd"))
     assert list(by_module.state_dict()) == []
 
@@ -296,6 +297,7 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
         "positions: want a PositionTable on rank 1",
         "group: got one without rank 0, want a group of this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
+        "src: got 0.0, want an integer",
     ]
     assert got[1].pop("said").tolist() == [
         "positions: got NoneType, want a PositionTable on rank 1",
@@ -327,6 +329,11 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
             lambda: rotary_pos_emb(ROWS, Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.5)), "sbhd"),
             "mscale: got 1.0, want 1.5, the attention factor of rotary",
         ),
+        (
+            lambda: rotary_pos_emb(ROWS, Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.001)), "sbhd"),
+            "mscale: got 1.0, want 1.001, the attention factor of rotary",
+        ),
+        (lambda: rotary_pos_emb(ROWS, Rotary(16), "sbhd", mscale=None), "mscale: got None, want a finite number"),  # type: ignore[arg-type]
         (lambda: MultimodalRotaryEmbedding(SECTIONS, "bhsd"), "layout: got 'bhsd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
         (
             lambda: MultimodalRotaryEmbedding(SECTIONS)(VIDEO, [4, 2, 2]),

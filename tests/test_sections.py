@@ -1,5 +1,6 @@
 """Sections: an engine's formula on sorted channels is the rotation of the model, and its ids are those of the table."""
 
+import copy
 import math
 import re
 import subprocess
@@ -80,7 +81,6 @@ def test_pairs_come_evens_then_odds_and_the_rows_are_row_row_column() -> None:
     assert sections.order.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
     assert qk_channels(sections.rotary).tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
     assert (sections.mrope_section, sections.rows) == ((0, 4, 4), (0, 0, 1))
-    assert sections.inv_freq.tolist() == pytest.approx([10000 ** (-j / 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)])
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,10 @@ def test_what_is_no_description_is_refused() -> None:
         Sections({}, 8)  # type: ignore[arg-type]
     with pytest.raises(mmpos.InvalidInputError, match="max_position: got 0, want >= 1"):
         Sections(Rotary(head_dim=16), 0, permuted=True)
+    with pytest.raises(mmpos.InvalidInputError, match=r"dtype: got torch\.int64, want a floating dtype"):
+        SECTIONS.cos_sin_cache(torch.int64)
+    with pytest.raises(mmpos.InvalidInputError, match="rotary: got Sections, want a Rotary"):
+        qk_channels(SECTIONS)  # type: ignore[arg-type]
     with pytest.raises(mmpos.InvalidInputError, match="permuted: got 1, want True or False"):
         Sections(Rotary(head_dim=16), 8, permuted=1)  # type: ignore[arg-type]
 
@@ -147,14 +151,21 @@ def test_the_config_gives_an_engine_the_same_rotary_dim(head_dim: int, rotary_di
     assert found == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
 
 
-def test_a_cache_that_grows_goes_on_in_the_order_of_the_sections() -> None:
-    sections = Sections(Rotary(head_dim=16), 64, permuted=True)
-    module = engine(sections)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["hunyuan", "yarn"])
+def test_a_cache_that_grows_is_exact_and_keeps_the_attention_factor(name: str, dtype: torch.dtype) -> None:
+    sections = Sections(ROTARIES[name], 64, permuted=True)
+    module = engine(sections, dtype)
     install_cache(module, sections)
-    module.grow(96)
-    longer = Sections(sections.rotary, 96, permuted=True).cos_sin_cache()
-    assert torch.equal(module.cos_sin_cache[:64], longer[:64])
-    assert torch.allclose(module.cos_sin_cache, longer, rtol=0, atol=1e-5)
+    first = module.cos_sin_cache
+    module._ensure_cos_sin_cache_length(63)
+    assert module.cos_sin_cache is first
+    copied = copy.deepcopy(module)
+    copied._ensure_cos_sin_cache_length(64)
+    assert module.cos_sin_cache is first
+    rows = len(copied.cos_sin_cache)
+    assert rows > 64
+    assert torch.equal(copied.cos_sin_cache, Sections(sections.rotary, rows, permuted=True).cos_sin_cache(dtype))
 
 
 def test_a_cache_keeps_its_dtype_and_is_shared_by_the_modules_of_a_model() -> None:
@@ -311,6 +322,10 @@ def test_what_has_no_row_in_the_cache_is_refused() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match="positions: got ndarray, want a PositionTable"):
+        request_positions(table(DOCUMENT).dense(), SECTIONS)  # type: ignore[arg-type]
+    with pytest.raises(mmpos.InvalidInputError, match="sections: got Rotary, want Sections"):
+        window_positions(table(DOCUMENT), SECTIONS.rotary, [0], [0], [1])  # type: ignore[arg-type]
     with pytest.raises(mmpos.InvalidInputError, match="positions: got 2 documents, want 1; see batch_positions"):
         request_positions(table([Text(1)], [Text(1)]), SECTIONS)
     with pytest.raises(mmpos.InvalidInputError, match="positions: got 3 axes, want 2 as in rotary"):
@@ -323,5 +338,9 @@ def test_what_does_not_fit_is_refused() -> None:
         batch_positions(table(DOCUMENT, DOCUMENT), SECTIONS, computed=[0, -2])
     with pytest.raises(mmpos.InvalidInputError, match=f"start: got 3, want >= {LENGTH}"):
         draft_positions(table(DOCUMENT), SECTIONS, 3, [0])
+    with pytest.raises(mmpos.InvalidInputError, match=f"start: got {2**63}, want <= {2**31 - 1}"):
+        draft_positions(table(DOCUMENT), SECTIONS, 2**63, [0])
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape(f"depths[0]: got {2**63 - 1}, want <= {2**31 - 1}")):
+        draft_positions(table(DOCUMENT), SECTIONS, LENGTH, [2**63 - 1])
     with pytest.raises(mmpos.InvalidInputError, match=re.escape("depths[1]: got -1, want >= 0")):
         draft_positions(table(DOCUMENT), SECTIONS, LENGTH, [0, -1])

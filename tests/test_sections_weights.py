@@ -135,12 +135,14 @@ def test_an_adapter_of_q_alone_is_sorted_like_its_base() -> None:
     adapter = {
         f"{name}lora_A.weight": a,
         f"{name}lora_B.default.weight": b,
+        f"{name}lora_B.default.bias": b[:, 0],
         f"{name}lora_magnitude_vector.default.weight": magnitude,
     }
     got = permute_qk(adapter, ROTARY)
     assert got[f"{name}lora_A.weight"] is a
     found = got[f"{name}lora_B.default.weight"]
     assert torch.equal(sorted_rows(base) + found @ a, sorted_rows(base + b @ a))
+    assert torch.equal(got[f"{name}lora_B.default.bias"], found[:, 0])
     assert torch.equal(got[f"{name}lora_magnitude_vector.default.weight"], sorted_rows(magnitude))
 
 
@@ -213,7 +215,21 @@ def test_packed_weights_are_refused(leaf: str, tensor: Tensor) -> None:
         permute_qk({f"{LAYER}q_proj.{leaf}": tensor}, ROTARY)
 
 
+def test_gates_beside_q_are_refused_since_they_belong_to_channels_of_v() -> None:
+    weights = layer()
+    q, output = f"{LAYER}q_proj.weight", f"{LAYER}o_proj.weight"
+    permute_qk({output: torch.ones(WIDTH, 12 * HEADS), **weights}, ROTARY)
+    gated = {**weights, q: weights[q].repeat(2, 1), output: torch.ones(WIDTH, 12 * HEADS)}
+    message = f"{q}: got {24 * HEADS} rows beside {12 * HEADS} columns of o_proj, want no gates"
+    with pytest.raises(mmpos.UnsupportedError, match=re.escape(message)):
+        permute_qk(gated, ROTARY)
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match="weights: got Identity, want a mapping, or"):
+        permute_qk(nn.Identity(), ROTARY)  # type: ignore[call-overload]
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("a.q_proj.weight: got ndarray, want a tensor")):
+        permute_qk({"a.q_proj.weight": torch.ones(12).numpy()}, ROTARY)  # type: ignore[dict-item]
     fused = {"a.qkv_proj.weight": torch.ones(12 * 8, 2)}
     with pytest.raises(
         mmpos.InvalidInputError, match=re.escape("a.qkv_proj.weight: got 96 rows, want 120 for q, k and v")

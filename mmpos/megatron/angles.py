@@ -14,6 +14,7 @@ from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 from mmpos.rotary.sources import Positions
+from mmpos.rotary.values import finite
 
 Layout = Literal["sbhd", "thd"]
 
@@ -53,7 +54,7 @@ def rotary_pos_emb(
         UnsupportedError: a rotary with precision "hf".
     """
     one_of("layout", layout, ("sbhd", "thd"))
-    if not isclose(mscale, rotary.attention_factor, rel_tol=1e-6):
+    if not isclose(finite("mscale", mscale), rotary.attention_factor, rel_tol=1e-6):
         raise InvalidInputError(f"mscale: got {mscale}, want {rotary.attention_factor}, the attention factor of rotary")
     if layout == "sbhd":
         _check_rows(positions)

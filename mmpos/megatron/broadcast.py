@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mmpos.checks import IntArray
+from mmpos.checks import IntArray, integer
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 
@@ -62,7 +62,7 @@ def broadcast_table(
         found[table : table + header].reshape(4, documents),
         tokens,
         fractional=bool(fractional),
-        scheme=found[table + header :].tobytes()[:name].decode(),
+        scheme=found[table + header :].tobytes()[:name].decode(errors="surrogatepass"),
     )
 
 
@@ -70,7 +70,7 @@ def _check_ranks(src: int, group: dist.ProcessGroup | None) -> None:
     if dist.get_rank(group) < 0:
         raise InvalidInputError(f"group: got one without rank {dist.get_rank()}, want a group of this rank")
     ranks = dist.get_process_group_ranks(group)
-    if src not in ranks:
+    if integer("src", src) not in ranks:
         raise InvalidInputError(f"src: got {src}, want one of the group's ranks, {ranks}")
 
 
@@ -78,7 +78,7 @@ def _packed(positions: Any) -> tuple[IntArray, IntArray]:
     """The header and the body of a table; a header of zeros of anything else, which all ranks then refuse."""
     if not isinstance(positions, PositionTable):
         return np.zeros(_HEADER, np.int64), np.zeros(0, np.int64)
-    name = positions.scheme.encode()
+    name = positions.scheme.encode(errors="surrogatepass")
     words = np.frombuffer(name + bytes(-len(name) % 8), np.int64)
     sizes = [
         positions.table.shape[0],

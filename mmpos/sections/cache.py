@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError
-from mmpos.sections.layout import Sections
+from mmpos.sections.layout import BLOCK, Sections
 
 __all__ = ["install_cache"]
 
@@ -17,9 +18,8 @@ __all__ = ["install_cache"]
 def install_cache(model: nn.Module, sections: Sections) -> int:
     """Replace the cos/sin cache of every M-RoPE module of a model, in place, in its dtype and on its device.
 
-    Engines fill their caches in the natural order of frequencies, with float32 angles. The modules' inverse
-    frequencies are replaced too, since SGLang appends rows to a cache that is too short for its context; such rows
-    have float32 angles again.
+    Engines fill their caches in the natural order of frequencies, with float32 angles. SGLang also appends rows to a
+    cache that is too short for its context; those of these modules are exact as well, attention factor included.
 
     Args:
         model: anything that holds modules with ``cos_sin_cache`` and ``mrope_section``, as vLLM and SGLang name them.
@@ -42,7 +42,7 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
         if where not in made:
             made[where] = sections.cos_sin_cache(*where)
         module.cos_sin_cache = made[where]
-        module._compute_inv_freq = partial(_inv_freq, sections.inv_freq)
+        module._ensure_cos_sin_cache_length = partial(_grow, module, sections)
     return len(found)
 
 
@@ -70,6 +70,9 @@ def _check(module: Any, sections: Sections) -> None:
         raise InvalidInputError(f"max_position: got {sections.max_position}, want {rows}, the rows of cos_sin_cache")
 
 
-def _inv_freq(inv_freq: Tensor, _base: float) -> Tensor:
-    """In place of the engine's ``_compute_inv_freq``."""
-    return inv_freq.to(torch.float32)
+def _grow(module: Any, sections: Sections, needed_max_pos: int) -> None:
+    """In place of SGLang's ``_ensure_cos_sin_cache_length``: rows for all ids up to this one."""
+    cache = module.cos_sin_cache
+    if needed_max_pos >= len(cache):
+        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # many at a time, since ids may come one by one
+        module.cos_sin_cache = replace(sections, max_position=rows).cos_sin_cache(cache.dtype, cache.device)

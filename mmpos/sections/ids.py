@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import IntArray, first_bad, int_array, integer, per_document
+from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer, per_document
 from mmpos.columns import FIRST_TOKEN
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import PositionTable
@@ -38,7 +38,7 @@ def request_positions(
         UnsupportedError: ids that may be fractions, or a scheme without a next position.
         LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cache.
     """
-    if positions.num_documents != 1:
+    if isinstance(positions, PositionTable) and positions.num_documents != 1:
         raise InvalidInputError(f"positions: got {positions.num_documents} documents, want 1; see batch_positions")
     (found,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
     return found
@@ -118,15 +118,19 @@ def draft_positions(
     _check_table(positions, sections)
     document = integer("document", document, minimum=0, maximum=positions.num_documents - 1)
     length = int(positions.lengths[document])
-    start = integer("start", start, minimum=length)
+    start = integer("start", start, minimum=length, maximum=INT32_MAX)
     depths = int_array("depths", depths, (None,))
-    first_bad("depths", depths, minimum=0)
+    first_bad("depths", depths, minimum=0, maximum=INT32_MAX)
     ids = int(positions.next_positions[document]) + (start - length) + depths
     _check_ids(ids[None], np.array([document]), np.array([0]), sections)
     return torch.from_numpy(ids).repeat(3, 1)
 
 
 def _check_table(positions: PositionTable, sections: Sections) -> None:
+    if not isinstance(positions, PositionTable):
+        raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
+    if not isinstance(sections, Sections):
+        raise InvalidInputError(f"sections: got {type(sections).__name__}, want Sections")
     if positions.axes != sections.rotary.axes:
         raise InvalidInputError(f"positions: got {positions.axes} axes, want {sections.rotary.axes} as in rotary")
     if positions.fractional:

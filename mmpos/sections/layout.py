@@ -42,6 +42,7 @@ def qk_channels(rotary: Rotary) -> IntArray:
     >>> qk_channels(Rotary(head_dim=8, pairing="adjacent")).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
+    _check_rotary(rotary)
     order = pair_order(rotary)
     channels = np.arange(rotary.head_dim)
     if rotary.pairing == "adjacent":
@@ -49,6 +50,11 @@ def qk_channels(rotary: Rotary) -> IntArray:
     else:
         channels[: rotary.rotary_dim] = np.concatenate([order, order + rotary.num_pairs])
     return channels
+
+
+def _check_rotary(rotary: Rotary) -> None:
+    if not isinstance(rotary, Rotary):
+        raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,7 @@ class Sections:
     permuted: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rotary, Rotary):
-            raise InvalidInputError(f"rotary: got {type(self.rotary).__name__}, want a Rotary")
+        _check_rotary(self.rotary)
         maximum = integer("max_position", self.max_position, minimum=1, maximum=INT32_MAX + 1)
         object.__setattr__(self, "max_position", maximum)
         object.__setattr__(self, "permuted", boolean("permuted", self.permuted))
@@ -123,11 +128,6 @@ class Sections:
         return pair_order(self.rotary)
 
     @property
-    def inv_freq(self) -> Tensor:
-        """(pairs,) float64 rad per position in the engine's order; a new tensor."""
-        return torch.from_numpy(self.rotary.inv_freq_array[self.order])
-
-    @property
     def is_neox_style(self) -> bool:
         """Whether pairs are channels (j, j + rotary_dim/2), in the words of engines."""
         return self.rotary.pairing == "half"
@@ -145,6 +145,8 @@ class Sections:
         Returns:
             (max_position, rotary_dim) cos of all pairs, then sin; a new tensor.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidInputError(f"dtype: got {dtype}, want a floating dtype of torch")
         pairs = self.rotary.num_pairs
         cache = torch.empty(self.max_position, 2 * pairs, dtype=dtype, device=device)
         order = torch.from_numpy(self.order).to(cache.device)

@@ -26,7 +26,10 @@ PROJECTION = re.compile(
     r"(?P<layer>(?:.*\.)?)(?P<part>(?P<role>q|k|qkv)_proj|(?P<norm>q|k|query|key)_(?:layer)?norm)\.(?P<leaf>.+)"
 )
 TOWER = re.compile(r"(^|[._])(visual|vision|vit|image|video|audio|encoder|talker|code2wav)")
-LEAF = re.compile(r"(base_layer\.)?(weight|bias|weight_scale|lora_B(\.[^.]+)?\.weight|lora_magnitude_vector(\..+)?)")
+LEAF = re.compile(
+    r"(base_layer\.)?(weight|bias|weight_scale|lora_B(\.[^.]+)?\.(weight|bias)|lora_magnitude_vector(\..+)?)"
+)
+OUTPUT = re.compile(r"(?P<layer>(?:.*\.)?)o_proj\.weight")
 UNTURNED = re.compile(r"lora_A\..+|lora_embedding_A.*")
 
 
@@ -87,11 +90,14 @@ def permute_qk(
 
     Raises:
         InvalidInputError: no weight of q and k among the names, or q without k, or rows that are not whole heads.
-        UnsupportedError: weights whose rows are packed or scaled in blocks; permute before quantising.
+        UnsupportedError: weights whose rows are packed or scaled in blocks; permute before quantising. Gates among the
+            rows of q_proj (Qwen3-Next, Qwen3.5), seen by an o_proj of half as many columns.
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
     turn = _Turn.of(channels, num_heads, num_kv_heads, fused, names)
+    if not isinstance(weights, Iterable):
+        raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
     return dict(turn.pairs(weights.items())) if isinstance(weights, Mapping) else turn.pairs(weights)
 
 
@@ -123,21 +129,30 @@ class _Turn:
 
     def pairs(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         counterparts: dict[str, str] = {}
+        outputs: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for name, tensor in weights:
             found = PROJECTION.fullmatch(name)
             if found is None or not self._wanted(name):
+                if output := OUTPUT.fullmatch(name):
+                    outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
                 yield name, tensor
                 continue
             role = found["role"] or found["norm"][0]
             # An adapter may be of q alone.
             counterparts[name] = _counterpart(found) if found["leaf"] == "weight" and role != "qkv" else name
-            yield name, self._turned(name, tensor, found["leaf"], role, norm=found["norm"] is not None)
+            turned = self._turned(name, tensor, found["leaf"], role, norm=found["norm"] is not None)
+            rows[name] = len(turned) if turned.dim() else 1
+            yield name, turned
         _check_seen(counterparts)
+        _check_gates(rows, outputs)
 
     def _wanted(self, name: str) -> bool:
         return TOWER.search(name) is None if self.names is None else self.names.search(name) is not None
 
     def _turned(self, name: str, tensor: Tensor, leaf: str, role: str, norm: bool) -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise InvalidInputError(f"{name}: got {type(tensor).__name__}, want a tensor")
         if tensor.numel() == 1 or UNTURNED.fullmatch(leaf):
             return tensor
         packed = LEAF.fullmatch(leaf) is None or not tensor.is_floating_point()
@@ -178,3 +193,10 @@ def _check_seen(counterparts: Mapping[str, str]) -> None:
     for name, other in counterparts.items():
         if other not in counterparts:
             raise InvalidInputError(f"weights: got {name} alone, want {other} too")
+
+
+def _check_gates(rows: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+    """Refuse gates, which lie beside q in q_proj and belong to the channels of v."""
+    for name, columns in outputs.items():
+        if rows.get(name) == 2 * columns:
+            raise UnsupportedError(f"{name}: got {2 * columns} rows beside {columns} columns of o_proj, want no gates")

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mmpos.rotary import phases
-from mmpos.rotary.kernel import rotary_kernel
+from mmpos.rotary.kernel.rotate import rotary_kernel
 
 ARCHITECTURES = (80, 90, 100)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -33,6 +33,22 @@ CASES: dict[str, dict[str, Any]] = {
     "dense integer adjacent": {"mode": phases.DENSE_INTEGER, "adjacent": True},
     "head_dim 80 half": {"mode": phases.TABLE_INTEGER, "pairs": 40},
     "head_dim 80 adjacent": {"mode": phases.TABLE_INTEGER, "pairs": 40, "adjacent": True},
+    "partial half": {"mode": phases.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
+    "partial adjacent": {"mode": phases.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
+    "norm half": {"mode": phases.TABLE_INTEGER, "weights": "qk"},
+    "norm adjacent": {"mode": phases.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
+    "norm fractional half": {"mode": phases.TABLE_FRACTIONAL, "weights": "qk"},
+    "norm half, few tokens": {"mode": phases.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
+    "norm of q half": {"mode": phases.TABLE_INTEGER, "weights": "q"},
+    "norm head_dim 80 half": {"mode": phases.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
+    "norm partial half": {"mode": phases.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
+    "norm partial adjacent": {
+        "mode": phases.TABLE_INTEGER,
+        "pairs": 16,
+        "rest": 96,
+        "adjacent": True,
+        "weights": "qk",
+    },
     "table integer half, few tokens": {"mode": phases.TABLE_INTEGER, "block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": phases.TABLE_FRACTIONAL,
@@ -56,17 +72,19 @@ def compiled(
     mode: int,
     adjacent: bool = False,
     pairs: int = 64,
+    rest: int = 0,
     fusion: bool = False,
     block: int = 16,
     warps: int = 4,
     ones: tuple[str, ...] = (),
+    weights: str = "",
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     constants: dict[str, Any] = {
         "PAIRS": pairs,
         "PAIRS_PADDED": triton.next_power_of_2(pairs),
-        "REST": 0,
-        "REST_PADDED": 1,
+        "REST": rest,
+        "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
         "AXES": 2,
         "MODE": mode,
         "AS_HF": False,
@@ -76,8 +94,13 @@ def compiled(
         "COPY_REST": True,
         "BLOCK": block,
     }
-    types = dict.fromkeys(("q", "k", "q_out", "k_out"), "*bf16")
+    # Without weights the arguments of the norm are no parameters, so that plain rotations are compiled as ever.
+    constants |= {f"{x}_weight": None for x in "qk" if x not in weights}
+    if not weights:
+        constants |= {"eps": None, "offset": None}
+    types = dict.fromkeys(("q", "k", "q_out", "k_out", "q_weight", "k_weight"), "*bf16")
     types |= {"positions": "*i64", "frequencies": "*i64", "pair_axis": "*i32", "attention_factor": "fp32"}
+    types |= {"eps": "fp32", "offset": "fp32"}
     signature, multiples = {}, {}
     for index, name in enumerate(rotary_kernel.arg_names):
         if name.endswith("_dim") or name in ones:

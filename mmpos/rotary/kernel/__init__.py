@@ -1,0 +1,6 @@
+"""The Triton kernels, the only room that names triton: rotations straight from a table, and dense ids."""
+
+from mmpos.rotary.kernel.dense import launch_dense
+from mmpos.rotary.kernel.rotate import launch
+
+__all__ = ["launch", "launch_dense"]

@@ -29,17 +29,18 @@ from torch import Tensor
 
 from mmpos import Grid, PositionTable, Text
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, kernel
+from mmpos.rotary.kernel import tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
 LAYOUTS = ("thd", "bshd", "bhsd")
 
-own_tiling = kernel._tiling
+own_tiling = tiling.tiles
 
 
 def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
     """Tokens per program, and programs that share their heads, from here on."""
-    monkeypatch.setattr(kernel, "_tiling", lambda tokens, heads, pairs: (block, shares, 4))
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +249,7 @@ def test_tilings_share_heads_among_programs_while_tokens_are_few() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 5])
 def test_the_tiling_of_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_tiling", own_tiling)
+    monkeypatch.setattr(tiling, "tiles", own_tiling)
     q, k = device_heads(11, num_heads, 6), device_heads(11, 1, 6, seed=1)
     assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
 

@@ -127,6 +127,6 @@ def _no_waits() -> Iterator[None]:
 
 def _compiled() -> int:
     """How often Triton has compiled the kernel in this process."""
-    from mmpos.rotary.kernel import rotary_kernel
+    from mmpos.rotary.kernel.rotate import rotary_kernel
 
     return sum(len(caches[0]) for caches in rotary_kernel.device_caches.values())

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmpos import native
 from mmpos.columns import AXES, DENOMINATOR, OFFSET
 from mmpos.rotary import phases
+from mmpos.rotary.reference import Block, Turn
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +47,24 @@ def takes(*tensors: Tensor) -> bool:
 def tables(cos: Tensor, sin: Tensor) -> Source:
     """(tokens, pairs) float32 cos and sin as what the extension rotates by."""
     return cos.numpy(), sin.numpy()
+
+
+def turning(source: Source, seq: int, *, adjacent: bool, conjugate: bool, otherwise: Callable[[], Turn]) -> Turn:
+    """What turns blocks of (batch, seq) tokens by a source, as reference.turning does; otherwise where C declines."""
+
+    def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
+        none, start = value[:, :, :0], block[0].start * seq + block[1].start
+        part = _part(source, slice(start, start + value.shape[0] * value.shape[1]))
+        if not rotate(value, none, value, none, part, adjacent=adjacent, conjugate=conjugate):
+            otherwise()(value, scratch, block)
+
+    return turn
+
+
+def _part(source: Source, tokens: slice) -> Source:
+    if len(source) == 2:
+        return source[0][tokens], source[1][tokens]
+    return source[0][:, tokens], *source[1:]
 
 
 def exact(

@@ -1,0 +1,214 @@
+"""rotate_and_store: whole caches against loops over tokens, for every cache, layout, dtype and implementation."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from rotary_oracle import DTYPES, assert_rotated, heads, packed
+from store_oracle import CACHES, Cache, assert_holds, assert_same_bits, filled, flat, write
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rotate_and_store
+from mmpos.rotary.kernel import tiling
+
+WAYS = ("auto", "reference", "triton")
+PAIRINGS = ("half", "adjacent")
+TABLE = packed("rope-tie-fractional", 70_000).slice(4, 17)
+ROTARY = Rotary(12, rotary_dim=8)
+SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
+"""Of 13 tokens, in a cache of 64: out of order, first and last, and three tokens that are not stored."""
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs program after program."""
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (16, 1, 4))
+
+
+def qkv(tokens: int = 13, dtype: torch.dtype = torch.float32, dim: int = 12, v_dim: int = 12) -> list[Tensor]:
+    """q with three heads, k and v with two."""
+    return [heads(tokens, n, d, dtype, seed) for seed, (n, d) in enumerate(((3, dim), (2, dim), (2, v_dim)))]
+
+
+def ulps(way: str, dtype: torch.dtype) -> int:
+    """Triton's interpreter truncates to bfloat16 where a GPU rounds."""
+    return int(way == "triton" and dtype == torch.bfloat16)
+
+
+def stored(
+    way: str, q: Tensor, k: Tensor, v: Tensor, cache: Cache, slots: Tensor, *, table: Any = TABLE,
+    rotary: Rotary = ROTARY, norm: dict[str, Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Call it and compare q, k if returned, and whole caches with apply_rotary and the loop."""
+    norm, layout = norm or {}, options.get("layout")
+    want = deepcopy(cache)  # views stay views of one memory
+    q_want, k_want = apply_rotary(q, k, table, rotary, layout=layout, implementation="reference", **norm)
+    write(want, flat(k_want, layout), flat(v, layout), slots.flatten().tolist())
+    q_got, k_got = rotate_and_store(
+        q, k, v, table, rotary, cache.key, cache.value, slots,
+        cache_layout=cache.layout, implementation=way, **norm, **options,
+    )  # fmt: skip
+    within = ulps(way, q.dtype)
+    assert_same_bits(q_got, q_want, within)
+    assert q_got.stride() == q_want.stride() or q_got is q
+    if options.get("return_k"):
+        assert_same_bits(k_got, k_want, within)
+    else:
+        assert k_got is None
+    assert_holds(cache, want, within)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_cache_is_written_where_it_lies_and_nowhere_else(cache: str, way: str) -> None:
+    for blocks, size in ((64, 1), (4, 16), (1, 64), (13, 5)):
+        stored(way, *qkv(), CACHES[cache](blocks, size, 2, 12, torch.float32), torch.tensor(SLOTS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_pairing_is_stored(dtype: torch.dtype, pairing: Any, way: str) -> None:
+    for rotary in (Rotary(12, pairing=pairing), Rotary(12, rotary_dim=4, pairing=pairing)):
+        for name in ("NHD", "k and v side by side"):
+            stored(way, *qkv(dtype=dtype), CACHES[name](4, 16, 2, 12, dtype), torch.tensor(SLOTS), rotary=rotary)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["thd", "bshd", "bhsd"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("return_k", [False, True])
+def test_views_of_a_fused_qkv_are_stored_in_every_layout(return_k: bool, inplace: bool, layout: str, way: str) -> None:
+    fused = heads(39, 7, 12)
+    views = fused if layout == "thd" else fused.view(3, 13, 7, 12)
+    q, k, v = (x.transpose(1, 2) if layout == "bhsd" else x for x in views.split([3, 2, 2], dim=-2))
+    slots = torch.arange(39).flip(0)
+    slots[[3, 30]] = -1
+    before = fused.clone()
+    options: Any = {"layout": layout, "inplace": inplace, "return_k": return_k}
+    mapping = slots if layout == "thd" else slots.view(3, 13)
+    stored(
+        way, q, k, v, CACHES["HND"](4, 16, 2, 12, torch.float32), mapping, table=packed("rope-tie").pad(13), **options
+    )
+    changed = (fused != before).flatten(2).any(-1).any(0).tolist()
+    assert changed == [inplace] * 3 + [inplace and return_k] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slots_come_as_either_integer_and_with_any_step(way: str) -> None:
+    for slots in (torch.tensor(SLOTS, dtype=torch.int32), torch.tensor(SLOTS).repeat_interleave(2)[::2]):
+        stored(way, *qkv(), CACHES["NHD"](4, 16, 2, 12, torch.float32), slots)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_behind_the_end_of_the_mapping_are_rotated_and_not_stored(way: str) -> None:
+    for count in (0, 1, 5, 12):
+        stored(way, *qkv(), CACHES["HND"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS[:count], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dim", "v_dim"), [(6, 10), (12, 4), (64, 80), (80, 64)])
+def test_v_may_have_other_channels_than_k(dim: int, v_dim: int, way: str) -> None:
+    q, k, v = qkv(dim=dim, v_dim=v_dim)
+    key, value = filled(4, 16, 2, dim, dtype=torch.float32), filled(4, 2, 16, v_dim, dtype=torch.float32)
+    cache = Cache(key, value.transpose(1, 2), (key, value), "NHD", 16)
+    stored(way, q, k, v, cache, torch.tensor(SLOTS), rotary=Rotary(dim))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_strides_of_q_k_and_v_are_stored(way: str) -> None:
+    q = heads(26, 6, 24)[1::2, ::2, ::2]
+    k = heads(12, 2, 13, seed=1).permute(2, 1, 0)
+    v = heads(1, 1, 12, seed=2).expand(13, 2, 12)
+    stored(way, q, k, v, CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS), return_k=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tokens_no_blocks_and_nothing_to_store_are_legal(way: str) -> None:
+    none, slots = torch.zeros(0, dtype=torch.int64), torch.tensor(SLOTS)
+    for cache in CACHES.values():
+        stored(way, *qkv(0), cache(4, 16, 2, 12, torch.float32), none, table=TABLE.slice(4, 4), return_k=True)
+        stored(way, *qkv(), cache(0, 16, 2, 12, torch.float32), torch.full_like(slots, -1))
+        stored(way, *qkv(), cache(4, 16, 2, 12, torch.float32), torch.full_like(slots, -1), return_k=True)
+
+
+def test_stored_keys_are_those_of_the_oracle() -> None:
+    for way in WAYS:
+        q, k, v = qkv()
+        cache = CACHES["k and v by page"](4, 16, 2, 12, torch.float32)
+        slots = torch.arange(50, 63)
+        q_got, _ = rotate_and_store(q, k, v, TABLE, ROTARY, cache.key, cache.value, slots, implementation=way)  # type: ignore[arg-type]
+        assert_rotated(q_got, q, TABLE, ROTARY)
+        assert_rotated(torch.stack([cache.at(cache.key, slot) for slot in slots.tolist()]), k, TABLE, ROTARY)
+
+
+# The kernel.
+
+
+@pytest.mark.parametrize(("block", "shares"), [(4, 1), (2, 3), (16, 2), (1, 1), (64, 1)])
+def test_every_tiling_stores_the_same(block: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
+    for options in ({}, {"return_k": True}, {"return_k": True, "inplace": True}):
+        cache = CACHES["k and v side by side"](4, 16, 2, 12, torch.float32)
+        stored("triton", *qkv(), cache, torch.tensor(SLOTS), **options)
+
+
+@pytest.mark.parametrize("form", ["ids", "fractional ids", "capacity"])
+def test_every_form_of_positions_is_stored(form: str) -> None:
+    table: Any = packed("rope-tie").slice(4, 17)
+    ids = torch.from_numpy(table.dense())
+    forms = {
+        "ids": ids,
+        "fractional ids": ids.double() + 0.5,
+        "capacity": DevicePositions.from_table(table, capacity=40),
+    }
+    stored("triton", *qkv(), CACHES["HND"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS), table=forms[form])
+
+
+# What engines do.
+
+
+def gathered(cache: Cache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of slots, in order."""
+    at = slots.tolist()
+    return torch.stack([cache.at(cache.key, i) for i in at]), torch.stack([cache.at(cache.value, i) for i in at])
+
+
+@pytest.mark.parametrize("way", ["auto", "triton"])
+@pytest.mark.parametrize("name", CACHES)
+def test_prefill_in_chunks_and_decode_fill_the_cache_as_the_whole_sequence_is(name: str, way: Any) -> None:
+    documents = [[Text(5), Grid(3, 4), Text(3)], [Grid(2, 5), Text(4)]]
+    prompts = place(SegmentTable.from_documents(documents), "rope-tie")
+    longer = [[Text(5), Grid(3, 4), Text(6)], [Grid(2, 5), Text(7)]]
+    whole = place(SegmentTable.from_documents(longer), "rope-tie")
+    cache = CACHES[name](12, 4, 2, 12, torch.bfloat16)
+    q, k, v = (heads(whole.num_tokens, n, 12, torch.bfloat16, seed) for seed, n in enumerate((3, 2, 2)))
+    # Blocks are dealt out from the back, in turns: no request has two in a row.
+    slots = torch.tensor(
+        [4 * (11 - 2 * (i // 4)) + i % 4 for i in range(23)] + [4 * (10 - 2 * (i // 4)) + i % 4 for i in range(17)]
+    )
+    tokens = [slice(0, 23), slice(23, 40)]
+    q_got = torch.empty_like(q)
+
+    def step(positions: PositionTable | Tensor, at: Tensor) -> None:
+        q_got[at], _ = rotate_and_store(
+            q[at], k[at], v[at], positions, ROTARY, cache.key, cache.value, slots[at],
+            cache_layout=cache.layout, implementation=way,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    index = torch.arange(40)
+    first, second = (index[part] for part in tokens)
+    step(prompts.slice(0, 9), first[:9])  # within the image
+    step(prompts.slice(9, 20), first[9:20])
+    step(prompts.slice(20, 34), second[:14])
+    for i in range(3):
+        step(torch.from_numpy(prompts.decode(1).dense()) + i, torch.stack([first[20 + i], second[14 + i]]))
+    q_want, k_want = apply_rotary(q, k, whole, ROTARY, implementation=way)
+    k_got, v_got = gathered(cache, slots)
+    assert_same_bits(q_got, q_want)
+    assert_same_bits(k_got, k_want)
+    assert_same_bits(v_got, v)

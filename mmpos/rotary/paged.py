@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -74,33 +75,39 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool)
     return row
 
 
-def write(cache: Tensor, x: Tensor, slots: Tensor) -> None:
-    """Write tokens into their slots; one whose slot the cache does not have is skipped.
+def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) -> None:
+    """Write tokens into their slots; one whose slot the caches do not have is skipped.
 
     Args:
-        cache: (blocks, block_size, heads, head_dim), any strides.
-        x: (batch, seq, heads, head_dim), any strides.
+        caches: (blocks, block_size, heads, head_dim) of equal blocks, any strides.
+        tensors: what goes into each, (batch, seq, heads, head_dim), any strides.
         slots: (n,) slots of the first n tokens: block · block_size + offset.
     """
-    if not _capacity(cache) or not len(slots):
+    capacity, size = _capacity(caches[0]), caches[0].shape[1]
+    if not capacity or not slots.shape[0]:
         return
-    kept = (slots >= 0) & (slots < _capacity(cache))
-    rows = x.flatten(0, 1)[: len(slots)]
-    if cache.device.type != "cpu":
-        _write_waiting_for_nothing(cache, rows, slots, kept)
+    rows = [x.flatten(0, 1)[: slots.shape[0]] for x in tensors]
+    if slots.device.type != "cpu":
+        _write_waiting_for_nothing(caches, rows, slots)
         return
-    if not bool(kept.all()):
-        rows, slots = rows[kept], slots[kept]
-    cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
+    low, high = slots.aminmax()
+    if low < 0 or high >= capacity:
+        kept = (slots >= 0) & (slots < capacity)
+        rows, slots = [x[kept] for x in rows], slots[kept]
+    places = slots // size, slots % size
+    for cache, x in zip(caches, rows, strict=True):
+        cache[places] = x
 
 
-def _write_waiting_for_nothing(cache: Tensor, rows: Tensor, slots: Tensor, kept: Tensor) -> None:
+def _write_waiting_for_nothing(caches: Sequence[Tensor], rows: Sequence[Tensor], slots: Tensor) -> None:
     """The same without a count of what is kept: a token that is skipped repeats one that is not."""
-    token = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
-    slot = slots[token].clamp(0, _capacity(cache) - 1)
-    places = slot // cache.shape[1], slot % cache.shape[1]
-    # Where none is kept, they all write what is there.
-    cache[places] = torch.where(kept.any(), rows[token], cache[places])
+    kept = (slots >= 0) & (slots < _capacity(caches[0]))
+    token = torch.where(kept, torch.arange(slots.shape[0], device=slots.device), kept.int().argmax())
+    slot = slots[token].clamp(0, _capacity(caches[0]) - 1)
+    places = slot // caches[0].shape[1], slot % caches[0].shape[1]
+    for cache, x in zip(caches, rows, strict=True):
+        # Where none is kept, they all write what is there.
+        cache[places] = torch.where(kept.any(), x[token], cache[places])
 
 
 def _capacity(pages: Tensor) -> int:

@@ -62,8 +62,7 @@ def _run(
             q, k, q_out, turned, positions, frequencies, pair_axis,
             mode, adjacent, attention_factor, conjugate, implementation,
         )  # fmt: skip
-        paged.write(key_cache, turned, slots)
-        paged.write(value_cache, v, slots)
+        paged.write((key_cache, value_cache), (turned, v), slots)
     _written(key_cache, value_cache)
 
 

@@ -120,17 +120,23 @@ def test_inductor_writes_what_eager_writes_and_copies_no_cache(name: str) -> Non
 # The operators.
 
 
-def arguments(cache: Cache, slots: Tensor, positions: Any = TABLE, *, return_k: bool = False) -> tuple[Any, ...]:
+def arguments(
+    cache: Cache, slots: Tensor, positions: Any = TABLE, *, return_k: bool = False, weights: Any = None
+) -> tuple[Any, ...]:
     source = source_of(positions, slots.device)
     q, k, v = (x[None] for x in qkv(13))
     key, value = (x.transpose(1, 2) if cache.layout == "HND" else x for x in (cache.key, cache.value))
-    numbers = source.mode, False, 1.0, False, AUTO, return_k
-    return q, k, v, key, value, slots, source.positions, *frequencies_of(ROTARY), *numbers
+    norm = (None,) * 4 if weights is None else (*weights, 1e-6, 1.0)
+    numbers = source.mode, False, 1.0, False, AUTO
+    return q, k, v, key, value, slots, return_k, *norm, source.positions, *frequencies_of(ROTARY), *numbers
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "NHD": lambda: arguments(CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(13)),
     "HND": lambda: arguments(CACHES["HND"](4, 16, 2, 12, torch.float32), torch.arange(13), return_k=True),
+    "norm": lambda: arguments(
+        CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(13), weights=(torch.ones(12), None)
+    ),
     "ids": lambda: arguments(
         CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(9) - 2, torch.from_numpy(TABLE.dense())
     ),

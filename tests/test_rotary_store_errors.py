@@ -42,6 +42,7 @@ def calls(**changed: Any) -> Callable[[], Any]:
 
 BY_HEAD = cache_of((4, 2, 16, 12))
 BOTH = cache_of((4, 16, 2, 24))
+SAME = cache_of((13, 2, 12))
 QKV = cache_of((13, 7, 12))
 POOL = cache_of((64, 7, 12))
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
@@ -132,6 +133,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "slot_mapping[0]: got 0, want < 0, the slots of key_cache",
     ),
     # memory
+    "k as v": (
+        calls(k=SAME, v=SAME, inplace=True, return_k=True),
+        "k: got the memory of v, want memory of its own",
+    ),
     "one cache twice": (
         calls(key_cache=BOTH[..., :12], value_cache=BOTH[..., :12]),
         "key_cache: got the memory of value_cache, want memory of its own",
@@ -181,9 +186,13 @@ def test_caches_of_8_bits_need_scales_and_are_not_supported(dtype: torch.dtype) 
         calls(key_cache=cache_of((4, 16, 2, 12), dtype))()
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "key_cache", "value_cache"])
+SHAPES: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}
+SHAPES |= {"key_cache": (4, 16, 2, 12), "value_cache": (4, 16, 2, 12), "q_norm_weight": (12,), "k_norm_weight": (12,)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_gradients_are_not_supported(name: str) -> None:
-    tensor = cache_of((4, 16, 2, 12)) if "cache" in name else heads(13, 3 if name == "q" else 2, 12)
+    tensor = torch.ones(SHAPES[name])
     call = calls(**{name: tensor.requires_grad_()})
     message = f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
@@ -228,7 +237,8 @@ def unseen(cache: Cache, slots: Tensor, implementation: int) -> tuple[Tensor, Te
 
 
 def arguments(source: Any, implementation: int) -> tuple[Any, ...]:
-    return source.positions, *frequencies_of(ROTARY), source.mode, False, 1.0, False, implementation, False
+    numbers = source.mode, False, 1.0, False, implementation
+    return False, None, None, None, None, source.positions, *frequencies_of(ROTARY), *numbers
 
 
 BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128, 9, 65]

@@ -149,7 +149,7 @@ def _check_tensors(q: Any, k: Any) -> None:
     """What a server cannot see."""
     import torch
 
-    from mmpos.rotary.apply import FLOATS
+    from mmpos.rotary.norms import FLOATS
 
     for name, x in (("q", q), ("k", k)):
         if x is None and name == "k":

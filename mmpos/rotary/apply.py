@@ -13,16 +13,16 @@ from torch.autograd import forward_ad
 
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import operator, phases
+from mmpos.rotary import norm_operator, operator, phases
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.memory import check_inplace
+from mmpos.rotary.norms import FLOATS, NONE, Norm, norm_of
 from mmpos.rotary.sources import Positions, Source, constants, source_of
 
 __all__ = ["apply_rotary", "rotate_with"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 Implementation = Literal["auto", "reference", "triton"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply_rotary(
@@ -34,6 +34,10 @@ def apply_rotary(
     layout: Layout | None = None,
     inplace: bool = False,
     conjugate: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,6 +48,9 @@ def apply_rotary(
     every int32 id, fractions and negative ids included, at frequencies up to 1 rad per id, as every theta has them.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
+    With weights each head x is first x / √(mean(x²) + norm_eps) · (weight + norm_weight_offset), over all its channels,
+    in the same launch and without a rounding between. Source: arXiv 1910.07467 (RMSNorm).
+
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
             float32, bfloat16 or float16, any strides: a view of a fused qkv is not copied.
@@ -53,9 +60,14 @@ def apply_rotary(
         rotary: frequencies, and how they are allotted to axes and channels.
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
         inplace: write into q and k instead of new tensors; not while they require gradients.
-        conjugate: rotate by the negative angles, which undoes a rotation.
+        conjugate: rotate by the negative angles, which undoes a rotation; a norm still comes before it.
+        q_norm_weight: (head_dim,) of the norm of q, float32, bfloat16 or float16; None does not normalise q.
+        k_norm_weight: likewise of k.
+        norm_eps: added to the mean of squares.
+        norm_weight_offset: added to the weights; Gemma's are 1.0 less than what multiplies.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
-            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN.
+            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, and for a norm,
+            whose sum has another order in the kernel.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
 
     Returns:
@@ -74,6 +86,7 @@ def apply_rotary(
         layout=layout,
         inplace=inplace,
         conjugate=conjugate,
+        norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset),
         implementation=implementation,
         validate=validate,
     )
@@ -89,22 +102,23 @@ def rotate_with(
     layout: Layout | None,
     inplace: bool,
     conjugate: bool,
+    norm: Norm,
     implementation: Implementation,
     validate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """``apply_rotary`` with frequencies and pair axes that the caller holds on the device; None makes them once."""
-    q4, k4 = _views(q, k, layout)
+    q4, k4 = views(q, k, layout)
     batch, seq, _, head_dim = q4.shape
     if head_dim != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
     source = source_of(positions, q.device, validate)
-    _check_positions(source, rotary, batch, seq, q.device)
+    check_positions(source, rotary, batch, seq, q.device)
     numbers = (
         source.mode,
         rotary.pairing == "adjacent",
         rotary.attention_factor,
         conjugate,
-        _chosen(implementation, q.device),
+        chosen(implementation, q.device),
     )
     held = constants(rotary, q.device) if frequencies is None else frequencies
     if held[0].device != q.device:
@@ -113,14 +127,20 @@ def rotate_with(
     if inplace:
         if k is q:  # seen also where a graph is traced
             raise InvalidInputError("k: got the memory of q, want inplace=False")
-        _check_inplace(q4, k4)
-        operator.rotate_(q4, keys, source.positions, *held, *numbers)
+        check_inplace(q4, k4, norm)
+        if norm is NONE:
+            operator.rotate_(q4, keys, source.positions, *held, *numbers)
+        else:
+            norm_operator.norm_rotate_(q4, keys, *norm, source.positions, *held, *numbers)
         return q, k
-    q_out, k_out = operator.rotate(q4, keys, source.positions, *held, *numbers)
-    return _back(q_out, q, layout), None if k is None else _back(k_out, k, layout)
+    if norm is NONE:
+        q_out, k_out = operator.rotate(q4, keys, source.positions, *held, *numbers)
+    else:
+        q_out, k_out = norm_operator.norm_rotate(q4, keys, *norm, source.positions, *held, *numbers)
+    return back(q_out, q, layout), None if k is None else back(k_out, k, layout)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
+def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
     """q and k as (batch, seq, heads, head_dim)."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
@@ -135,7 +155,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
         if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
             raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
-    q4 = _as_bshd(q, layout)
+    q4 = as_bshd(q, layout)
     if k is None:
         return q4, None
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
@@ -143,7 +163,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
             f"want {q.dtype} on {q.device} with {q.dim()} as q"
         )
-    k4 = _as_bshd(k, layout)
+    k4 = as_bshd(k, layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
         raise InvalidInputError(f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads")
     return q4, k4
@@ -154,19 +174,19 @@ def _wanted_shape(layout: Layout | None) -> str:
     return {"thd": three, "bshd": four, "bhsd": "(batch, heads, seq, head_dim)"}.get(layout or "", f"{three} or {four}")
 
 
-def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
+def as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def _back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
+def back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
     if like.dim() == 3:
         return out.squeeze(0)
     return out.transpose(1, 2) if layout == "bhsd" else out
 
 
-def _check_positions(source: Source, rotary: Rotary, batch: int, seq: int, device: torch.device) -> None:
+def check_positions(source: Source, rotary: Rotary, batch: int, seq: int, device: torch.device) -> None:
     if source.positions.device != device:
         raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {device} as q")
     if source.axes != rotary.axes:
@@ -181,48 +201,7 @@ def _check_positions(source: Source, rotary: Rotary, batch: int, seq: int, devic
         )
 
 
-def _check_inplace(q: Tensor, k: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if x is None:
-            continue
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-        # A graph that is being traced has no addresses yet.
-        if not torch.compiler.is_compiling() and not _nested(_steps(x)):
-            raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
-    if k is not None and not torch.compiler.is_compiling() and not _apart(q, k):
-        raise InvalidInputError("k: got the memory of q, want inplace=False")
-
-
-def _steps(x: Tensor) -> list[tuple[int, int]]:
-    """Strides and sizes, the largest stride first, without the dimensions of one element."""
-    return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
-
-
-def _reach(steps: list[tuple[int, int]]) -> int:
-    return sum(stride * (size - 1) for stride, size in steps)
-
-
-def _nested(steps: list[tuple[int, int]]) -> bool:
-    """Whether no two elements share memory: every step passes all that lies below it."""
-    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
-
-
-def _apart(q: Tensor, k: Tensor) -> bool:
-    """Whether two views share no element: one lies behind the other, in all or within equal outer steps."""
-    if not q.numel() or not k.numel():
-        return True
-    low, high = sorted((q, k), key=Tensor.data_ptr)
-    gap = (high.data_ptr() - low.data_ptr()) // q.element_size()
-    inner, other = _steps(low), _steps(high)
-    while _reach(inner) >= gap:
-        if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
-            return False
-        inner, other = inner[1:], other[1:]
-    return True
-
-
-def _chosen(implementation: Implementation, device: torch.device) -> int:
+def chosen(implementation: Implementation, device: torch.device) -> int:
     """The operator's number of an implementation that can run there."""
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmpos import native
 from mmpos.columns import AXES, DENOMINATOR, OFFSET
 from mmpos.rotary import phases
+from mmpos.rotary.reference import Block, Turn
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +47,18 @@ def takes(*tensors: Tensor) -> bool:
 def tables(cos: Tensor, sin: Tensor) -> Source:
     """(tokens, pairs) float32 cos and sin as what the extension rotates by."""
     return cos.numpy(), sin.numpy()
+
+
+def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
+    """What turns blocks by these cos and sin, (batch, seq, pairs) float32, as reference.turning does."""
+
+    def turn(value: Tensor, _: Tensor, block: Block) -> None:
+        none = value[:, :, :0]
+        source = tables(*(x[block].flatten(0, 1) for x in (cos, sin)))
+        done = rotate(value, none, value, none, source, adjacent=adjacent, conjugate=False)
+        assert done
+
+    return turn
 
 
 def exact(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmpos.rotary.apply import Implementation, Layout, rotate_with
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.norms import norm_of
 from mmpos.rotary.sources import Positions, frequencies_of
 
 __all__ = ["RotaryEmbedding"]
@@ -40,6 +41,10 @@ class RotaryEmbedding(nn.Module):
         layout: Layout | None = None,
         inplace: bool = False,
         conjugate: bool = False,
+        q_norm_weight: Tensor | None = None,
+        k_norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+        norm_weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ) -> tuple[Tensor, Tensor | None]:
         """``apply_rotary`` with this module's rotary; arguments and errors are the same."""
@@ -54,6 +59,7 @@ class RotaryEmbedding(nn.Module):
             layout=layout,
             inplace=inplace,
             conjugate=conjugate,
+            norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset),
             implementation=implementation,
             validate=False,
         )

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from mmpos.errors import InvalidInputError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of what is rotated, and of weights."""
+
+LEAST_EPS = 2.0**-126
+"""The least normal float32: the kernel takes less than that for zero, whose inverse root is no number."""
 
 
 class Norm(NamedTuple):
@@ -21,6 +31,47 @@ class Norm(NamedTuple):
     k_weight: Tensor | None
     eps: float | None
     offset: float | None
+
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """(head_dim,) float32 weights of q and of k, offset included."""
+        return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
+
+
+def norm_of(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float
+) -> Norm:
+    """The norm that arguments ask for, which is ``NONE`` without weights.
+
+    Raises:
+        InvalidInputError: a weight does not fit q or k, or a number is out of range.
+    """
+    if q_weight is None and k_weight is None:
+        return NONE
+    if k is None and k_weight is not None:
+        raise InvalidInputError("k_norm_weight: got a weight without k, want None")
+    if not (isinstance(eps, int | float) and LEAST_EPS <= eps < math.inf):
+        raise InvalidInputError(f"norm_eps: got {eps!r}, want a number from 2⁻¹²⁶ on")
+    if not (isinstance(offset, int | float) and math.isfinite(offset)):
+        raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want a finite number")
+    weights = _checked("q", q, q_weight), _checked("k", k, k_weight)
+    return Norm(*weights, float(eps), float(offset))
+
+
+def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
+    if weight is None or not isinstance(x, Tensor):
+        return None  # what is no tensor is refused with q and k
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise InvalidInputError(f"{name}_norm_weight: got {got}, want a tensor of float32, bfloat16 or float16")
+    if weight.shape != x.shape[-1:]:
+        raise InvalidInputError(f"{name}_norm_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
+    if weight.device != x.device:
+        raise InvalidInputError(f"{name}_norm_weight: got a tensor on {weight.device}, want {x.device} as {name}")
+    return weight.contiguous()
+
+
+def _offset(weight: Tensor | None, offset: float | None) -> Tensor | None:
+    return None if weight is None or offset is None else weight.to(torch.float32) + offset
 
 
 NONE = Norm(None, None, None, None)

@@ -129,7 +129,7 @@ def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, 
     return q_back if needs_q else None, k_back if needs_k else None, *(None,) * 8
 
 
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function out of sight of what compiles graphs, once that is there."""
     hidden = cache(lambda: torch.compiler.disable(function))
 
@@ -139,8 +139,8 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-LIBRARY.impl("rotate", _outside_of_graphs(_rotate), "CompositeExplicitAutograd")
-LIBRARY.impl("rotate_", _outside_of_graphs(_rotate_in_place), "CompositeExplicitAutograd")
+LIBRARY.impl("rotate", outside_of_graphs(_rotate), "CompositeExplicitAutograd")
+LIBRARY.impl("rotate_", outside_of_graphs(_rotate_in_place), "CompositeExplicitAutograd")
 torch.library.register_fake("mmpos::rotate", _shapes, lib=LIBRARY)
 torch.library.register_fake("mmpos::rotate_", _nothing, lib=LIBRARY)
 torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_remember, lib=LIBRARY)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 18
 """Channels rotated at a time: the float32 copies of a block stay in a core's cache."""
+
+Block: TypeAlias = tuple[slice, slice]
+"""Where a block lies in batch and seq."""
+
+Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
+"""Turns float32 heads of a block in place, given room of the same shape; channels behind the pairs are left alone."""
 
 
 def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
@@ -23,37 +30,47 @@ def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *
         sin: likewise.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
     """
+    turn = turning(cos, sin, adjacent)
+    for x, out in tensors:
+        rotate_by(turn, x, out, 2 * cos.shape[-1])
+
+
+def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
+    """What turns blocks by these cos and sin, (batch, seq, pairs) float32."""
     spread = _interleave if adjacent else _concatenate
     cos, sin = spread(cos, cos).unsqueeze(2), spread(-sin, sin).unsqueeze(2)
-    for x, out in tensors:
-        _rotate(x, out, cos, sin, adjacent)
+
+    def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
+        value, scratch = value[..., : cos.shape[-1]], scratch[..., : cos.shape[-1]]
+        _swap_halves(value, scratch, adjacent)
+        value.mul_(cos[block]).add_(scratch.mul_(sin[block]))
+
+    return turn
 
 
-def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> None:
-    """Rotate one tensor by cos and sin of every channel, (batch, seq, 1, 2·pairs)."""
-    width = cos.shape[-1]
+def rotate_by(turn: Turn, x: Tensor, out: Tensor, width: int) -> None:
+    """Turn the first channels of a tensor, and copy the rest."""
     if out.data_ptr() != x.data_ptr() and x.shape[-1] > width:
         out[..., width:].copy_(x[..., width:])
-    value = turned = result = x.new_empty(0, dtype=torch.float32)
-    for batch, seq in _blocks(x):
-        source = x[batch, seq, :, :width]
-        if value.shape != source.shape:
-            value, turned, result = (torch.empty(source.shape, dtype=torch.float32, device=x.device) for _ in range(3))
-        value.copy_(source)
-        _swap_halves(value, turned, adjacent)
-        torch.mul(value, cos[batch, seq], out=result)
-        result.add_(turned.mul_(sin[batch, seq]))
-        out[batch, seq, :, :width].copy_(result)
+    for block, (value, scratch) in blocks(x[..., :width], 2):
+        value.copy_(x[block][..., :width])
+        turn(value, scratch, block)
+        out[block][..., :width].copy_(value)
 
 
-def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut batch and seq so that a block has about BLOCK_ELEMENTS channels."""
+def blocks(x: Tensor, buffers: int) -> Iterator[tuple[Block, list[Tensor]]]:
+    """Cut batch and seq so that a block has about BLOCK_ELEMENTS channels, with float32 buffers of its shape."""
     batch, seq, heads, head_dim = x.shape
     tokens = max(1, BLOCK_ELEMENTS // max(1, heads * head_dim))
     rows = max(1, tokens // max(1, seq))
+    held: list[Tensor] = []
     for b in range(0, batch, rows):
         for s in range(0, seq, tokens):
-            yield slice(b, b + rows), slice(s, s + tokens)
+            block = slice(b, b + rows), slice(s, s + tokens)
+            shape = x[block].shape
+            if not held or held[0].shape != shape:
+                held = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(buffers)]
+            yield block, held
 
 
 def _swap_halves(value: Tensor, turned: Tensor, adjacent: bool) -> None:

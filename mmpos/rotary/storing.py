@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import apply, paged, store_operator
-from mmpos.rotary.apply import Implementation, Layout
+from mmpos.rotary import paged, store_operator
+from mmpos.rotary.apply import Implementation, Layout, as_bshd, back, check_positions, chosen, views
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.memory import apart, nested, steps
+from mmpos.rotary.norms import norm_of
 from mmpos.rotary.paged import CacheLayout
 from mmpos.rotary.sources import Positions, constants, source_of
 
@@ -28,6 +32,10 @@ def rotate_and_store(
     *,
     cache_layout: CacheLayout = "NHD",
     layout: Layout | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
     return_k: bool = False,
     inplace: bool = False,
     implementation: Implementation = "auto",
@@ -72,8 +80,8 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits, which needs scales.
     """
-    one_of("cache_layout", cache_layout, ("NHD", "HND"))
-    q4, k4 = apply._views(q, k, layout)
+    norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset)
+    q4, k4 = views(q, k, layout)
     if k4 is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
@@ -81,26 +89,21 @@ def rotate_and_store(
     if head_dim != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
     source = source_of(positions, q.device, validate)
-    apply._check_positions(source, rotary, batch, seq, q.device)
-    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k4))
-    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v4))
-    if keys.shape[:2] != values.shape[:2]:
-        raise InvalidInputError(
-            f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
-            f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
-        )
-    slots = paged.slots_of(slot_mapping, batch, seq, keys, validate)
-    _check_inference(q=q, k=k, v=v, key_cache=key_cache, value_cache=value_cache)
-    _check_memory(q4, k4, v4, keys, values, inplace, return_k)
+    check_positions(source, rotary, batch, seq, q.device)
+    caches = _caches(key_cache, value_cache, cache_layout, k4, v4)
+    slots = paged.slots_of(slot_mapping, batch, seq, caches[0], validate)
+    tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+    _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
+    _check_memory(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     arguments = (
-        v4, keys, values, slots, source.positions, *constants(rotary, q.device), source.mode,
-        rotary.pairing == "adjacent", rotary.attention_factor, False, apply._chosen(implementation, q.device), return_k,
+        v4, *caches, slots, return_k, *norm, source.positions, *constants(rotary, q.device), source.mode,
+        rotary.pairing == "adjacent", rotary.attention_factor, False, chosen(implementation, q.device),
     )  # fmt: skip
     if inplace:
         store_operator.rotate_and_store_(q4, k4, *arguments)
         return q, k if return_k else None
     q_out, k_out = store_operator.rotate_and_store(q4, k4, *arguments)
-    return apply._back(q_out, q, layout), apply._back(k_out, k, layout) if return_k else None
+    return back(q_out, q, layout), back(k_out, k, layout) if return_k else None
 
 
 def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
@@ -112,35 +115,45 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
             f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
             f"want {k.dtype} on {k.device} with {k.dim()} as k"
         )
-    v4 = apply._as_bshd(v, layout)
+    v4 = as_bshd(v, layout)
     if v4.shape[:3] != k4.shape[:3]:
         raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want that of k, {tuple(k.shape)}, but for head_dim")
     return v4
 
 
-def _check_inference(**tensors: Tensor) -> None:
+def _caches(
+    key_cache: Tensor, value_cache: Tensor, cache_layout: CacheLayout, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both caches as (blocks, block_size, heads, head_dim)."""
+    one_of("cache_layout", cache_layout, ("NHD", "HND"))
+    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k))
+    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v))
+    if keys.shape[:2] != values.shape[:2]:
+        raise InvalidInputError(
+            f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
+            f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
+        )
+    return keys, values
+
+
+def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
     for name, x in tensors.items():
-        if torch.is_grad_enabled() and x.requires_grad:
+        if x is not None and torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
 
 
-def _check_memory(
-    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, inplace: bool, return_k: bool
-) -> None:
-    """Nothing that is written shares memory with anything else."""
-    written = {"key_cache": key_cache, "value_cache": value_cache}
-    if inplace:
-        written |= {"q": q, "k": k} if return_k else {"q": q}
-    if torch.compiler.is_compiling():  # a graph that is being traced has no addresses yet
-        return
-    names = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    for name, x in written.items():
-        if not apply._nested(apply._steps(x)):
+def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    """Refuse to write where anything else lies."""
+    for name in written:
+        x = tensors[name]
+        # A graph that is being traced has no addresses yet, but it has the same tensor twice.
+        traced = torch.compiler.is_compiling()
+        if not traced and not nested(steps(x)):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want each by itself")
-        for other, y in names.items():
-            if other != name and _in_one_storage(x, y) and not apply._apart(x, y):
+        for other, y in tensors.items():
+            if other != name and (x is y or not (traced or _apart(x, y))):
                 raise InvalidInputError(f"{name}: got the memory of {other}, want memory of its own")
 
 
-def _in_one_storage(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+def _apart(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or apart(x, y)

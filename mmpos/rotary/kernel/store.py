@@ -94,7 +94,7 @@ def store_kernel(
 def launch(
     q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_out: Tensor, key_cache: Tensor, value_cache: Tensor,
     slots: Tensor, positions: Tensor, frequencies: Tensor, pair_axis: Tensor, *,
-    mode: int, adjacent: bool, as_hf: bool, attention_factor: float, return_k: bool, norm: Norm = NONE,
+    mode: int, adjacent: bool, as_hf: bool, attention_factor: float, norm: Norm = NONE,
 ) -> None:  # fmt: skip
     """Rotate q and k, and store k and v, in one launch; see store_operator. Allocates nothing, waits for nothing."""
     batch, seq, q_heads, _ = q.shape
@@ -102,11 +102,11 @@ def launch(
     tokens = batch * seq
     if tokens == 0:
         return
-    pairs_padded = triton.next_power_of_2(pair_axis.shape[0])
-    block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, pairs_padded)
+    width = tiling.width(q.shape[3], pair_axis.shape[0], norm is not NONE)
+    block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     with tiling.on(q.device):
         store_kernel[(triton.cdiv(tokens, block), shares)](
-            q, k, v, q_out, k_out if return_k else None, key_cache, value_cache, slots,
+            q, k, v, q_out, k_out if k_out.shape[2] else None, key_cache, value_cache, slots,
             positions, frequencies, pair_axis, *norm,
             tokens, seq, positions.shape[1], positions.stride(0), q_heads, k_heads,
             slots.shape[0], key_cache.shape[0] * key_cache.shape[1], max(1, key_cache.shape[1]), attention_factor,

@@ -19,18 +19,14 @@ from mmpos.rotary.kernel.store import store_kernel
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adjacent": {"adjacent": True},
     "fractional": {"mode": phases.TABLE_FRACTIONAL},
-    "dense ids": {"mode": phases.DENSE_INTEGER},
     "norm": {"weights": "qk"},
     "norm adjacent": {"adjacent": True, "weights": "qk"},
-    "norm of q": {"weights": "q"},
     "norm of k": {"weights": "k"},
     "head_dim 80": {"pairs": 40, "values": 80},
     "partial": {"pairs": 32, "rest": 64, "block": 32},
     "norm partial": {"pairs": 32, "rest": 64, "weights": "qk"},
     "few tokens": {"block": 4, "warps": 1, "weights": "qk"},
-    "return k": {"return_k": True},
     "norm, return k": {"return_k": True, "weights": "qk"},
     "other values": {"values": 64},
     "one of each": {"ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k_head")},

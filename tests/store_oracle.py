@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where caches lie: kernels run in Triton's interpreter where there is no GPU."""
+
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
 """Bits of a NaN that nothing computes, by dtype: what an untouched cell holds."""
 
@@ -32,7 +35,7 @@ class Cache(NamedTuple):
 def filled(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor of cells that nobody has touched."""
     kind = torch.int32 if dtype == torch.float32 else torch.int16
-    return torch.full(shape, FILL[dtype], dtype=kind).view(dtype)
+    return torch.full(shape, FILL[dtype], dtype=kind, device=DEVICE).view(dtype)
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Cache]

@@ -9,23 +9,21 @@ from test_rotary_aot import facts_of
 
 pytest.importorskip("triton")
 
-QUICK = ["norm"]
-REST = [
-    "plain",
-    "adjacent", "fractional", "dense ids", "norm adjacent", "norm of q", "norm of k", "head_dim 80", "partial",
-    "few tokens", "return k", "norm, return k", "other values",
+NAMES = [
+    "plain", "fractional", "norm", "norm adjacent", "norm of k", "head_dim 80", "partial", "few tokens",
+    "norm, return k", "other values",
 ]  # fmt: skip
 
-STORES = {"other values": 5, "partial": 12, "return k": 8, "norm, return k": 8}
+STORES = {"other values": 5, "partial": 12, "norm, return k": 8}
 """Of 16 bytes by a thread, in a turn of each loop: two of q, of k and of v, where a tile does not hold more or less."""
 
 REGISTERS = {"": 80, "norm": 96}
 """Most registers: 80 and 89 are seen with Triton 3.9; 60 without what is unusual, 79 with a norm."""
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"])
-def test_the_kernel_that_stores_compiles_to_wide_exact_code_without_spills(names: list[str], tmp_path: Path) -> None:
-    for case, facts in facts_of(names, tmp_path, "aot_compile_store.py").items():
+@pytest.mark.slow
+def test_the_kernel_that_stores_compiles_to_wide_exact_code_without_spills(tmp_path: Path) -> None:
+    for case, facts in facts_of(NAMES, tmp_path, "aot_compile_store.py").items():
         name = case.split(", sm_")[0]
         stores = STORES.get(name, 6)
         assert facts["loads_128"] >= stores, case  # the weights of a norm, too

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from rotary_oracle import heads, packed
-from store_oracle import CACHES, Cache, assert_holds
+from store_oracle import CACHES, DEVICE, Cache, assert_holds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmpos import SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, rotate_and_store
 from mmpos.rotary.operator import AUTO
-from mmpos.rotary.sources import frequencies_of, source_of
+from mmpos.rotary.sources import constants, source_of
 from mmpos.rotary.store_operator import rotate_and_store as store
 from mmpos.rotary.store_operator import rotate_and_store_ as store_
 
@@ -32,7 +32,7 @@ def _fresh() -> Iterator[None]:
 
 def qkv(tokens: int) -> list[Tensor]:
     """Views of one buffer, as a projection gives them."""
-    return list(heads(tokens, 7, 12, seed=tokens).split([3, 2, 2], dim=1))
+    return list(heads(tokens, 7, 12, seed=tokens).to(DEVICE).split([3, 2, 2], dim=1))
 
 
 def layer(x: list[Tensor], positions: Any, cache: Cache, slots: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -55,10 +55,10 @@ REST = [(name, return_k) for name in CACHES for return_k in (False, True) if (na
 def test_whole_graphs_write_into_the_caches_that_came(name: str, return_k: bool) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     cache, want = (CACHES[name](4, 16, 2, 12, torch.float32) for _ in range(2))
-    slots = torch.arange(13).flip(0)
+    slots = torch.arange(13, device=DEVICE).flip(0)
     slots[2] = -1
     with torch.inference_mode():
-        got = compiled(qkv(13), DevicePositions.from_table(TABLE), cache, slots, return_k=return_k)
+        got = compiled(qkv(13), DevicePositions.from_table(TABLE, DEVICE), cache, slots, return_k=return_k)
         expected = layer(qkv(13), TABLE, want, slots, return_k=return_k)
     assert torch.equal(got[0], expected[0])
     assert (got[1] is None) == (expected[1] is None)
@@ -72,8 +72,10 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
     cache, want = (CACHES["k and v side by side"](8, 16, 2, 12, torch.float32) for _ in range(2))
     with torch.no_grad():
         for tokens in (13, 1, 2, 40, 7):
-            positions = DevicePositions.from_table(place(SegmentTable.from_documents([[Text(tokens)]]), "rope-tie"))
-            slots = torch.arange(tokens) * 3 % 128
+            positions = DevicePositions.from_table(
+                place(SegmentTable.from_documents([[Text(tokens)]]), "rope-tie"), DEVICE
+            )
+            slots = torch.arange(tokens, device=DEVICE) * 3 % 128
             got = compiled(qkv(tokens), positions, cache, slots)
             assert torch.equal(got[0], layer(qkv(tokens), positions, want, slots)[0]), tokens
     assert_holds(cache, want)
@@ -81,7 +83,7 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
 
 
 def test_in_place_under_compile_writes_into_all_that_came() -> None:
-    ids, slots = torch.arange(26).view(2, 13), torch.arange(13)
+    ids, slots = torch.arange(26, device=DEVICE).view(2, 13), torch.arange(13, device=DEVICE)
 
     def step(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out, _ = rotate_and_store(q, k, v, ids, ROTARY, key, value, slots, inplace=True, return_k=True)
@@ -91,7 +93,7 @@ def test_in_place_under_compile_writes_into_all_that_came() -> None:
     results = []
     for call in calls:
         cache = CACHES["k and v by page"](4, 16, 2, 12, torch.float32)
-        fused = heads(13, 7, 12)
+        fused = heads(13, 7, 12).to(DEVICE)
         with torch.no_grad():
             out = call(*fused.split([3, 2, 2], dim=1), cache.key, cache.value)
         results.append((out, fused, cache))
@@ -107,14 +109,14 @@ def test_inductor_writes_what_eager_writes_and_copies_no_cache(name: str) -> Non
 
     compiled: Any = torch.compile(layer, fullgraph=True, dynamic=False)
     cache, want = (CACHES[name](4, 16, 2, 12, torch.float32) for _ in range(2))
-    positions, slots = DevicePositions.from_table(TABLE), torch.arange(13)
+    positions, slots = DevicePositions.from_table(TABLE, DEVICE), torch.arange(13, device=DEVICE)
     with torch.inference_mode():
         got, (code,) = run_and_get_code(compiled, qkv(13), positions, cache, slots)
         expected = layer(qkv(13), positions, want, slots)
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
     assert_holds(cache, want)
-    assert "empty_strided_cpu((1, 13, 3, 12)" in code  # twice q
-    assert "empty_strided_cpu((4, " not in code
+    assert f"empty_strided_{DEVICE.type}((1, 13, 3, 12)" in code  # twice q
+    assert f"empty_strided_{DEVICE.type}((4, " not in code
 
 
 # The operators.
@@ -128,22 +130,34 @@ def arguments(
     key, value = (x.transpose(1, 2) if cache.layout == "HND" else x for x in (cache.key, cache.value))
     norm = (None,) * 4 if weights is None else (*weights, 1e-6, 1.0)
     numbers = source.mode, False, 1.0, False, AUTO
-    return q, k, v, key, value, slots, return_k, *norm, source.positions, *frequencies_of(ROTARY), *numbers
+    return q, k, v, key, value, slots, return_k, *norm, source.positions, *constants(ROTARY, DEVICE), *numbers
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "NHD": lambda: arguments(CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(13)),
-    "HND": lambda: arguments(CACHES["HND"](4, 16, 2, 12, torch.float32), torch.arange(13), return_k=True),
+    "NHD": lambda: arguments(CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(13, device=DEVICE)),
+    "HND": lambda: arguments(
+        CACHES["HND"](4, 16, 2, 12, torch.float32), torch.arange(13, device=DEVICE), return_k=True
+    ),
     "norm": lambda: arguments(
-        CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(13), weights=(torch.ones(12), None)
+        CACHES["NHD"](4, 16, 2, 12, torch.float32),
+        torch.arange(13, device=DEVICE),
+        weights=(torch.ones(12, device=DEVICE), None),
     ),
     "ids": lambda: arguments(
-        CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.arange(9) - 2, torch.from_numpy(TABLE.dense())
+        CACHES["NHD"](4, 16, 2, 12, torch.float32),
+        torch.arange(9, device=DEVICE) - 2,
+        torch.from_numpy(TABLE.dense()).to(DEVICE),
     ),
 }
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("operator", [store, store_])
+@pytest.mark.parametrize(
+    ("operator", "sample"),
+    [
+        pytest.param(operator, sample, marks=() if sample in ("HND", "norm") else pytest.mark.slow)
+        for operator in (store, store_)
+        for sample in SAMPLES
+    ],
+)
 def test_the_operators_pass_torchs_own_checks(operator: Any, sample: str) -> None:
     torch.library.opcheck(operator, SAMPLES[sample]())

@@ -22,7 +22,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fractional": {"mode": phases.TABLE_FRACTIONAL},
     "norm": {"weights": "qk"},
     "norm adjacent": {"adjacent": True, "weights": "qk"},
-    "norm of k": {"weights": "k"},
     "head_dim 80": {"pairs": 40, "values": 80},
     "partial": {"pairs": 32, "rest": 64, "block": 32},
     "norm partial": {"pairs": 32, "rest": 64, "weights": "qk"},

@@ -10,7 +10,7 @@ from test_rotary_aot import facts_of
 pytest.importorskip("triton")
 
 NAMES = [
-    "plain", "fractional", "norm", "norm adjacent", "norm of k", "head_dim 80", "partial", "few tokens",
+    "plain", "fractional", "norm", "norm adjacent", "head_dim 80", "partial", "few tokens",
     "norm, return k", "other values",
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from store_oracle import CACHES, DEVICE, Cache, assert_holds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mmpos import SegmentTable, Text, place
+from mmpos import InvalidInputError, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, rotate_and_store
 from mmpos.rotary.operator import AUTO
 from mmpos.rotary.sources import constants, source_of
@@ -21,6 +21,7 @@ from mmpos.rotary.store_operator import rotate_and_store_ as store_
 
 ROTARY = Rotary(12)
 TABLE = packed("rope-tie").slice(4, 17)
+IDS = torch.arange(26, device=DEVICE).view(2, 13)
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +84,10 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
 
 
 def test_in_place_under_compile_writes_into_all_that_came() -> None:
-    ids, slots = torch.arange(26, device=DEVICE).view(2, 13), torch.arange(13, device=DEVICE)
+    slots = torch.arange(13, device=DEVICE)
 
     def step(q: Tensor, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, _ = rotate_and_store(q, k, v, ids, ROTARY, key, value, slots, inplace=True, return_k=True)
+        out, _ = rotate_and_store(q, k, v, IDS, ROTARY, key, value, slots, inplace=True, return_k=True)
         return out + 1
 
     calls: list[Any] = [step, torch.compile(step, fullgraph=True, backend="aot_eager")]
@@ -100,6 +101,18 @@ def test_in_place_under_compile_writes_into_all_that_came() -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert_holds(results[0][2], results[1][2])
+
+
+def test_the_same_tensor_twice_is_refused_while_a_graph_is_traced() -> None:
+    same, cache = heads(13, 2, 12).to(DEVICE), CACHES["NHD"](4, 16, 2, 12, torch.float32)
+
+    def step(x: Tensor) -> Tensor:
+        slots = torch.arange(13, device=DEVICE)
+        return rotate_and_store(x, x, x, IDS, ROTARY, cache.key, cache.value, slots, inplace=True)[0]
+
+    for call in (step, torch.compile(step, backend="eager")):
+        with pytest.raises(InvalidInputError, match="q: got the memory of k, want memory of its own"):
+            call(same)
 
 
 @pytest.mark.slow

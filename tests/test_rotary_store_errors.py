@@ -94,6 +94,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         calls(value_cache=cache_of((4, 16, 2, 8))),
         f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}",
     ),
+    "blocks of nothing": (calls(key_cache=cache_of((4, 0, 2, 12))), f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}"),
     "flat cache": (calls(key_cache=cache_of((64, 24))), f"key_cache: got shape (64, 24), {WANT_NHD}"),
     "k and v together": (
         calls(key_cache=cache_of((4, 2, 16, 2, 12))),
@@ -217,3 +218,9 @@ def test_views_that_share_nothing_may_lie_in_one_memory() -> None:
     assert torch.equal(k_out, want_k)  # type: ignore[arg-type]
     assert torch.equal(pool[:13, :2], want_k)  # type: ignore[arg-type]
     assert torch.equal(pool[:13, 2:], kept)
+
+
+def test_what_is_not_written_may_share_memory() -> None:
+    same = heads(13, 2, 12)
+    assert calls(k=same, v=same, inplace=True)()[1] is None
+    assert calls(k=same, v=same, return_k=True)()[1].shape == same.shape

@@ -37,7 +37,7 @@ def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Ten
         raise InvalidInputError(f"{name}: got a tensor on {cache.device}, want {x.device} as {other}")
     heads, head_dim = x.shape[2:]
     pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
-    if pages.dim() != 4 or pages.shape[2:] != (heads, head_dim):
+    if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != (heads, head_dim):
         ends = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {ends}) or (slots, {heads}, {head_dim})"
         raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
@@ -84,7 +84,7 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
         slots: (n,) slots of the first n tokens: block · block_size + offset.
     """
     capacity, size = _capacity(caches[0]), caches[0].shape[1]
-    if not capacity or not slots.shape[0]:
+    if not slots.shape[0]:
         return
     rows = [x.flatten(0, 1)[: slots.shape[0]] for x in tensors]
     if slots.device.type != "cpu":
@@ -101,6 +101,8 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
 
 def _write_waiting_for_nothing(caches: Sequence[Tensor], rows: Sequence[Tensor], slots: Tensor) -> None:
     """The same without a count of what is kept: a token that is skipped repeats one that is not."""
+    if not _capacity(caches[0]):
+        return
     kept = (slots >= 0) & (slots < _capacity(caches[0]))
     token = torch.where(kept, torch.arange(slots.shape[0], device=slots.device), kept.int().argmax())
     slot = slots[token].clamp(0, _capacity(caches[0]) - 1)

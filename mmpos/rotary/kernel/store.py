@@ -109,7 +109,7 @@ def launch(
             q, k, v, q_out, k_out if k_out.shape[2] else None, key_cache, value_cache, slots,
             positions, frequencies, pair_axis, *norm,
             tokens, seq, positions.shape[1], positions.stride(0), q_heads, k_heads,
-            slots.shape[0], key_cache.shape[0] * key_cache.shape[1], max(1, key_cache.shape[1]), attention_factor,
+            slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1], attention_factor,
             *q.stride(), *k.stride(), *v.stride(), *q_out.stride(), *k_out.stride(),
             *key_cache.stride(), *value_cache.stride(),
             **tiling.constants(q, positions, pair_axis, mode, attention_factor),

@@ -1,4 +1,4 @@
-"""The kernel as GPUs run it, compiled ahead of time for three: wide loads and stores, exact arithmetic, no spills."""
+"""The kernels compiled ahead of time for three GPUs: wide loads and stores, exact arithmetic, no spills."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,44 @@ REST = [
     "table integer half, few tokens",
     "table fractional adjacent, few tokens",
 ]
+NORM_QUICK = ["norm half"]
+NORM_REST = [
+    "backward half",
+    "norm adjacent",
+    "norm fractional half",
+    "norm half, few tokens",
+    "norm of q half",
+    "norm head_dim 80 half",
+    "backward adjacent",
+    "backward fractional half",
+    "backward half, few tokens",
+    "backward of q half",
+    "backward head_dim 80 half",
+]
+NORM_PARTIAL = ["norm partial half", "backward partial half", "norm partial adjacent", "backward partial adjacent"]
+PLAIN_OTHER = [
+    "partial half",
+    "partial adjacent",
+    "table integer half, fused",
+    "table integer half, one token",
+    "table fractional half, one token",
+    "dense fixed half, one head",
+]
 
 REGISTERS = {"integer": 64, "fractional": 72}
 """Most registers: 56 and 64 are seen with Triton 3.9; at 64, eight programs of 128 threads share a multiprocessor."""
+
+NORM_REGISTERS = {"norm": 80, "backward": 128}
+"""With norms 72 and 128 are seen: six and four programs of 128 threads share a multiprocessor."""
+
+
+def recorded() -> dict[str, int]:
+    """Which instructions plain rotations were compiled to before norms came; of this Triton alone."""
+    record = json.loads(Path(__file__).with_name("aot_digests.json").read_text())
+    if record["triton"] != version("triton"):
+        pytest.skip(f"recorded with Triton {record['triton']}: python tests/aot_compile.py --record")
+    found: dict[str, int] = record["digests"]
+    return found
 
 
 def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> dict[str, dict[str, int]]:
@@ -44,9 +80,25 @@ def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> d
     return facts
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"])
-def test_the_kernel_compiles_to_wide_exact_code_without_spills(names: list[str], tmp_path: Path) -> None:
-    for case, facts in facts_of(names, tmp_path).items():
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Facts that quick tests share."""
+    return facts_of(QUICK, tmp_path_factory.mktemp("triton"))
+
+
+def test_the_kernel_compiles_to_wide_exact_code_without_spills(quick: dict[str, dict[str, int]]) -> None:
+    assert_wide_and_exact(quick)
+
+
+@pytest.mark.slow
+def test_it_does_in_every_other_case(tmp_path: Path) -> None:
+    facts = facts_of(REST, tmp_path)
+    assert_wide_and_exact(facts)
+    assert {case: found["digest"] for case, found in facts.items()}.items() <= recorded().items()
+
+
+def assert_wide_and_exact(cases: dict[str, dict[str, int]]) -> None:
+    for case, facts in cases.items():
         fractional = "fractional" in case
         # Two halves of q and of k, or both vectors of a row of adjacent pairs: 16 bytes at a time.
         assert (facts["loads_128"], facts["stores_128"], facts["machine_stores_128"]) == (4, 4, 4), case
@@ -59,6 +111,49 @@ def test_the_kernel_compiles_to_wide_exact_code_without_spills(names: list[str],
         assert facts["divisions_64"] == (4 if fractional else 0), case
         assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
         assert facts["registers"] <= REGISTERS["fractional" if fractional else "integer"], case
+
+
+def test_plain_rotations_are_compiled_to_the_instructions_of_a_kernel_that_knows_no_norm(
+    quick: dict[str, dict[str, int]],
+) -> None:
+    assert {case: found["digest"] for case, found in quick.items()}.items() <= recorded().items()
+
+
+@pytest.mark.slow
+def test_so_are_those_of_other_shapes(tmp_path: Path) -> None:
+    facts = facts_of(PLAIN_OTHER, tmp_path)
+    assert {case: found["digest"] for case, found in facts.items()}.items() <= recorded().items()
+
+
+def assert_fused(case: str, facts: dict[str, int]) -> None:
+    """What holds of norms and their gradients in every shape."""
+    # Products and sums are rounded one by one; nothing is computed in float64.
+    assert (facts["fma"], facts["float64"]) == (0, 0), case
+    assert facts["divisions_64"] == (4 if "fractional" in case else 0), case
+    assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+
+
+@pytest.mark.parametrize("names", [NORM_QUICK, pytest.param(NORM_REST, marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_norms_and_their_gradients_compile_to_wide_code_whose_loops_wait_for_no_other_thread(
+    names: list[str], tmp_path: Path
+) -> None:
+    for case, facts in facts_of(names, tmp_path).items():
+        assert_fused(case, facts)
+        backward, sums = case.startswith("backward"), 1 if " of q" in case else 2
+        # x and, backward, the gradient: two vectors of q and two of k; weights too, where a thread has whole vectors.
+        assert facts["machine_loads_128"] >= (4 + 2 * sums if backward else 4), case
+        assert (facts["stores_128"], facts["machine_stores_128"]) == (4, 4), case
+        # Only the sums of the weights' gradients are smaller, once a program.
+        assert facts["narrow_stores"] == (sums * (1 if "adjacent" in case else 2) if backward else 0), case
+        # A row's mean is made by threads of one warp.
+        assert facts["heads_shared"] == 0, case
+        assert facts["registers"] <= NORM_REGISTERS["backward" if backward else "norm"], case
+
+
+@pytest.mark.slow
+def test_norms_of_heads_that_turn_in_part_compile_without_spills(tmp_path: Path) -> None:
+    for case, facts in facts_of(NORM_PARTIAL, tmp_path).items():
+        assert_fused(case, facts)
 
 
 @pytest.mark.slow

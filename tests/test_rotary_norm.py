@@ -1,0 +1,288 @@
+"""Norm and rotation at once: the formula in float64, separate operations, the kernel, gradients and their sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rotary_oracle import BY_AXES, DTYPES, heads, ids_of, packed, rotated, thd
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from mmpos import PositionTable
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary
+from mmpos.rotary.kernel import tiling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAIRINGS = ("half", "adjacent")
+WAYS = ("reference", "auto", "triton")
+EPS = 1e-5
+
+RELATIVE = 1.5e-6
+"""Error of norm and rotation in float32, of a pair's length: 4e-7 the rotation, the rest that of a sum of squares."""
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs program after program; several blocks, and heads that programs share."""
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (16, 2, 4))
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so that an element that nobody writes shows."""
+    for name in ("empty_like", "empty"):
+        make = getattr(torch, name)
+
+        def poisoned(*args: Any, make: Any = make, **options: Any) -> Tensor:
+            out: Tensor = make(*args, **options)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
+    """Weights around one half, of either sign."""
+    return (0.5 + torch.randn(head_dim, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+def device_heads(*args: Any, **options: Any) -> Tensor:
+    return heads(*args, **options).to(DEVICE)
+
+
+def assert_true(
+    got: Tensor | None, x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, offset: float, **options: Any
+) -> None:
+    """Every element is the truth, moved by float32 arithmetic at most, rounded once to its dtype."""
+    assert got is not None
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    layout = options.pop("layout", None)
+    value = thd(x, layout)
+    if w is not None:
+        root = np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
+        value = value / root * (w.detach().double().cpu().numpy() + offset)
+    truth = torch.from_numpy(rotated(value, ids_of(table), rotary, **options))
+    room = RELATIVE * torch.from_numpy(np.abs(value).max(axis=-1, keepdims=True)) * rotary.attention_factor * 2**0.5
+    found = torch.from_numpy(thd(got, layout))
+    low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
+    if x.dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter truncates
+        step = 2.0**-7 * truth.abs()
+        low, high = low - step, high + step
+    wrong = ~((found >= low) & (found <= high))
+    assert not wrong.any(), f"{wrong.sum()} wrong, first {wrong.nonzero()[0]}"
+
+
+CASES = {
+    "head_dim 80": Rotary(80, axes=1),
+    "head_dim 96, sections": Rotary(96, axes=3, allocation="sections", mrope_section=[16, 16, 16]),
+    "head_dim 128": Rotary(128),
+    "partial": Rotary(20, rotary_dim=12),
+    "partial, scaled": Rotary(40, rotary_dim=8, scaling=YaRN(4.0, 32768)),
+    "one pair": Rotary(2, axes=1),
+}
+
+
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any) -> None:
+    settings = CASES[case]
+    rotary = Rotary(
+        settings.head_dim, axes=settings.axes, rotary_dim=settings.rotary_dim, allocation=settings.allocation,
+        mrope_section=settings.mrope_section, scaling=settings.scaling, pairing=pairing,
+    )  # fmt: skip
+    table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 19)
+    q, k = device_heads(19, 3, rotary.head_dim), device_heads(19, 1, rotary.head_dim, seed=1)
+    mine, theirs = weight(rotary.head_dim), weight(rotary.head_dim, seed=4)
+    for of_q, of_k in ((mine, theirs), (mine, None), (None, theirs))[: 3 if case == "partial" else 1]:
+        out = apply_rotary(
+            q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, norm_eps=EPS, implementation=way
+        )
+        assert_true(out[0], q, of_q, table, rotary, 0.0)
+        assert_true(out[1], k, of_k, table, rotary, 0.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("of_weight", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (DTYPES[0], DTYPES[1])])
+def test_every_dtype_of_heads_and_weights_is_rounded_once(of_weight: Any, dtype: Any, way: Any) -> None:
+    rotary, table = Rotary(24, rotary_dim=16), packed("rope-tie-v2")
+    q, w = device_heads(32, 2, 24, dtype), weight(24, of_weight)
+    options: Any = {"norm_eps": EPS, "implementation": way, "norm_weight_offset": 1.0, "conjugate": True}
+    out, none = apply_rotary(q, None, table, rotary, q_norm_weight=w, **options)
+    assert none is None
+    assert_true(out, q, w, table, rotary, 1.0, conjugate=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("layout", "pairing"), [("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half")])
+def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any) -> None:
+    rotary, table = Rotary(12, rotary_dim=8, pairing=pairing), packed("rope-tie").pad(13)
+    fused = device_heads(39, 8, 12)
+    mine = fused.clone()
+    views = []
+    for whole in (fused, mine):
+        shaped = whole if layout == "thd" else whole.view(3, 13, 8, 12)
+        both = shaped[..., :4, :], shaped[..., 4:6, :]
+        views.append([x.transpose(1, 2) if layout == "bhsd" else x for x in both])
+    w = weight(12)
+    options: Any = {"norm_eps": EPS, "q_norm_weight": w, "k_norm_weight": w, "implementation": way}
+    out = apply_rotary(*views[0], table, rotary, layout=layout, **options)
+    for got, x in zip(out, views[0], strict=True):
+        assert_true(got, x, w, table, rotary, 0.0, layout=layout)
+    again = apply_rotary(*views[1], table, rotary, layout=layout, inplace=True, **options)
+    for got, x, want in zip(again, views[1], out, strict=True):
+        assert got is x
+        assert want is not None
+        assert torch.equal(x, want)
+    assert torch.equal(mine[:, 6:], fused[:, 6:])
+
+
+def test_auto_gives_the_bits_of_the_reference_and_positions_may_be_of_any_form() -> None:
+    rotary, table = Rotary(16), packed("rope-tie")
+    q, k, w = device_heads(32, 3, 16), device_heads(32, 1, 16, seed=1), weight(16)
+    options: Any = {"q_norm_weight": w, "k_norm_weight": w}
+    want = apply_rotary(q, k, table, rotary, implementation="reference", **options)
+    ids = torch.from_numpy(table.dense()).to(DEVICE)
+    for positions in (table, ids, DevicePositions.from_table(table, DEVICE, 64)):
+        for found in (
+            apply_rotary(q, k, positions, rotary, **options),
+            RotaryEmbedding(rotary)(q, k, positions, **options),
+        ):
+            torch.testing.assert_close(found, want, rtol=0, atol=0 if DEVICE.type == "cpu" else 1e-5)
+
+
+# Gradients.
+
+
+def separate(x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, offset: float) -> Tensor:
+    """The norm of torch in float64 and a rotation by complex numbers, which autograd goes back through."""
+    x = x.double()
+    if w is not None:
+        x = rms_norm(x, x.shape[-1:], w.double() + offset, EPS)
+    pairs = rotary.rotary_dim // 2
+    basis = np.eye(rotary.head_dim)[None].repeat(x.shape[0], 0)
+    turn = torch.from_numpy(rotated(basis, ids_of(table), rotary)).to(x.device)  # (tokens, channel, head_dim)
+    assert pairs
+    return torch.einsum("thc,tcd->thd", x, turn)
+
+
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(
+    "wanted", ["all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("weights", "q", "k weight"))]
+)
+def test_gradients_are_those_of_separate_operations_in_float64(wanted: str, pairing: Any, way: Any) -> None:
+    rotary, table = Rotary(20, rotary_dim=12, pairing=pairing), packed("rope-tie").slice(0, 19)
+    q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
+    grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
+    names = {"all": "qkab", "weights": "ab", "q": "q", "k weight": "b"}[wanted]
+    for of_q, of_k in ((weight(20), weight(20, seed=4)), (weight(20), None), (None, weight(20))):
+        named = {"q": q, "k": k, "a": of_q, "b": of_k}
+        inputs = [x.requires_grad_() for name, x in named.items() if name in names and x is not None]
+        others = [x.requires_grad_(False) for name, x in named.items() if name not in names and x is not None]
+        assert len(inputs) + len(others) == 2 + (of_q is not None) + (of_k is not None)
+        if not inputs:
+            continue
+        out = apply_rotary(
+            q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, norm_eps=EPS, norm_weight_offset=1.0,
+            implementation=way,
+        )  # fmt: skip
+        assert out[1] is not None
+        truth = separate(q, of_q, table, rotary, 1.0), separate(k, of_k, table, rotary, 1.0)
+        needed = [i for i, x in enumerate(out) if x is not None and x.requires_grad]
+        got = torch.autograd.grad([out[i] for i in needed], inputs, [grads[i] for i in needed], allow_unused=True)
+        want = torch.autograd.grad(
+            [x for x in truth if x.requires_grad],
+            inputs,
+            [g.double() for g, x in zip(grads, truth, strict=True) if x.requires_grad],
+            allow_unused=True,
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_half_precision_are_rounded_once(dtype: Any, way: Any) -> None:
+    rotary, table = Rotary(16), packed("rope-tie")
+    q, w = device_heads(32, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
+    grad = device_heads(32, 3, 16, dtype, seed=9)
+    out, _ = apply_rotary(q, None, table, rotary, q_norm_weight=w, norm_eps=EPS, implementation=way)
+    got = torch.autograd.grad(out, (q, w), grad)
+    want = torch.autograd.grad(separate(q, w, table, rotary, 0.0), (q, w), grad.double())
+    ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b.double(), rtol=ulp, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["auto", "triton"])
+def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
+    rotary, table = Rotary(16), packed("rope-tie")
+    q, k, w = device_heads(32, 3, 16), device_heads(32, 2, 16, seed=1), weight(16).requires_grad_()
+
+    def once() -> Tensor:
+        out = apply_rotary(q, k, table, rotary, q_norm_weight=w, k_norm_weight=w, implementation=way)
+        assert out[1] is not None
+        return torch.autograd.grad(out[0].sin().sum() + out[1].cos().sum(), w)[0]
+
+    first = once()
+    for _ in range(2):
+        assert torch.equal(once(), first)
+
+
+def test_gradients_have_gradients() -> None:
+    rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie").slice(0, 5)
+    q, k, w = device_heads(5, 2, 8), device_heads(5, 1, 8, seed=1), weight(8)
+    inputs = [x.requires_grad_() for x in (q, k, w)]
+
+    def second(by: Any) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(sum(x.sin().sum() for x in by()), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    got = second(lambda: apply_rotary(q, k, table, rotary, q_norm_weight=w, norm_eps=EPS))
+    want = second(lambda: (separate(q, w, table, rotary, 0.0), separate(k, None, table, rotary, 0.0)))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
+    rotary, table, w = Rotary(8), packed("rope-tie"), weight(8).requires_grad_()
+    for way in ("reference", "triton"):
+        for q, positions in ((device_heads(0, 2, 8), table.slice(4, 4)), (device_heads(32, 0, 8), table)):
+            options: Any = {"q_norm_weight": w, "implementation": way}
+            out, _ = apply_rotary(q.requires_grad_(), None, positions, rotary, **options)
+            grads = torch.autograd.grad(out.sum(), (q, w))
+            assert out.shape == grads[0].shape == q.shape
+            assert torch.equal(grads[1], torch.zeros_like(w))
+
+
+# What models do.
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_norm_of_transformers_and_the_rotation_but_for_their_roundings(dtype: Any, gemma: bool) -> None:
+    modeling: Any
+    if gemma:
+        modeling = pytest.importorskip("transformers.models.gemma3.modeling_gemma3").Gemma3RMSNorm(32, EPS)
+    else:
+        modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS)
+    modeling = modeling.to(dtype).to(DEVICE)
+    with torch.no_grad():
+        modeling.weight.copy_(weight(32))
+    rotary, table = Rotary(32), packed("rope-tie")
+    q = device_heads(32, 4, 32, dtype)
+    with torch.no_grad():
+        want, _ = apply_rotary(modeling(q), None, table, rotary)
+        got, _ = apply_rotary(
+            q, None, table, rotary, q_norm_weight=modeling.weight, norm_eps=EPS, norm_weight_offset=float(gemma)
+        )
+    # One rounding here; up to three there, of the norm, of the product with the weight and of the rotation.
+    ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22
+    lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
+    assert ((got.float() - want.float()).abs() <= 2 * ulp * lengths + 1e-6).all()
+    if dtype == torch.bfloat16:
+        assert not torch.equal(got, want)

@@ -246,3 +246,17 @@ def test_prefill_in_chunks_and_decode_fill_the_cache_as_the_whole_sequence_is(na
     assert_same_bits(q_got, q_want)
     assert_same_bits(k_got, k_want)
     assert_same_bits(v_got, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_caches_of_more_elements_than_32_bits_count_are_reached(way: Any) -> None:
+    blocks = 2**31 // (16 * 2 * 12) + 3
+    q, k, v = qkv(dtype=torch.float16)
+    # Memory that nobody touches is not taken.
+    key, value = (torch.empty(blocks, 16, 2, 12, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    slots = torch.arange(16 * blocks - 13, 16 * blocks, device=DEVICE)
+    rotate_and_store(q, k, v, TABLE, ROTARY, key, value, slots, implementation=way)
+    _, k_want = apply_rotary(q, k, TABLE, ROTARY)
+    assert_same_bits(key[-1, 3:], k_want)
+    assert_same_bits(value[-1, 3:], v)

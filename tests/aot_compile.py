@@ -130,7 +130,8 @@ def compiled(
     if not weights:
         constants |= {"eps": None, "offset": None}
     kernel = backward_kernel if backward else rotary_kernel
-    signature, multiples = {}, {}
+    signature: dict[str, Any] = {}
+    multiples: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(kernel.arg_names):
         if name.endswith("_dim") or name in ones:
             constants[name] = 1  # as Triton treats every argument that is 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from mmpos import PositionTable
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, cpu, reference
 from mmpos.rotary.kernel import tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,10 +128,10 @@ def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any
         views.append([x.transpose(1, 2) if layout == "bhsd" else x for x in both])
     w = weight(12)
     options: Any = {"norm_eps": EPS, "q_norm_weight": w, "k_norm_weight": w, "implementation": way}
-    out = apply_rotary(*views[0], table, rotary, layout=layout, **options)
+    out = apply_rotary(views[0][0], views[0][1], table, rotary, layout=layout, **options)
     for got, x in zip(out, views[0], strict=True):
         assert_true(got, x, w, table, rotary, 0.0, layout=layout)
-    again = apply_rotary(*views[1], table, rotary, layout=layout, inplace=True, **options)
+    again = apply_rotary(views[1][0], views[1][1], table, rotary, layout=layout, inplace=True, **options)
     for got, x, want in zip(again, views[1], out, strict=True):
         assert got is x
         assert want is not None
@@ -151,6 +151,29 @@ def test_auto_gives_the_bits_of_the_reference_and_positions_may_be_of_any_form()
             RotaryEmbedding(rotary)(q, k, positions, **options),
         ):
             torch.testing.assert_close(found, want, rtol=0, atol=0 if DEVICE.type == "cpu" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["exact", "hf"])
+@pytest.mark.parametrize("declines", [False, True])
+def test_blocks_of_any_size_give_the_same_bits_in_c_and_where_it_declines(
+    declines: bool, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotary, w = Rotary(12, rotary_dim=8, precision=precision), weight(12)
+    q, k = (heads((3, 13), n, 12).requires_grad_() for n in (3, 1))
+
+    def everything(way: Any, elements: int) -> list[Tensor]:
+        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", elements)
+        positions = packed("rope-tie-v2").pad(13)
+        out = apply_rotary(q, k, positions, rotary, q_norm_weight=w.cpu(), implementation=way)
+        assert out[1] is not None
+        return [out[0], out[1], *torch.autograd.grad(out[0].sin().sum() + out[1].sin().sum(), (q, k))]
+
+    want = everything("reference", 1 << 18)
+    if declines:
+        monkeypatch.setattr(cpu, "rotate", lambda *_, **__: False)
+    for elements in (1, 150, 1000, 1 << 18):  # tokens apart, parts of a row, whole rows, all of them
+        for way in ("reference", "auto"):
+            assert all(torch.equal(a, b) for a, b in zip(everything(way, elements), want, strict=True))
 
 
 # Gradients.
@@ -191,8 +214,8 @@ def test_gradients_are_those_of_separate_operations_in_float64(wanted: str, pair
         )  # fmt: skip
         assert out[1] is not None
         truth = separate(q, of_q, table, rotary, 1.0), separate(k, of_k, table, rotary, 1.0)
-        needed = [i for i, x in enumerate(out) if x is not None and x.requires_grad]
-        got = torch.autograd.grad([out[i] for i in needed], inputs, [grads[i] for i in needed], allow_unused=True)
+        needed = [(x, grad) for x, grad in zip((out[0], out[1]), grads, strict=True) if x.requires_grad]
+        got = torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed], allow_unused=True)
         want = torch.autograd.grad(
             [x for x in truth if x.requires_grad],
             inputs,
@@ -239,8 +262,8 @@ def test_gradients_have_gradients() -> None:
     inputs = [x.requires_grad_() for x in (q, k, w)]
 
     def second(by: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(sum(x.sin().sum() for x in by()), inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+        first = torch.autograd.grad([x.sin().sum() for x in by()], inputs, create_graph=True)
+        return torch.autograd.grad([x.square().sum() for x in first], inputs)
 
     got = second(lambda: apply_rotary(q, k, table, rotary, q_norm_weight=w, norm_eps=EPS))
     want = second(lambda: (separate(q, w, table, rotary, 0.0), separate(k, None, table, rotary, 0.0)))
@@ -263,7 +286,7 @@ def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
 
 
 @pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_it_is_the_norm_of_transformers_and_the_rotation_but_for_their_roundings(dtype: Any, gemma: bool) -> None:
     modeling: Any
     if gemma:

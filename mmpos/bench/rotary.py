@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 from mmpos.bench import graphs
 from mmpos.bench.gpu import by_events
 from mmpos.bench.layers import SHAPES, Layer, Shape, interleaved
+from mmpos.bench.norms import normalised
 from mmpos.bench.rotations import fresh, inplace, with_gradients
 from mmpos.bench.stores import stored
 
@@ -62,6 +63,7 @@ def _shapes(device: str, options: Options) -> Iterator[Later]:
                 yield _later(group, f"{name}, {tokens:,} tokens", make, layer, options)
     for name, tokens in layers[: 1 if options.quick else None]:
         layer = partial(Layer, SHAPES[name], interleaved(tokens), torch.bfloat16, device)
+        yield _later("norm and rotation, bfloat16", f"{name}, {tokens:,} tokens", normalised, layer, options)
         yield _later("forward and backward, bfloat16", f"{name}, {tokens:,} tokens", with_gradients, layer, options)
 
 

@@ -49,16 +49,22 @@ def tables(cos: Tensor, sin: Tensor) -> Source:
     return cos.numpy(), sin.numpy()
 
 
-def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """What turns blocks by these cos and sin, (batch, seq, pairs) float32, as reference.turning does."""
+def turning(source: Source, seq: int, *, adjacent: bool, conjugate: bool, otherwise: Callable[[], Turn]) -> Turn:
+    """What turns blocks of (batch, seq) tokens by a source, as reference.turning does; otherwise where C declines."""
 
-    def turn(value: Tensor, _: Tensor, block: Block) -> None:
-        none = value[:, :, :0]
-        source = tables(*(x[block].flatten(0, 1) for x in (cos, sin)))
-        done = rotate(value, none, value, none, source, adjacent=adjacent, conjugate=False)
-        assert done
+    def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
+        none, start = value[:, :, :0], block[0].start * seq + block[1].start
+        part = _part(source, slice(start, start + value.shape[0] * value.shape[1]))
+        if not rotate(value, none, value, none, part, adjacent=adjacent, conjugate=conjugate):
+            otherwise()(value, scratch, block)
 
     return turn
+
+
+def _part(source: Source, tokens: slice) -> Source:
+    if len(source) == 2:
+        return source[0][tokens], source[1][tokens]
+    return source[0][:, tokens], *source[1:]
 
 
 def exact(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,10 +105,19 @@ def _turn(
 ) -> reference.Turn:  # fmt: skip
     """What turns blocks: the extension in C where it is wanted and there, else plain torch, with the same bits."""
     batch, seq = q.shape[:2]
-    found = cos_sin(positions, frequencies, pair_axis, mode, batch * seq, attention_factor)
-    cos, sin = (x.view(batch, seq, -1) for x in found)
-    by = cpu if implementation == AUTO and native.core is not None and q.device.type == "cpu" else reference
-    return by.turning(cos, -sin if conjugate else sin, adjacent)
+    given = positions, frequencies, pair_axis, mode, batch * seq, attention_factor
+
+    @cache
+    def plain() -> reference.Turn:
+        cos, sin = (x.view(batch, seq, -1) for x in cos_sin(*given))
+        return reference.turning(cos, -sin if conjugate else sin, adjacent)
+
+    if implementation != AUTO or native.core is None or q.device.type != "cpu":
+        return plain()
+    source = cpu.tables(*cos_sin(*given)) if frequencies.dtype == torch.float32 else cpu.exact(*given)
+    if source is None:
+        return plain()
+    return cpu.turning(source, seq, adjacent=adjacent, conjugate=conjugate, otherwise=plain)
 
 
 def _shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

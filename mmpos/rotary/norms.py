@@ -71,7 +71,10 @@ def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
 
 
 def _offset(weight: Tensor | None, offset: float | None) -> Tensor | None:
-    return None if weight is None or offset is None else weight.to(torch.float32) + offset
+    if weight is None or offset is None:
+        return None
+    weight = weight.to(torch.float32)
+    return weight + offset if offset else weight
 
 
 NONE = Norm(None, None, None, None)

@@ -243,8 +243,8 @@ def test_gradients_of_half_precision_are_rounded_once(dtype: Any, way: Any) -> N
 
 @pytest.mark.parametrize("way", ["auto", "triton"])
 def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
-    rotary, table = Rotary(16), packed("rope-tie")
-    q, k, w = device_heads(32, 3, 16), device_heads(32, 2, 16, seed=1), weight(16).requires_grad_()
+    rotary, table = Rotary(16), packed("rope-tie").slice(0, 19)
+    q, k, w = device_heads(19, 3, 16), device_heads(19, 2, 16, seed=1), weight(16).requires_grad_()
 
     def once() -> Tensor:
         out = apply_rotary(q, k, table, rotary, q_norm_weight=w, k_norm_weight=w, implementation=way)
@@ -252,8 +252,7 @@ def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
         return torch.autograd.grad(out[0].sin().sum() + out[1].cos().sum(), w)[0]
 
     first = once()
-    for _ in range(2):
-        assert torch.equal(once(), first)
+    assert torch.equal(once(), first)
 
 
 def test_gradients_have_gradients() -> None:
@@ -285,7 +284,7 @@ def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
 # What models do.
 
 
-@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("gemma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_it_is_the_norm_of_transformers_and_the_rotation_but_for_their_roundings(dtype: Any, gemma: bool) -> None:
     modeling: Any

@@ -99,7 +99,7 @@ def test_a_cpu_rotates_about_as_fast_as_memory_is_copied() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the suite is another one")
 def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
     found = run("rotary", peers=True, quick=True)
-    assert sorted(found.missing) == ["Liger", "flash-attention", "flashinfer", "torchtitan"]
+    assert sorted(found.missing) == ["Liger", "Liger, norm too", "flash-attention", "flashinfer", "torchtitan"]
     layers, ours = ["7B layer, 8 tokens", "vision encoder, 8 tokens"], ["mmpos, table", "mmpos, dense ids"]
     fresh, inplace = (f"{way}, bfloat16" for way in ("into new tensors", "in place"))
     assert {group: [m.name for m in found.group(group)] for group in found.groups} == {
@@ -107,7 +107,9 @@ def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
         inplace: layers,
         "into new tensors, float32": layers[:1],
         "in place, float32": layers[:1],
+        "norm and rotation, bfloat16": layers[:1],
         "forward and backward, bfloat16": layers[:1],
+        "norm, rotation and store, bfloat16": layers[:1],
         "in place over tokens": ["16 tokens", "64 tokens"],
         "in place over documents": ["1 document", "2 documents"],
         "in place over threads": [m.name for m in found.group("in place over threads")],
@@ -117,6 +119,8 @@ def test_the_rotary_suite_takes_every_path_on_toy_sizes() -> None:
         fresh: ["copy into new tensors", *ours, *parts, "cos and sin alone", *peers],
         inplace: ["copy", *ours, *parts],
     }
+    server = ["copy", "mmpos, one call", "norm and rotation, then store", "separate operations"]
+    assert [e.name for e in found.group("norm, rotation and store, bfloat16")[0].entries] == server
     gradients = found.group("forward and backward, bfloat16")[0]
     assert [e.name for e in gradients.entries] == ["copies into new tensors", *ours, *parts, *peers]
     assert all(m.limit is not None for m in found.measurements)

@@ -68,11 +68,11 @@ def recorded() -> dict[str, int]:
     return found
 
 
-def facts_of(names: list[str], cache: Path) -> dict[str, dict[str, int]]:
-    """What aot_compile.py counts, by case and architecture."""
+def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> dict[str, dict[str, int]]:
+    """What a script counts, by case and architecture."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(Path(__file__).with_name("aot_compile.py")), *names]
+    command = [sys.executable, str(Path(__file__).with_name(script)), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     facts: dict[str, dict[str, int]] = json.loads(found.stdout)

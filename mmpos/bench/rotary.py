@@ -19,6 +19,7 @@ from mmpos.bench.gpu import by_events
 from mmpos.bench.layers import SHAPES, Layer, Shape, interleaved
 from mmpos.bench.norms import normalised
 from mmpos.bench.rotations import fresh, inplace, with_gradients
+from mmpos.bench.stores import stored
 
 __all__ = ["cases"]
 
@@ -38,6 +39,7 @@ def cases(options: Options) -> Iterator[Case | Later]:
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         yield from _shapes(device, options)
+        yield from _stores(device, options)
         yield from _curves(device, options)
         if device == "cuda":
             yield from graphs.cases(options)
@@ -63,6 +65,13 @@ def _shapes(device: str, options: Options) -> Iterator[Later]:
         layer = partial(Layer, SHAPES[name], interleaved(tokens), torch.bfloat16, device)
         yield _later("norm and rotation, bfloat16", f"{name}, {tokens:,} tokens", normalised, layer, options)
         yield _later("forward and backward, bfloat16", f"{name}, {tokens:,} tokens", with_gradients, layer, options)
+
+
+def _stores(device: str, options: Options) -> Iterator[Later]:
+    """From the projection to attention, as servers do it, in prefill and in decode."""
+    for tokens in (8,) if options.quick else (_DECODE, *_LONG[:3]) if device == "cuda" else (_DECODE, 4096):
+        layer = partial(Layer, _SHAPE, interleaved(tokens), torch.bfloat16, device)
+        yield _later("norm, rotation and store, bfloat16", f"7B layer, {tokens:,} tokens", stored, layer, options)
 
 
 def _curves(device: str, options: Options) -> Iterator[Later]:

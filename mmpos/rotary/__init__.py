@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import apply_rotary
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
+    from mmpos.rotary.storing import rotate_and_store
 
 __all__ = [
     "NTK",
@@ -30,9 +31,15 @@ __all__ = [
     "Scaling",
     "YaRN",
     "apply_rotary",
+    "rotate_and_store",
 ]
 
-_WITH_TORCH = {"DevicePositions": "device", "RotaryEmbedding": "embedding", "apply_rotary": "apply"}
+_WITH_TORCH = {
+    "DevicePositions": "device",
+    "RotaryEmbedding": "embedding",
+    "apply_rotary": "apply",
+    "rotate_and_store": "storing",
+}
 
 if not TYPE_CHECKING:
 

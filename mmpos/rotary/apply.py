@@ -107,18 +107,18 @@ def rotate_with(
     validate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """``apply_rotary`` with frequencies and pair axes that the caller holds on the device; None makes them once."""
-    q4, k4 = _views(q, k, layout)
+    q4, k4 = views(q, k, layout)
     batch, seq, _, head_dim = q4.shape
     if head_dim != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
     source = source_of(positions, q.device, validate)
-    _check_positions(source, rotary, batch, seq, q.device)
+    check_positions(source, rotary, batch, seq, q.device)
     numbers = (
         source.mode,
         rotary.pairing == "adjacent",
         rotary.attention_factor,
         conjugate,
-        _chosen(implementation, q.device),
+        chosen(implementation, q.device),
     )
     held = constants(rotary, q.device) if frequencies is None else frequencies
     if held[0].device != q.device:
@@ -137,10 +137,10 @@ def rotate_with(
         q_out, k_out = operator.rotate(q4, keys, source.positions, *held, *numbers)
     else:
         q_out, k_out = norm_operator.norm_rotate(q4, keys, *norm, source.positions, *held, *numbers)
-    return _back(q_out, q, layout), None if k is None else _back(k_out, k, layout)
+    return back(q_out, q, layout), None if k is None else back(k_out, k, layout)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
+def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
     """q and k as (batch, seq, heads, head_dim)."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
@@ -155,7 +155,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
         if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
             raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
-    q4 = _as_bshd(q, layout)
+    q4 = as_bshd(q, layout)
     if k is None:
         return q4, None
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
@@ -163,7 +163,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
             f"want {q.dtype} on {q.device} with {q.dim()} as q"
         )
-    k4 = _as_bshd(k, layout)
+    k4 = as_bshd(k, layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
         raise InvalidInputError(f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads")
     return q4, k4
@@ -174,19 +174,19 @@ def _wanted_shape(layout: Layout | None) -> str:
     return {"thd": three, "bshd": four, "bhsd": "(batch, heads, seq, head_dim)"}.get(layout or "", f"{three} or {four}")
 
 
-def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
+def as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def _back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
+def back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
     if like.dim() == 3:
         return out.squeeze(0)
     return out.transpose(1, 2) if layout == "bhsd" else out
 
 
-def _check_positions(source: Source, rotary: Rotary, batch: int, seq: int, device: torch.device) -> None:
+def check_positions(source: Source, rotary: Rotary, batch: int, seq: int, device: torch.device) -> None:
     if source.positions.device != device:
         raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {device} as q")
     if source.axes != rotary.axes:
@@ -201,7 +201,7 @@ def _check_positions(source: Source, rotary: Rotary, batch: int, seq: int, devic
         )
 
 
-def _chosen(implementation: Implementation, device: torch.device) -> int:
+def chosen(implementation: Implementation, device: torch.device) -> int:
     """The operator's number of an implementation that can run there."""
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":

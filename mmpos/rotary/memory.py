@@ -1,4 +1,4 @@
-"""Whether tensors can be rotated in place: what shares memory with itself or with another cannot."""
+"""Whether tensors can be written to: what shares memory with itself or with another cannot."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
         # A graph that is being traced has no addresses yet.
-        if not torch.compiler.is_compiling() and not _nested(_steps(x)):
+        if not torch.compiler.is_compiling() and not nested(steps(x)):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
-    if k is not None and not torch.compiler.is_compiling() and not _apart(q, k):
+    if k is not None and not torch.compiler.is_compiling() and not apart(q, k):
         raise InvalidInputError("k: got the memory of q, want inplace=False")
 
 
-def _steps(x: Tensor) -> list[tuple[int, int]]:
+def steps(x: Tensor) -> list[tuple[int, int]]:
     """Strides and sizes, the largest stride first, without the dimensions of one element."""
     return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
 
@@ -45,18 +45,18 @@ def _reach(steps: list[tuple[int, int]]) -> int:
     return sum(stride * (size - 1) for stride, size in steps)
 
 
-def _nested(steps: list[tuple[int, int]]) -> bool:
+def nested(steps: list[tuple[int, int]]) -> bool:
     """Whether no two elements share memory: every step passes all that lies below it."""
     return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
 
 
-def _apart(q: Tensor, k: Tensor) -> bool:
+def apart(q: Tensor, k: Tensor) -> bool:
     """Whether two views share no element: one lies behind the other, in all or within equal outer steps."""
     if not q.numel() or not k.numel():
         return True
     low, high = sorted((q, k), key=Tensor.data_ptr)
     gap = (high.data_ptr() - low.data_ptr()) // q.element_size()
-    inner, other = _steps(low), _steps(high)
+    inner, other = steps(low), steps(high)
     while _reach(inner) >= gap:
         if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
             return False

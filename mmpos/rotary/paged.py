@@ -1,0 +1,116 @@
+"""Paged caches of k and v: every layout as one view, what is checked of it, and writes to slots in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmpos.checks import INT32_MAX
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+
+__all__ = ["CacheLayout", "pages_of", "slots_of", "write"]
+
+CacheLayout = Literal["NHD", "HND"]
+
+
+def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Tensor]) -> Tensor:
+    """A cache as (blocks, block_size, heads, head_dim), whatever its layout and strides; nothing is copied.
+
+    Args:
+        name: of the cache, for messages.
+        cache: (blocks, block_size, heads, head_dim) "NHD", (blocks, heads, block_size, head_dim) "HND", or
+            (slots, heads, head_dim), which is a block size of 1 in both.
+        layout: of a cache of four dimensions.
+        like: what is written into it, (batch, seq, heads, head_dim), and its name.
+    """
+    other, x = like
+    if not isinstance(cache, Tensor):
+        raise InvalidInputError(f"{name}: got {type(cache).__name__}, want a tensor of {x.dtype} as {other}")
+    if cache.dtype != x.dtype:
+        if cache.dtype.itemsize == 1:
+            raise UnsupportedError(f"{name}: got {cache.dtype}, which needs scales, want {x.dtype} as {other}")
+        raise InvalidInputError(f"{name}: got {cache.dtype}, want {x.dtype} as {other}")
+    if cache.device != x.device:
+        raise InvalidInputError(f"{name}: got a tensor on {cache.device}, want {x.device} as {other}")
+    heads, head_dim = x.shape[2:]
+    pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
+    if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != (heads, head_dim):
+        ends = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
+        want = f"(blocks, {ends}) or (slots, {heads}, {head_dim})"
+        raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
+    if _capacity(pages) > INT32_MAX:
+        raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
+    return pages
+
+
+def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool) -> Tensor:
+    """Slots as a row, at most one per token; their values are read only on a host, or where that is asked for.
+
+    Args:
+        slots: (batch, seq), or at most batch · seq in one dimension; int32 or int64.
+        batch: rows of tokens.
+        seq: tokens in each.
+        pages: the cache, as of ``pages_of``.
+        validate: whether to wait for a device.
+    """
+    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
+        got = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
+        raise InvalidInputError(f"slot_mapping: got {got}, want a tensor of int32 or int64")
+    if slots.device != pages.device:
+        raise InvalidInputError(f"slot_mapping: got a tensor on {slots.device}, want {pages.device} as q")
+    if not (slots.shape == (batch, seq) or (slots.dim() == 1 and slots.shape[0] <= batch * seq)):
+        raise InvalidInputError(
+            f"slot_mapping: got shape {tuple(slots.shape)}, want at most ({batch * seq},), the tokens of q"
+        )
+    row = slots.reshape(-1).contiguous()
+    on_host = row.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (validate or on_host) and row.numel() and int(row.max()) >= _capacity(pages):
+        token = int((row >= _capacity(pages)).int().argmax())
+        raise InvalidInputError(
+            f"slot_mapping[{token}]: got {int(row[token])}, want < {_capacity(pages)}, the slots of key_cache"
+        )
+    return row
+
+
+def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) -> None:
+    """Write tokens into their slots; one whose slot the caches do not have is skipped.
+
+    Args:
+        caches: (blocks, block_size, heads, head_dim) of equal blocks, any strides.
+        tensors: what goes into each, (batch, seq, heads, head_dim), any strides.
+        slots: (n,) slots of the first n tokens: block · block_size + offset.
+    """
+    capacity, size = _capacity(caches[0]), caches[0].shape[1]
+    if not slots.shape[0]:
+        return
+    rows = [x.flatten(0, 1)[: slots.shape[0]] for x in tensors]
+    if slots.device.type != "cpu":
+        _write_waiting_for_nothing(caches, rows, slots)
+        return
+    low, high = slots.aminmax()
+    if low < 0 or high >= capacity:
+        kept = (slots >= 0) & (slots < capacity)
+        rows, slots = [x[kept] for x in rows], slots[kept]
+    places = slots // size, slots % size
+    for cache, x in zip(caches, rows, strict=True):
+        cache[places] = x
+
+
+def _write_waiting_for_nothing(caches: Sequence[Tensor], rows: Sequence[Tensor], slots: Tensor) -> None:
+    """The same without a count of what is kept: a token that is skipped repeats one that is not."""
+    if not _capacity(caches[0]):
+        return
+    kept = (slots >= 0) & (slots < _capacity(caches[0]))
+    token = torch.where(kept, torch.arange(slots.shape[0], device=slots.device), kept.int().argmax())
+    slot = slots[token].clamp(0, _capacity(caches[0]) - 1)
+    places = slot // caches[0].shape[1], slot % caches[0].shape[1]
+    for cache, x in zip(caches, rows, strict=True):
+        # Where none is kept, they all write what is there.
+        cache[places] = torch.where(kept.any(), x[token], cache[places])
+
+
+def _capacity(pages: Tensor) -> int:
+    return pages.shape[0] * pages.shape[1]

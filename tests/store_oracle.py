@@ -1,0 +1,129 @@
+"""The oracle of stores: caches of every engine, and loops over tokens that write what should be in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where caches lie: kernels run in Triton's interpreter where there is no GPU."""
+
+FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
+"""Bits of a NaN that nothing computes, by dtype: what an untouched cell holds."""
+
+
+class Cache(NamedTuple):
+    """Caches as an engine holds them: views of k and v, the tensors behind them, and the layout of the views."""
+
+    key: Tensor
+    value: Tensor
+    whole: Sequence[Tensor]
+    layout: str
+    block_size: int
+
+    def at(self, view: Tensor, slot: int) -> Tensor:
+        """(heads, head_dim) of a slot."""
+        if view.dim() == 3:
+            return view[slot]
+        block, offset = divmod(slot, self.block_size)
+        return view[block, offset] if self.layout == "NHD" else view[block, :, offset]
+
+
+def filled(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of cells that nobody has touched."""
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    return torch.full(shape, FILL[dtype], dtype=kind, device=DEVICE).view(dtype)
+
+
+Make = Callable[[int, int, int, int, torch.dtype], Cache]
+
+
+def _apart(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    key, value = (filled(blocks, size, heads, dim, dtype=dtype) for _ in range(2))
+    return Cache(key, value, (key, value), "NHD", size)
+
+
+def _apart_by_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    key, value = (filled(blocks, heads, size, dim, dtype=dtype) for _ in range(2))
+    return Cache(key, value, (key, value), "HND", size)
+
+
+def _stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    both = filled(2, blocks, size, heads, dim, dtype=dtype)
+    return Cache(both[0], both[1], (both,), "NHD", size)
+
+
+def _by_page(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    both = filled(blocks, 2, size, heads, dim, dtype=dtype)
+    return Cache(both[:, 0], both[:, 1], (both,), "NHD", size)
+
+
+def _by_page_and_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    both = filled(blocks, 2, heads, size, dim, dtype=dtype)
+    return Cache(both[:, 0], both[:, 1], (both,), "HND", size)
+
+
+def _side_by_side(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    both = filled(blocks, heads, size, 2 * dim, dtype=dtype)
+    key, value = both.transpose(1, 2).split(dim, dim=-1)
+    return Cache(key, value, (both,), "NHD", size)
+
+
+def _all_layers(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    every = filled(blocks, 3, heads, size, 2 * dim, dtype=dtype)
+    key, value = every[:, 1].split(dim, dim=-1)
+    return Cache(key, value, (every,), "HND", size)
+
+
+def _pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Cache:
+    key, value = (filled(blocks * size, heads, dim, dtype=dtype) for _ in range(2))
+    return Cache(key, value, (key, value), "NHD", 1)
+
+
+CACHES: Mapping[str, Make] = {
+    "NHD": _apart,
+    "HND": _apart_by_head,
+    "k and v stacked": _stacked,  # vLLM before 0.33
+    "k and v by page": _by_page,  # FlashInfer NHD
+    "k and v by page, HND": _by_page_and_head,  # FlashInfer HND
+    "k and v side by side": _side_by_side,  # vLLM 0.33
+    "all layers in a block": _all_layers,  # vLLM 0.33 for transfers
+    "a pool of slots": _pool,  # SGLang
+}
+
+
+def write(cache: Cache, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
+    """Write (tokens, heads, head_dim) k and v where they belong, token by token."""
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            cache.at(cache.key, slot).copy_(k[token])
+            cache.at(cache.value, slot).copy_(v[token])
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of every element."""
+    return x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).cpu()
+
+
+def assert_same_bits(got: Tensor | None, want: Tensor | None, ulps: int = 0) -> None:
+    """Equal bits, or within so many units in the last place."""
+    assert got is not None
+    assert want is not None
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    apart = (bits(got).long() - bits(want).long()).abs()
+    assert int(apart.max() if apart.numel() else 0) <= ulps
+
+
+def assert_holds(got: Cache, want: Cache, ulps: int = 0) -> None:
+    """Every cell of everything behind the caches, touched or not, is as it should be."""
+    for a, b in zip(got.whole, want.whole, strict=True):
+        assert_same_bits(a, b, ulps)
+
+
+def flat(x: Any, layout: str | None) -> Tensor:
+    """(tokens, heads, head_dim) of any layout."""
+    x = x.transpose(1, 2) if layout == "bhsd" else x
+    return x.reshape(-1, *x.shape[-2:])

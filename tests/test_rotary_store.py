@@ -1,0 +1,262 @@
+"""rotate_and_store: whole caches against loops over tokens, for every cache, layout, dtype and implementation."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from rotary_oracle import DTYPES, assert_rotated, packed
+from rotary_oracle import heads as heads_on_host
+from store_oracle import CACHES, DEVICE, Cache, assert_holds, assert_same_bits, filled, flat, write
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rotate_and_store
+from mmpos.rotary.kernel import tiling
+
+WAYS = ("auto", "triton")
+PAIRINGS = ("half", "adjacent")
+TABLE = packed("rope-tie-fractional", 70_000).slice(4, 17)
+ROTARY = Rotary(12, rotary_dim=8)
+SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
+"""Of 13 tokens, in a cache of 64: out of order, first and last, and three tokens that are not stored."""
+
+
+own_tiles = tiling.tiles
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs program after program."""
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (16, 1, 4))
+
+
+def heads(*args: Any, **options: Any) -> Tensor:
+    """Random q, k or v where kernels run."""
+    return heads_on_host(*args, **options).to(DEVICE)
+
+
+def qkv(tokens: int = 13, dtype: torch.dtype = torch.float32, dim: int = 12, v_dim: int = 12) -> list[Tensor]:
+    """q with three heads, k and v with two."""
+    return [heads(tokens, n, d, dtype, seed) for seed, (n, d) in enumerate(((3, dim), (2, dim), (2, v_dim)))]
+
+
+def ulps(way: str, dtype: torch.dtype) -> int:
+    """Triton's interpreter truncates to bfloat16 where a GPU rounds."""
+    return int(way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu")
+
+
+def stored(way: str, tensors: list[Tensor], cache: Cache, slots: Tensor, **given: Any) -> None:
+    """Call it and compare q, k if returned, and whole caches with apply_rotary and the loop."""
+    q, k, v = tensors
+    slots = slots.to(DEVICE)
+    given = {"positions": TABLE, "rotary": ROTARY, **given}
+    shared = {name: given[name] for name in given if name not in ("inplace", "return_k")}
+    want, layout = deepcopy(cache), given.get("layout")  # views stay views of one memory
+    # A norm's sum has another order in the kernel; else all implementations give the same bits.
+    judge: Any = way if "norm_eps" in given else "reference"
+    q_want, k_want = apply_rotary(q, k, implementation=judge, **shared)
+    write(want, flat(k_want, layout), flat(v, layout), slots.flatten().tolist())
+    before = {name: x.clone() for name, x in zip("qkv", tensors, strict=True)}
+    caches: Any = {"key_cache": cache.key, "value_cache": cache.value, "slot_mapping": slots}
+    options: Any = {"implementation": way, "cache_layout": cache.layout, **caches, **given}
+    q_got, k_got = rotate_and_store(q, k, v, **options)
+    within = ulps(way, q.dtype)
+    assert_same_bits(q_got, q_want, within)
+    assert_holds(cache, want, within)
+    assert_same_bits(v, before["v"])
+    if given.get("return_k"):
+        assert_same_bits(k_got, k_want, within)
+    else:
+        assert k_got is None
+    if given.get("inplace"):
+        assert q_got is q
+        assert k_got is (k if given.get("return_k") else None)
+    else:
+        assert q_got.stride() == q_want.stride()
+        assert_same_bits(q, before["q"])
+    if not (given.get("inplace") and given.get("return_k")):
+        assert_same_bits(k, before["k"])
+
+
+@pytest.mark.parametrize("way", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_cache_is_written_where_it_lies_and_nowhere_else(cache: str, way: str) -> None:
+    for blocks, size in ((64, 1), (13, 5)) if way == "triton" else ((64, 1), (4, 16), (1, 64), (13, 5)):
+        stored(way, qkv(), CACHES[cache](blocks, size, 2, 12, torch.float32), torch.tensor(SLOTS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_pairing_is_stored(dtype: torch.dtype, pairing: Any, way: str) -> None:
+    for rotary in (Rotary(12, pairing=pairing), Rotary(12, rotary_dim=4, pairing=pairing)):
+        stored(way, qkv(dtype=dtype), CACHES["HND"](4, 16, 2, 12, dtype), torch.tensor(SLOTS), rotary=rotary)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("normed", ["q", "k", "qk"])
+def test_a_norm_comes_before_the_rotation_and_leaves_v_alone(normed: str, way: str) -> None:
+    weights = {f"{x}_norm_weight": heads(1, 1, 12, seed=ord(x)).flatten() for x in normed}
+    for pairing, offset in (("half", 0.0), ("adjacent", 1.0)):
+        rotary = Rotary(12, rotary_dim=8, pairing=pairing)  # type: ignore[arg-type]
+        options = {"rotary": rotary, "norm_eps": 1e-5, "norm_weight_offset": offset, "inplace": offset == 1, **weights}
+        cache = CACHES["k and v side by side"](4, 16, 2, 12, torch.float16)
+        stored(way, qkv(dtype=torch.float16), cache, torch.tensor(SLOTS), return_k=normed == "qk", **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("layout", "inplace", "return_k"),
+    [("thd", False, False), ("thd", True, True), ("bshd", True, False), ("bshd", False, True), ("bhsd", True, True)],
+)
+def test_views_of_a_fused_qkv_are_stored_in_every_layout(layout: str, inplace: bool, return_k: bool, way: str) -> None:
+    fused = heads(39, 7, 12)
+    views = fused if layout == "thd" else fused.view(3, 13, 7, 12)
+    q, k, v = (x.transpose(1, 2) if layout == "bhsd" else x for x in views.split([3, 2, 2], dim=-2))
+    slots = torch.arange(39).flip(0)
+    slots[[3, 30]] = -1
+    options: Any = {"layout": layout, "inplace": inplace, "return_k": return_k}
+    mapping = slots if layout == "thd" else slots.view(3, 13)
+    cache, table = CACHES["HND"](4, 16, 2, 12, torch.float32), packed("rope-tie").pad(13)
+    stored(way, [q, k, v], cache, mapping, positions=table, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slots_come_as_either_integer_and_with_any_step(way: str) -> None:
+    for slots in (torch.tensor(SLOTS, dtype=torch.int32), torch.tensor(SLOTS).repeat_interleave(2)[::2]):
+        stored(way, qkv(), CACHES["NHD"](4, 16, 2, 12, torch.float32), slots)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_behind_the_end_of_the_mapping_are_rotated_and_not_stored(way: str) -> None:
+    for count in (0, 5):
+        stored(way, qkv(), CACHES["HND"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS[:count], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dim", "v_dim"), [(6, 10), (80, 64)])
+def test_v_may_have_other_channels_than_k(dim: int, v_dim: int, way: str) -> None:
+    q, k, v = qkv(dim=dim, v_dim=v_dim)
+    key, value = filled(4, 16, 2, dim, dtype=torch.float32), filled(4, 2, 16, v_dim, dtype=torch.float32)
+    cache = Cache(key, value.transpose(1, 2), (key, value), "NHD", 16)
+    stored(way, [q, k, v], cache, torch.tensor(SLOTS), rotary=Rotary(dim))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_strides_of_q_k_and_v_are_stored(way: str) -> None:
+    q = heads(26, 6, 24)[1::2, ::2, ::2]
+    k = heads(12, 2, 13, seed=1).permute(2, 1, 0)
+    v = heads(1, 1, 12, seed=2).expand(13, 2, 12)
+    stored(way, [q, k, v], CACHES["NHD"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS), return_k=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tokens_no_blocks_and_nothing_to_store_are_legal(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "tiles", own_tiles)
+    none, slots = torch.zeros(0, dtype=torch.int64), torch.tensor(SLOTS)
+    for cache in (CACHES["NHD"], CACHES["k and v side by side"], CACHES["a pool of slots"]):
+        stored(way, qkv(0), cache(4, 16, 2, 12, torch.float32), none, positions=TABLE.slice(4, 4), return_k=True)
+        stored(way, qkv(), cache(0, 16, 2, 12, torch.float32), torch.full_like(slots, -1))
+        stored(way, qkv(), cache(4, 16, 2, 12, torch.float32), torch.full_like(slots, -1), return_k=True)
+
+
+def test_stored_keys_are_those_of_the_oracle() -> None:
+    for way in WAYS:
+        q, k, v = qkv()
+        cache = CACHES["k and v by page"](4, 16, 2, 12, torch.float32)
+        slots = torch.arange(50, 63, device=DEVICE)
+        q_got, _ = rotate_and_store(q, k, v, TABLE, ROTARY, cache.key, cache.value, slots, implementation=way)  # type: ignore[arg-type]
+        assert_rotated(q_got, q, TABLE, ROTARY)
+        assert_rotated(torch.stack([cache.at(cache.key, slot) for slot in slots.tolist()]), k, TABLE, ROTARY)
+
+
+# The kernel.
+
+
+@pytest.mark.parametrize(("block", "shares"), [(4, 1), (8, 3)])
+def test_every_tiling_stores_the_same(block: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
+    cache = CACHES["k and v side by side"](4, 16, 2, 12, torch.float32)
+    # In place, a head that two programs shared would turn twice, and one that was not read before would turn again.
+    stored("triton", qkv(), cache, torch.tensor(SLOTS), return_k=True, inplace=True)
+
+
+@pytest.mark.parametrize("form", ["ids", "fractional ids", "capacity"])
+def test_every_form_of_positions_is_stored(form: str) -> None:
+    table: Any = packed("rope-tie").slice(4, 17)
+    ids = torch.from_numpy(table.dense()).to(DEVICE)
+    forms = {
+        "ids": ids,
+        "fractional ids": ids.double() + 0.5,
+        "capacity": DevicePositions.from_table(table, DEVICE, 40),
+    }
+    stored("triton", qkv(), CACHES["HND"](4, 16, 2, 12, torch.float32), torch.tensor(SLOTS), positions=forms[form])
+
+
+# What engines do.
+
+
+def gathered(cache: Cache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of slots, in order."""
+    at = slots.tolist()
+    return torch.stack([cache.at(cache.key, i) for i in at]), torch.stack([cache.at(cache.value, i) for i in at])
+
+
+QUICK = ("k and v side by side", "a pool of slots")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "auto") for name in CACHES]
+    + [pytest.param(name, "triton", marks=() if name in QUICK else pytest.mark.slow) for name in CACHES],
+)
+def test_prefill_in_chunks_and_decode_fill_the_cache_as_the_whole_sequence_is(name: str, way: Any) -> None:
+    documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(3)], [Grid(2, 5), Text(4)]]
+    prompts = place(SegmentTable.from_documents(documents), "rope-tie")
+    longer: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(6)], [Grid(2, 5), Text(7)]]
+    whole = place(SegmentTable.from_documents(longer), "rope-tie")
+    cache = CACHES[name](12, 4, 2, 12, torch.bfloat16)
+    q, k, v = (heads(whole.num_tokens, n, 12, torch.bfloat16, seed) for seed, n in enumerate((3, 2, 2)))
+    # Blocks are dealt out from the back, in turns: no request has two in a row.
+    slots = torch.tensor(
+        [4 * (11 - 2 * (i // 4)) + i % 4 for i in range(23)] + [4 * (10 - 2 * (i // 4)) + i % 4 for i in range(17)],
+        device=DEVICE,
+    )
+    tokens = [slice(0, 23), slice(23, 40)]
+    q_got = torch.empty_like(q)
+
+    def step(positions: PositionTable | Tensor, at: Tensor) -> None:
+        q_got[at], _ = rotate_and_store(
+            q[at], k[at], v[at], positions, ROTARY, cache.key, cache.value, slots[at],
+            cache_layout=cache.layout, implementation=way,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    index = torch.arange(40)
+    first, second = (index[part] for part in tokens)
+    step(prompts.slice(0, 9), first[:9])  # within the image
+    step(prompts.slice(9, 20), first[9:20])
+    step(prompts.slice(20, 34), second[:14])
+    for i in range(3):
+        step(torch.from_numpy(prompts.decode(1).dense()).to(DEVICE) + i, torch.stack([first[20 + i], second[14 + i]]))
+    q_want, k_want = apply_rotary(q, k, whole, ROTARY, implementation=way)
+    k_got, v_got = gathered(cache, slots)
+    assert_same_bits(q_got, q_want)
+    assert_same_bits(k_got, k_want)
+    assert_same_bits(v_got, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_caches_of_more_elements_than_32_bits_count_are_reached(way: Any) -> None:
+    blocks = 2**31 // (16 * 2 * 12) + 3
+    q, k, v = qkv(dtype=torch.float16)
+    # Memory that nobody touches is not taken.
+    key, value = (torch.empty(blocks, 16, 2, 12, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    slots = torch.arange(16 * blocks - 13, 16 * blocks, device=DEVICE)
+    rotate_and_store(q, k, v, TABLE, ROTARY, key, value, slots, implementation=way)
+    _, k_want = apply_rotary(q, k, TABLE, ROTARY)
+    assert_same_bits(key[-1, 3:], k_want)
+    assert_same_bits(value[-1, 3:], v)

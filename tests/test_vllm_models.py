@@ -228,7 +228,7 @@ def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
     special = {"<|vision_start|>": 92, "<|vision_end|>": 93, "<|image_pad|>": 90, "<|video_pad|>": 91}
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(90)} | special, unk_token="w0"))
     words.add_special_tokens(list(special))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     name = architecture.removeprefix("MMPos").removesuffix("ForConditionalGeneration")
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{name}Processor", **PATCHES}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

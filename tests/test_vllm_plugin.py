@@ -34,6 +34,20 @@ def test_a_config_says_how_its_model_is_served() -> None:
     assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
 
 
+def test_a_served_model_checks_itself() -> None:
+    tie, permuted = mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True)
+    assert ServedModel("rope-tie", permuted, 2) == ServedModel(tie, permuted, 2)  # type: ignore[arg-type]
+    split = Sections(Rotary(16, allocation="split"), 300)
+    for given, message in (
+        ((tie, None, 2), "sections: got NoneType, want a Sections"),
+        ((tie, permuted, 0), "spatial_merge_size: got 0, want >= 1"),
+        ((tie, permuted, 2, 1), "permute: got 1, want True or False"),
+        ((tie, split, 2, True), "permute: got True, want False for sections that are not permuted"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            ServedModel(*given)
+
+
 def rope(**values: Any) -> dict[str, Any]:
     return {"rope_scaling": {"type": "mrope", **values}}
 

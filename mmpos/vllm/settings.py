@@ -41,6 +41,13 @@ class ServedModel:
     permute: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", get_scheme(self.scheme))
+        if not isinstance(self.sections, Sections):
+            raise InvalidInputError(f"sections: got {type(self.sections).__name__}, want a Sections")
+        merge = integer("spatial_merge_size", self.spatial_merge_size, minimum=1)
+        object.__setattr__(self, "spatial_merge_size", merge)
+        if boolean("permute", self.permute) and not self.sections.permuted:
+            raise InvalidInputError("permute: got True, want False for sections that are not permuted")
         if self.scheme.axes != 2:
             raise UnsupportedError(f"scheme: got {self.scheme.name!r} of {self.scheme.axes} axes, want one of two")
         probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])

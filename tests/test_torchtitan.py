@@ -145,6 +145,10 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
             assert isinstance(x, DTensor)
             assert (x.placements, x.shape, x.stride()) == (whole.placements, whole.shape, whole.stride())
             assert torch.equal(x.to_local(), local)
+    uneven = DTensor.from_local(
+        k, mesh, [Shard(2)], run_check=False, shape=torch.Size((2, 12, 3, 16)), stride=(576, 48, 16, 1)
+    )
+    assert RoPE(Rotary(head_dim=16))(uneven, uneven, table_tensor(PACKED))[0].shape == uneven.shape
     rows = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in (q, k)]
     with pytest.raises(InvalidInputError, match=r"^positions: got None for tokens on several ranks, want those of the"):
         RoPE(Rotary(head_dim=16))(*rows)
@@ -215,6 +219,8 @@ def test_padding_is_a_document_of_its_own() -> None:
     assert document_positions(short.pad(6, "left"), 6).tolist() == left
     without_second = short.keep([True] * 5 + [False] * 3 + [True] * 5)
     assert document_positions(without_second, 5).tolist() == [[*range(5)]] * 2
+    without_last = short.keep([True] * 8 + [False] * 5)
+    assert document_positions(without_last, 8).tolist() == [[*range(5), *range(3)]]
     assert document_positions(place(SegmentTable.from_documents([])), 5).shape == (0, 5)
 
 

@@ -61,6 +61,8 @@ def test_an_image_is_placed_by_its_span_and_grid() -> None:
 
 def test_text_alone_and_embeddings_of_prompts_have_the_ids_of_text() -> None:
     assert ids(4, []) == ([[0, 1, 2, 3]] * 3, 0)
+    with pytest.raises(InvalidInputError, match="num_tokens: got 0, want >= 1"):
+        ids(0, [])
     assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
 
 
@@ -136,9 +138,15 @@ def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
     plain = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(2)]])
     alone = request_segments(6, [feature("image", 1, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])], spatial_merge_size=2)
     assert alone.extents.tolist() == plain.extents.tolist()
-    for runs, more in ((row * 2, {}), ([1, 1, 1, 0, 0, 1, 1, 1], {"row_separator": True})):
+    for mask, more in (
+        (row * 2, {}),
+        ([1, 1, 1, 0, *row], {"row_separator": True, "grid": [1, 6, 6]}),
+        ([1, 1, 1, 0, 0, *row], {"row_separator": True}),
+        ([*row, 1, 1, 1], {"row_separator": True}),
+    ):
+        grid = more.pop("grid", [1, 4, 6])
         with pytest.raises(InvalidInputError, match=r"is_embed: got runs of \[3, 3\] patches, want"):
-            ids(12, [feature("image", 2, 8, runs, image_grid_thw=[1, 4, 6])], **more)
+            ids(12, [feature("image", 2, len(mask), mask, image_grid_thw=grid)], **more)
 
 
 def test_a_mask_of_one_run_is_the_whole_grid() -> None:

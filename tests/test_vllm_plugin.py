@@ -30,6 +30,9 @@ def test_a_config_says_how_its_model_is_served() -> None:
     told = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
     rotary = Rotary(16, allocation="split", precision="hf")
     assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
+    text = {key: CONFIG[key] for key in ("hidden_size", "num_attention_heads", "rope_theta", "rope_scaling")}
+    nested = {key: value for key, value in CONFIG.items() if key not in text}
+    assert ServedModel.from_config({**nested, "model_type": "qwen3_vl", "text_config": text}, 100) == served
     ready = ServedModel.from_config(PERMUTED, 7)
     assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
 

@@ -120,7 +120,7 @@ def _read(name: str, feature: Any) -> _Item:
     offset = integer(f"{name}.mm_position.offset", offset, minimum=0)
     length = integer(f"{name}.mm_position.length", length, minimum=0)
     grid = int_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data, (3,))
-    seconds = float(data[SECONDS].data) if modality == "video" and SECONDS in data else None
+    seconds = float(data[SECONDS].data) if SECONDS in data else None
     return _Item(name, offset, length, _mask(f"{name}.mm_position.is_embed", is_embed, length), grid, seconds)
 
 

@@ -206,6 +206,8 @@ def test_what_does_no_harm_is_served(model_class: Any) -> None:
 def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
     processor, info, _ = model_class.factories
     known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
+    with pytest.raises(InvalidInputError, match=r"config\.mmpos: got None, want a mapping with scheme"):
+        processor(info(SimpleNamespace())).apply({}, "timing")
     assert known.get_supported_mm_limits() == {"image": None, "video": 0}
     apart = {"image": [span(1, 4), span(6, 1)]}
     assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}

@@ -16,7 +16,7 @@ from mmpos.schemes import Scheme, get_scheme
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable
 
-__all__ = ["IDS_PER_TOKEN", "ServedModel"]
+__all__ = ["IDS_PER_TOKEN", "ServedModel", "told_in"]
 
 IDS_PER_TOKEN = 3
 """Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
@@ -68,9 +68,7 @@ class ServedModel:
             UnsupportedError: a scheme that vLLM cannot serve: of other than two axes, with fractions, or without a
                 next position.
         """
-        told = read_field(config, "mmpos")
-        if not isinstance(told, Mapping) or "scheme" not in told:
-            raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
+        told = told_in(config)
         for key in told:
             one_of("config.mmpos", key, KEYS)
         permuted = boolean("config.mmpos.permuted", told.get("permuted", False))
@@ -90,6 +88,14 @@ class ServedModel:
             integer("config.vision_config.spatial_merge_size", merge, minimum=1),
             permute=sections.permuted and not permuted,
         )
+
+
+def told_in(config: Any) -> Mapping[str, Any]:
+    """What is under ``mmpos`` in a config."""
+    told = read_field(config, "mmpos")
+    if not isinstance(told, Mapping) or "scheme" not in told:
+        raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
+    return told
 
 
 def _check_sections(config: Any, sections: Sections) -> None:

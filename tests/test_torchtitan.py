@@ -145,6 +145,13 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
             assert isinstance(x, DTensor)
             assert (x.placements, x.shape, x.stride()) == (whole.placements, whole.shape, whole.stride())
             assert torch.equal(x.to_local(), local)
+    uneven = DTensor.from_local(
+        k, mesh, [Shard(2)], run_check=False, shape=torch.Size((2, 12, 3, 16)), stride=(576, 48, 16, 1)
+    )
+    assert RoPE(Rotary(head_dim=16))(uneven, uneven, table_tensor(PACKED))[0].shape == uneven.shape
+    rows = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in (q, k)]
+    with pytest.raises(InvalidInputError, match=r"^positions: got None for tokens on several ranks, want those of the"):
+        RoPE(Rotary(head_dim=16))(*rows)
     model = Recorder()
     deliver_positions(model, rank=1)
     wrapped = DTensor.from_local(torch.stack((table_tensor(PACKED),) * 2), mesh, [Shard(1)], run_check=False)
@@ -156,6 +163,7 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
     [
         (torch.zeros(12, dtype=torch.int64), "positions: got torch.int64 (12,), want int64 (columns,) of a "
          "table_tensor with 2 axes, a multiple of 13"),
+        (PACKED, "positions: got PositionTable, want a tensor, as from table_tensor"),
         (torch.zeros(13), "positions: got torch.float32 (13,), want int64 (columns,) of a table_tensor with 2 axes, "
          "a multiple of 13"),
         (table_tensor(PACKED.slice(0, 23)), "positions: got a table of 23 tokens, want 2·12 as in query"),
@@ -164,19 +172,25 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
         (torch.zeros(2, 12, 3, dtype=torch.int64), "positions: got shape (2, 12, 3), want (columns,) of a table, "
          "(2, 12) or (2, 12, 2)"),
     ],
-    ids=["columns", "float", "tokens", "rows", "axes"],
+    ids=["columns", "untold", "float", "tokens", "rows", "axes"],
 )  # fmt: skip
-def test_positions_that_do_not_fit_are_named(positions: Tensor, message: str) -> None:
+def test_positions_that_do_not_fit_are_named(positions: Any, message: str) -> None:
     q = normal(2, 12, 4, 16)
     with pytest.raises(InvalidInputError) as caught:
         RoPE(Rotary(head_dim=16))(q, q, positions)
     assert str(caught.value) == message
 
 
-def test_a_query_without_rows_is_refused() -> None:
-    q = normal(12, 4, 16)
-    with pytest.raises(InvalidInputError, match=r"^query: got shape \(12, 4, 16\), want \(batch, seq, num_heads, hea"):
-        RoPE(Rotary(head_dim=16))(q, q)
+def test_a_query_without_rows_and_a_key_that_is_none_are_refused() -> None:
+    q: Any = normal(2, 12, 4, 16)
+    wanted = "want (batch, seq, num_heads, head_dim)"
+    for query, key, message in (
+        (q[0], q, f"query: got shape (12, 4, 16), {wanted}"),
+        (q, None, f"key: got NoneType, {wanted}"),
+    ):
+        with pytest.raises(InvalidInputError) as caught:
+            RoPE(Rotary(head_dim=16))(query, key)
+        assert str(caught.value) == message
 
 
 def test_a_table_tensor_has_one_shape_for_every_step_of_a_capacity() -> None:
@@ -195,6 +209,19 @@ def test_document_positions_begin_again_with_every_document() -> None:
     expected = [*range(10), *range(14)]
     assert document_positions(PACKED, 12).tolist() == [expected[:12], expected[12:]]
     assert document_positions(PACKED, 12).dtype == torch.int64
+
+
+def test_padding_is_a_document_of_its_own() -> None:
+    short = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(2)], [Text(3)], [Text(5)]]))
+    right = [[*range(5), 0], [0, 1, 2, 0, 1, 2], [*range(5), 0]]
+    assert document_positions(short.pad(6), 6).tolist() == right
+    left = [[0, *range(5)], [0, 1, 2, 0, 1, 2], [0, *range(5)]]
+    assert document_positions(short.pad(6, "left"), 6).tolist() == left
+    without_second = short.keep([True] * 5 + [False] * 3 + [True] * 5)
+    assert document_positions(without_second, 5).tolist() == [[*range(5)]] * 2
+    without_last = short.keep([True] * 8 + [False] * 5)
+    assert document_positions(without_last, 8).tolist() == [[*range(5), *range(3)]]
+    assert document_positions(place(SegmentTable.from_documents([])), 5).shape == (0, 5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

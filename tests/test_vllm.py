@@ -61,7 +61,14 @@ def test_an_image_is_placed_by_its_span_and_grid() -> None:
 
 def test_text_alone_and_embeddings_of_prompts_have_the_ids_of_text() -> None:
     assert ids(4, []) == ([[0, 1, 2, 3]] * 3, 0)
+    with pytest.raises(InvalidInputError, match="num_tokens: got 0, want >= 1"):
+        ids(0, [])
     assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
+
+
+def ids_of(document: list[Text | Grid]) -> tuple[list[list[int]], int]:
+    table = place(SegmentTable.from_documents([document]), "rope-tie")
+    return table.dense(axes=(0, 0, 1)).tolist(), int(table.deltas[0])
 
 
 def drawn(draw: random.Random) -> tuple[list[Text | Grid], list[Any]]:
@@ -119,15 +126,27 @@ def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
 def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
     row = [1, 1, 1, 0]
     separated = feature("image", 2, 8, row * 2, image_grid_thw=[1, 4, 6])
-    table = request_segments(12, [separated], spatial_merge_size=2)
-    want = SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=True), Text(2)]])
+    one = feature("image", 11, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])
+    unmarked = feature("image", 16, 6, image_grid_thw=[1, 4, 4])
+    table = request_segments(24, [separated, one, unmarked], spatial_merge_size=2, row_separator=True)
+    grids = [Grid(height, width, row_separator=True) for height, width in ((2, 3), (1, 3), (2, 2))]
+    want = SegmentTable.from_documents([[Text(2), grids[0], Text(1), grids[1], Text(1), grids[2], Text(2)]])
     assert table.extents.tolist() == want.extents.tolist()
     assert table.row_separator is not None
-    assert table.row_separator.tolist() == [False, True, False]
-    with pytest.raises(
-        UnsupportedError, match=r"mm_features\[1\]: got no row separators, want them as in mm_features\[0\]"
+    assert table.row_separator.tolist() == [False, True] * 3 + [False]
+    assert ids(12, [separated], row_separator=True) == ids_of([Text(2), grids[0], Text(2)])
+    plain = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(2)]])
+    alone = request_segments(6, [feature("image", 1, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])], spatial_merge_size=2)
+    assert alone.extents.tolist() == plain.extents.tolist()
+    for mask, more in (
+        (row * 2, {}),
+        ([1, 1, 1, 0, *row], {"row_separator": True, "grid": [1, 6, 6]}),
+        ([1, 1, 1, 0, 0, *row], {"row_separator": True}),
+        ([*row, 1, 1, 1], {"row_separator": True}),
     ):
-        request_segments(16, [separated, image(11, 1, 2)], spatial_merge_size=2)
+        grid = more.pop("grid", [1, 4, 6])
+        with pytest.raises(InvalidInputError, match=r"is_embed: got runs of \[3, 3\] patches, want"):
+            ids(12, [feature("image", 2, len(mask), mask, image_grid_thw=grid)], **more)
 
 
 def test_a_mask_of_one_run_is_the_whole_grid() -> None:
@@ -144,15 +163,23 @@ REFUSED = [
      r"mm_features\[0\].data: got grid_thw \[1, 4, 5\], want .* multiples of spatial_merge_size 2"),
     ([feature("image", 0, 0, image_grid_thw=[1, 0, 4])], r"mm_features\[0\].data: got grid_thw \[1, 0, 4\], want"),
     ([feature("video", 0, 9, [1, 1, 0, 1, 0, 1, 1, 0, 0], video_grid_thw=[2, 2, 4])],
-     r"is_embed: got runs of \[2, 1, 2\] patches, want one of 4 for 2x1x2 after merging, one per frame"),
+     r"got runs of \[2, 1, 2\] patches, want one of 4, one per frame, or row_separator=True for 2x1x2 after merging"),
     ([feature("image", 0, 6, [1, 1, 0, 0, 1, 1], image_grid_thw=[1, 4, 4])], r"is_embed: got runs of \[2, 2\] patches"),
     ([feature("video", 0, 8, [1, 1, 1, 0, 1, 1, 1, 0], video_grid_thw=[3, 4, 6])],
-     r"is_embed: got runs of \[3, 3\] patches, want one of 18 for 3x2x3"),
-    ([image(2, 2, 2), image(4, 1, 1)], r"offsets\[1\]: got 4 in document 0, want >= 6"),
-    ([image(18, 2, 2)], r"offsets\[0\]: the span of 4 tokens ends at 22, want <= 20"),
+     r"is_embed: got runs of \[3, 3\] patches, want one of 18, .* for 3x2x3"),
+    ([feature("image", 0, 8, [1, 1, 1, 1, 1, 1], image_grid_thw=[1, 4, 6])],
+     r"mm_features\[0\].mm_position.is_embed: got bool \(6,\), want bool \(8,\), one per token"),
+    ([SimpleNamespace(modality="image", data=image(0, 1, 2).data,
+                      mm_position=SimpleNamespace(offset=0, length=2, is_embed=[1, 1]))],
+     r"mm_features\[0\].mm_position.is_embed: got int64 \(2,\), want bool \(2,\)"),
+    ([image(4, 1, 1), image(2, 2, 2)],
+     r"mm_features\[0\].mm_position.offset: got 4, want >= 6, the end of mm_features\[1\]"),
+    ([image(18, 2, 2)], r"mm_features\[0\].mm_position: got a span of 4 tokens at 18, want it within 20 tokens"),
+    ([image(-1, 1, 1)], r"mm_features\[0\].mm_position.offset: got -1, want >= 0"),
+    ([image(2.5, 1, 1)], r"mm_features\[0\].mm_position.offset: got 2.5, want an integer"),  # type: ignore[arg-type]
     ([NO_GRID], r"mm_features\[0\].data: got None .*, want an item with image_grid_thw"),
     ([feature("image", 0, 1, video_grid_thw=[1, 2, 2])], r"got \['video_grid_thw'\], want an item with image_grid_thw"),
-    ([feature("image", 0, 1, image_grid_thw=[[1, 2, 2]])], r"grid_thw of mm_features: got shape \(1, 1, 3\)"),
+    ([feature("image", 0, 1, image_grid_thw=[[1, 2, 2]])], r"image_grid_thw: got shape \(1, 3\), want \(3,\)"),
     ([3], r"mm_features\[0\]: got int, want the fields of a MultiModalFeatureSpec"),
 ]  # fmt: skip
 

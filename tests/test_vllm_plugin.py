@@ -30,8 +30,25 @@ def test_a_config_says_how_its_model_is_served() -> None:
     told = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
     rotary = Rotary(16, allocation="split", precision="hf")
     assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
+    text = {key: CONFIG[key] for key in ("hidden_size", "num_attention_heads", "rope_theta", "rope_scaling")}
+    nested = {key: value for key, value in CONFIG.items() if key not in text}
+    assert ServedModel.from_config({**nested, "model_type": "qwen3_vl", "text_config": text}, 100) == served
     ready = ServedModel.from_config(PERMUTED, 7)
     assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
+
+
+def test_a_served_model_checks_itself() -> None:
+    tie, permuted = mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True)
+    assert ServedModel("rope-tie", permuted, 2) == ServedModel(tie, permuted, 2)  # type: ignore[arg-type]
+    split = Sections(Rotary(16, allocation="split"), 300)
+    for given, message in (
+        ((tie, None, 2), "sections: got NoneType, want a Sections"),
+        ((tie, permuted, 0), "spatial_merge_size: got 0, want >= 1"),
+        ((tie, permuted, 2, 1), "permute: got 1, want True or False"),
+        ((tie, split, 2, True), "permute: got True, want False for sections that are not permuted"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            ServedModel(*given)
 
 
 def rope(**values: Any) -> dict[str, Any]:
@@ -189,6 +206,8 @@ def test_what_does_no_harm_is_served(model_class: Any) -> None:
 def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
     processor, info, _ = model_class.factories
     known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
+    with pytest.raises(InvalidInputError, match=r"config\.mmpos: got None, want a mapping with scheme"):
+        processor(info(SimpleNamespace())).apply({}, "timing")
     assert known.get_supported_mm_limits() == {"image": None, "video": 0}
     apart = {"image": [span(1, 4), span(6, 1)]}
     assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}

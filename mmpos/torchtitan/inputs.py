@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmpos.checks import integer
-from mmpos.columns import FIRST_TOKEN
+from mmpos.columns import FIRST_SEGMENT, OFFSET
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
@@ -40,7 +40,8 @@ def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tenso
 def document_positions(positions: PositionTable, seq: int) -> Tensor:
     """How far every token is behind the first of its document: what torchtitan reads documents and masks from.
 
-    Ids of images are no such thing: torchtitan takes every 0 for the start of a document.
+    Ids of images are no such thing: torchtitan takes every 0 for the start of a document. A run of padding is a
+    document of its own, so that no token sees it.
 
     Args:
         positions: the tokens of a batch, row after row.
@@ -49,8 +50,11 @@ def document_positions(positions: PositionTable, seq: int) -> Tensor:
     Returns:
         (batch, seq) int64, a new tensor.
     """
-    starts, lengths = positions.documents[FIRST_TOKEN], positions.lengths
     rows(positions, seq)
+    begins = np.diff(positions.is_padding, prepend=False)
+    begins[positions.documents[FIRST_SEGMENT][positions.lengths > 0]] = True
+    starts = positions.table[OFFSET][begins]
+    lengths = np.diff(starts, append=positions.num_tokens)
     return torch.from_numpy(np.arange(positions.num_tokens) - np.repeat(starts, lengths)).view(-1, seq)
 
 

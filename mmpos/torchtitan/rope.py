@@ -37,13 +37,11 @@ class RoPE(RotaryEmbedding):
             query and key rotated, new tensors in the dtypes and placements that came.
 
         Raises:
-            InvalidInputError: positions, or the heads, do not fit.
+            InvalidInputError: positions, or the heads, do not fit; no positions for tokens on several ranks.
         """
-        local_query, local_key = local(query), local(key)
-        if local_query.dim() != 4:
-            raise InvalidInputError(
-                f"query: got shape {tuple(local_query.shape)}, want (batch, seq, num_heads, head_dim)"
-            )
+        if positions is None and isinstance(query, DTensor) and any(part.is_shard(1) for part in query.placements):
+            raise InvalidInputError("positions: got None for tokens on several ranks, want those of the local tokens")
+        local_query, local_key = _local("query", query), _local("key", key)
         batch, seq = local_query.shape[:2]
         given = self._positions(positions, batch, seq, local_query.device)
         q, k = super().forward(local_query, local_key, given, layout="bshd")
@@ -55,6 +53,8 @@ class RoPE(RotaryEmbedding):
         assert axes is not None
         if positions is None:
             return torch.arange(seq, dtype=torch.int32, device=device).expand(axes, batch, seq)
+        if not isinstance(positions, Tensor):
+            raise InvalidInputError(f"positions: got {type(positions).__name__}, want a tensor, as from table_tensor")
         positions = local(positions)
         if positions.dim() == 1:
             return _table(positions, axes, batch, seq)
@@ -95,6 +95,13 @@ def _check_tokens(table: Tensor, tokens: int, batch: int, seq: int) -> None:
 def local(x: Tensor) -> Tensor:
     """What this rank holds of a DTensor; a tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _local(name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInputError(f"{name}: got {got}, want (batch, seq, num_heads, head_dim)")
+    return local(x)
 
 
 def _as(like: Tensor, x: Tensor) -> Tensor:

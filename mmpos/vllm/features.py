@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.checks import IntArray, host_array, int_array, integer
+from mmpos.checks import IntArray, boolean, host_array, int_array, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.ranges import runs
 from mmpos.schemes import Scheme, get_scheme
@@ -21,41 +22,43 @@ SECONDS = "second_per_grid_ts"
 AS_TEXT = "prompt_embeds"
 
 
-def request_segments(num_tokens: int, mm_features: Sequence[Any], *, spatial_merge_size: int) -> SegmentTable:
+def request_segments(
+    num_tokens: int, mm_features: Sequence[Any], *, spatial_merge_size: int, row_separator: bool = False
+) -> SegmentTable:
     """The segments of one request, from what vLLM knows of its images and videos.
 
     A feature is vLLM's MultiModalFeatureSpec, or anything with its fields: ``modality``, ``data`` with the grid, and
     ``mm_position`` with ``offset``, ``length`` and ``is_embed``. Where ``is_embed`` tells patches from other tokens of
-    a span, their runs say what they are: one run is the whole grid, a run per frame is a video with text between its
-    frames (Qwen3-VL), and a run per row, with one more token after each, is an image with row separators (Pixtral).
+    a span, their runs say what they are: one run is the whole grid, and a run per frame is a video with text between
+    its frames (Qwen3-VL).
 
     Args:
         num_tokens: tokens of the prompt.
         mm_features: of the request, in any order; those of modality "prompt_embeds" are text.
         spatial_merge_size: patches merged along each side into one token; grids in ``data`` are those before it.
+        row_separator: whether every row of a grid ends in one more token of its span (Pixtral).
 
     Returns:
         a SegmentTable of one document, new.
 
     Raises:
-        InvalidInputError: a feature whose span is not that of its grid, or lies over another.
-        UnsupportedError: a modality without a grid, or row separators in some images only.
+        InvalidInputError: a feature whose span is not that of its grid, lies over another or leaves the prompt.
+        UnsupportedError: a modality without a grid.
     """
+    num_tokens = integer("num_tokens", num_tokens, minimum=1)
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
+    separators = int(boolean("row_separator", row_separator))
     items = [_read(f"mm_features[{i}]", feature) for i, feature in enumerate(mm_features) if _has_patches(feature)]
     items.sort(key=lambda item: item.offset)
-    pieces = [_pieces(item, grid) for item, grid in zip(items, _merged(items, merge), strict=True)]
-    separated = [item.name for item, piece in zip(items, pieces, strict=True) if piece.row_separator]
-    if separated and len(separated) < len(items):
-        plain = next(item.name for item in items if item.name not in separated)
-        raise UnsupportedError(f"{plain}: got no row separators, want them as in {separated[0]}")
+    pieces = [_pieces(item, grid, separators) for item, grid in zip(items, _merged(items, merge), strict=True)]
+    _check_spans(items, num_tokens)
     times = [item.seconds for item, piece in zip(items, pieces, strict=True) for _ in piece.offsets]
     return SegmentTable.from_spans(
         [num_tokens],
         [offset for piece in pieces for offset in piece.offsets],
         [grid for piece in pieces for grid in piece.grids],
         seconds_per_frame=None if all(time is None for time in times) else times,
-        row_separator=bool(separated),
+        row_separator=bool(separators),
     )
 
 
@@ -86,8 +89,8 @@ class _Item(NamedTuple):
     name: str
     offset: int
     length: int
-    is_embed: Any
-    grid: list[int]
+    is_embed: npt.NDArray[np.bool_] | None
+    grid: IntArray
     seconds: float | None
 
 
@@ -96,7 +99,6 @@ class _Pieces(NamedTuple):
 
     offsets: Sequence[int]
     grids: Sequence[Sequence[int]]
-    row_separator: bool = False
 
 
 def _has_patches(feature: Any) -> bool:
@@ -115,41 +117,68 @@ def _read(name: str, feature: Any) -> _Item:
     if data is None or GRIDS[modality] not in data:
         got = "None (vLLM sends no item twice)" if data is None else str(sorted(data))
         raise InvalidInputError(f"{name}.data: got {got}, want an item with {GRIDS[modality]}")
-    grid = host_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data).tolist()
-    seconds = float(data[SECONDS].data) if modality == "video" and SECONDS in data else None
-    return _Item(name, offset, length, is_embed, grid, seconds)
+    offset = integer(f"{name}.mm_position.offset", offset, minimum=0)
+    length = integer(f"{name}.mm_position.length", length, minimum=0)
+    grid = int_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data, (3,))
+    seconds = float(data[SECONDS].data) if SECONDS in data else None
+    return _Item(name, offset, length, _mask(f"{name}.mm_position.is_embed", is_embed, length), grid, seconds)
+
+
+def _mask(name: str, is_embed: Any, length: int) -> npt.NDArray[np.bool_] | None:
+    if is_embed is None:
+        return None
+    mask = host_array(name, is_embed)
+    if mask.dtype != np.bool_ or mask.shape != (length,):
+        raise InvalidInputError(f"{name}: got {mask.dtype} {mask.shape}, want bool ({length},), one per token")
+    return mask
 
 
 def _merged(items: Sequence[_Item], merge: int) -> list[list[int]]:
     """Frames, height and width of every item, after merging."""
-    grids: IntArray = int_array("grid_thw of mm_features", [item.grid for item in items], (len(items), 3))
+    grids = np.array([item.grid for item in items], np.int64).reshape(-1, 3)
     odd = (grids < 1).any(axis=1) | (grids[:, 1:] % merge > 0).any(axis=1)
     if odd.any():
         item = items[int(odd.argmax())]
         want = f"frames >= 1, and height and width that are multiples of spatial_merge_size {merge}"
-        raise InvalidInputError(f"{item.name}.data: got grid_thw {item.grid}, want {want}")
+        raise InvalidInputError(f"{item.name}.data: got grid_thw {item.grid.tolist()}, want {want}")
     merged: list[list[int]] = (grids // [1, merge, merge]).tolist()
     return merged
 
 
-def _pieces(item: _Item, grid: list[int]) -> _Pieces:
+def _pieces(item: _Item, grid: list[int], separators: int) -> _Pieces:
     frames, height, width = grid
-    tokens = frames * height * width
+    rows, ended = frames * height, " and a token after each row" * separators
     if item.is_embed is None:
+        tokens = rows * (width + separators)
         if item.length != tokens:
-            want = f"{tokens} for {frames}x{height}x{width} after merging"
+            want = f"{tokens} for {frames}x{height}x{width} after merging{ended}"
             raise InvalidInputError(f"{item.name}.mm_position.length: got {item.length}, want {want}")
         return _Pieces([item.offset], [grid])
-    starts, stops = runs(host_array(f"{item.name}.mm_position.is_embed", item.is_embed).astype(np.bool_))
+    starts, stops = runs(item.is_embed)
     offsets, sizes = (starts + item.offset).tolist(), (stops - starts).tolist()
-    if sizes == [tokens]:
+    if separators:
+        after = np.append(starts[1:], item.length) - stops
+        if sizes == [width] * rows and (after[:-1] == 1).all() and after[-1] >= 1:
+            return _Pieces(offsets[:1], [grid])
+    elif sizes == [rows * width]:
         return _Pieces(offsets, [grid])
-    if sizes == [height * width] * frames:
+    elif sizes == [height * width] * frames:
         return _Pieces(offsets, [[1, height, width]] * frames)
-    after = np.append(starts[1:], item.length) - stops
-    if frames == 1 and sizes == [width] * height and (after == 1).all():
-        return _Pieces(offsets[:1], [grid], row_separator=True)
+    plain = f"one of {rows * width}, one per frame, or row_separator=True"
+    want = f"{rows} of {width} with a token after each" if separators else plain
     raise InvalidInputError(
-        f"{item.name}.mm_position.is_embed: got runs of {sizes[:8]} patches, want one of {tokens} for "
-        f"{frames}x{height}x{width} after merging, one per frame, or one per row with a token after each"
+        f"{item.name}.mm_position.is_embed: got runs of {sizes[:8]} patches, want {want} for "
+        f"{frames}x{height}x{width} after merging"
     )
+
+
+def _check_spans(items: Sequence[_Item], num_tokens: int) -> None:
+    """Raise unless every span ends where the next one begins, or before, and the last one with the prompt."""
+    for item, following in pairwise(items):
+        stop = item.offset + item.length
+        if following.offset < stop:
+            want = f">= {stop}, the end of {item.name}"
+            raise InvalidInputError(f"{following.name}.mm_position.offset: got {following.offset}, want {want}")
+    if items and items[-1].offset + items[-1].length > num_tokens:
+        got = f"a span of {items[-1].length} tokens at {items[-1].offset}"
+        raise InvalidInputError(f"{items[-1].name}.mm_position: got {got}, want it within {num_tokens} tokens")

@@ -15,7 +15,7 @@ from mmpos.errors import UnsupportedError
 from mmpos.sections import Sections, install_cache, permute_qk
 from mmpos.vllm.features import check_apart
 from mmpos.vllm.requests import mrope_input_positions
-from mmpos.vllm.settings import ServedModel
+from mmpos.vllm.settings import ServedModel, told_in
 
 __all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]
 
@@ -113,7 +113,7 @@ class _Apart:
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         found = super().apply(inputs, timing_ctx)  # type: ignore[misc]
-        check_apart(found["mm_placeholders"], self.info.get_hf_config().mmpos["scheme"])
+        check_apart(found["mm_placeholders"], told_in(self.info.get_hf_config())["scheme"])
         return found
 
 

@@ -24,6 +24,7 @@ def mrope_input_positions(
     spatial_merge_size: int,
     max_new_tokens: int = 0,
     strict: bool | None = None,
+    row_separator: bool = False,
 ) -> tuple[Tensor, int]:
     """The ids of a prompt as ``SupportsMRoPE.get_mrope_input_positions`` returns them.
 
@@ -39,6 +40,7 @@ def mrope_input_positions(
         spatial_merge_size: patches merged along each side into one token.
         max_new_tokens: tokens that may be generated.
         strict: whether two images without text between are an error; None asks the scheme.
+        row_separator: whether every row of a grid ends in one more token of its span.
 
     Returns:
         (3, tokens) int64 ids, a new tensor on the CPU, and delta.
@@ -48,5 +50,7 @@ def mrope_input_positions(
         UnsupportedError: a scheme with fractions or without a next position, or with no place for what is there.
         LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cos/sin cache.
     """
-    segments = request_segments(len(input_tokens), mm_features, spatial_merge_size=spatial_merge_size)
+    segments = request_segments(
+        len(input_tokens), mm_features, spatial_merge_size=spatial_merge_size, row_separator=row_separator
+    )
     return request_positions(place(segments, scheme, strict=strict), sections, max_new_tokens=max_new_tokens)

@@ -16,7 +16,7 @@ from mmpos.schemes import Scheme, get_scheme
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable
 
-__all__ = ["IDS_PER_TOKEN", "ServedModel"]
+__all__ = ["IDS_PER_TOKEN", "ServedModel", "told_in"]
 
 IDS_PER_TOKEN = 3
 """Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
@@ -41,6 +41,13 @@ class ServedModel:
     permute: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", get_scheme(self.scheme))
+        if not isinstance(self.sections, Sections):
+            raise InvalidInputError(f"sections: got {type(self.sections).__name__}, want a Sections")
+        merge = integer("spatial_merge_size", self.spatial_merge_size, minimum=1)
+        object.__setattr__(self, "spatial_merge_size", merge)
+        if boolean("permute", self.permute) and not self.sections.permuted:
+            raise InvalidInputError("permute: got True, want False for sections that are not permuted")
         if self.scheme.axes != 2:
             raise UnsupportedError(f"scheme: got {self.scheme.name!r} of {self.scheme.axes} axes, want one of two")
         probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
@@ -61,9 +68,7 @@ class ServedModel:
             UnsupportedError: a scheme that vLLM cannot serve: of other than two axes, with fractions, or without a
                 next position.
         """
-        told = read_field(config, "mmpos")
-        if not isinstance(told, Mapping) or "scheme" not in told:
-            raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
+        told = told_in(config)
         for key in told:
             one_of("config.mmpos", key, KEYS)
         permuted = boolean("config.mmpos.permuted", told.get("permuted", False))
@@ -83,6 +88,14 @@ class ServedModel:
             integer("config.vision_config.spatial_merge_size", merge, minimum=1),
             permute=sections.permuted and not permuted,
         )
+
+
+def told_in(config: Any) -> Mapping[str, Any]:
+    """What is under ``mmpos`` in a config."""
+    told = read_field(config, "mmpos")
+    if not isinstance(told, Mapping) or "scheme" not in told:
+        raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
+    return told
 
 
 def _check_sections(config: Any, sections: Sections) -> None:

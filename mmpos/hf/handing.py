@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmpos.errors import UnsupportedError
 from mmpos.hf.positions import Rows, apart, rows_of, tokens_of
-from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 
@@ -41,12 +40,14 @@ class HandDown:
         rotaries: one per layer type; None stands for all layers.
         fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
         names: arguments of the model, in order.
+        packs: whether the model keeps documents of one row apart.
     """
 
-    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str]) -> None:
+    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str], packs: bool) -> None:
         self.rotaries = dict(rotaries)
         self.fused = fused
         self.names = tuple(names)
+        self.packs = packs
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """New arguments, if positions are among them."""
@@ -58,8 +59,7 @@ class HandDown:
             return (), given
         tokens = tokens_of(given.get("inputs_embeds"), given.get("input_ids"))
         rows = Rows(tokens.shape[0], tokens.shape[1], tokens.device)
-        if isinstance(ids, PositionTable):
-            given |= apart(ids, rows, given)
+        given |= apart(ids, rows, given, self.packs)
         return (), {**given, _HANDED: self._turns(base, ids, rows, tokens)}
 
     def _turns(self, base: Any, ids: Any, rows: Rows, tokens: Tensor) -> Turns:

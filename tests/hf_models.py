@@ -23,7 +23,6 @@ from transformers import (
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.hf import patch
-from mmpos.hf.fused import FusedForward
 from mmpos.rotary import Rotary
 
 WAYS = ("fused", "reference")
@@ -91,7 +90,7 @@ def patched(model: Any, way: str = "reference") -> Any:
     patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
     if way == "fused":
         for layer in model.model.layers:
-            layer.self_attn.forward = FusedForward(layer.self_attn, "auto")
+            layer.self_attn.forward.__init__(layer.self_attn, "auto")
     return model
 
 

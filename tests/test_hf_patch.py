@@ -54,10 +54,13 @@ def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
     assert (got - untouched).abs().max() > 0.1
 
 
-def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights() -> None:
-    model, input_ids = model_of("llama", torch.bfloat16), tokens(1, 24)
-    model.model.embed_tokens.float()
-    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.bfloat16())
+@pytest.mark.parametrize(("embedding", "states"), [DTYPES, DTYPES[::-1]], ids=str)
+def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights(
+    embedding: torch.dtype, states: torch.dtype
+) -> None:
+    model, input_ids = model_of("llama", states), tokens(1, 24)
+    model.model.embed_tokens.to(embedding)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.to(states))
     with torch.no_grad():
         want = model(input_ids).logits
         patch(model, rotary_of(model, precision="hf"))

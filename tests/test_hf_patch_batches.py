@@ -11,13 +11,17 @@ from hf_models import (
     WAYS,
     model_of,
     patched,
+    rotary_of,
     text,
     tokens,
     two_rows,
 )
 from torch import Tensor
+from transformers import DynamicCache
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos.hf import patch
+from mmpos.rotary import DevicePositions
 
 NAMES = sorted(CONFIGS)
 
@@ -60,6 +64,65 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
     with torch.no_grad():
         got = model(input_ids, mm_position_ids=table, attention_mask=own, use_cache=False).logits
         torch.testing.assert_close(got, model(input_ids, mm_position_ids=table).logits, rtol=0, atol=1e-5)
+
+
+def test_a_slice_that_holds_one_document_is_one_document() -> None:
+    model, table, input_ids = model_of("llama"), text(4, 5), tokens(1, 9)
+    patched(model)
+    with torch.no_grad():
+        want = model(input_ids[:, 4:], mm_position_ids=text(5)).logits
+        part = table.slice(4, 9)  # the first document stays, empty
+        mask = torch.ones(1, 5, dtype=torch.int64)
+        first = model(input_ids[:, 4:7], mm_position_ids=table.slice(4, 7), use_cache=True)
+        rest = model(input_ids[:, 7:], mm_position_ids=table.slice(7, 9), past_key_values=first.past_key_values)
+        assert torch.equal(model(input_ids[:, 4:], mm_position_ids=part, attention_mask=mask).logits, want)
+        torch.testing.assert_close(torch.cat((first.logits, rest.logits), dim=1), want, rtol=0, atol=1e-5)
+
+
+def test_packed_documents_are_not_put_into_a_cache() -> None:
+    model, table = model_of("llama"), text(4, 5)
+    patched(model)
+    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
+        model(tokens(1, 9), mm_position_ids=table, past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])
+def test_device_positions_of_packed_documents_want_to_know_where_these_end(lengths: tuple[int, int]) -> None:
+    model, table, input_ids = model_of("llama"), text(*lengths), tokens(1, sum(lengths))
+    patched(model)
+    packed = DevicePositions.from_table(table)
+    restart = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table).logits
+        told = model(input_ids, mm_position_ids=packed, position_ids=restart, use_cache=False).logits
+    assert torch.equal(told, want)
+    for mask in (None, torch.ones(1, sum(lengths))):
+        with pytest.raises(InvalidInputError, match=r"got DevicePositions of several documents, .* want position_ids"):
+            model(input_ids, mm_position_ids=packed, attention_mask=mask)
+
+
+MIXERS: dict[str, dict[str, Any]] = {
+    "afmoe": {},  # its masks do not look at position_ids
+    "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # nor do these
+    "falcon_h1": {  # it has a convolution and a state beside each attention
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_models_that_would_mix_packed_documents_refuse_them(name: str) -> None:
+    model, input_ids, table = model_of(name, **MIXERS[name]), tokens(1, 9), text(4, 5)
+    with torch.no_grad():
+        want = model(input_ids[:, 4:]).logits
+        patch(model, rotary_of(model, precision="hf"))
+        for ids in (table, DevicePositions.from_table(table)):
+            with pytest.raises(UnsupportedError, match="several documents in one row, which this model does not keep"):
+                model(input_ids, mm_position_ids=ids)
+        assert torch.equal(model(input_ids[:, 4:], mm_position_ids=text(5)).logits, want)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

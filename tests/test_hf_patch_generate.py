@@ -10,9 +10,9 @@ import pytest
 import torch
 from hf_models import as_ids, model_of, rotary_of, tokens, two_rows
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.hf import patch, unpatch
 from mmpos.hf.prompt import Prompt
 from mmpos.rotary import DevicePositions
@@ -205,6 +205,34 @@ def test_prompts_that_do_not_fit_are_refused(told: Callable[[PositionTable], dic
     model, (input_ids, mask, table) = patched(), prompts()
     with pytest.raises(InvalidInputError, match=why):
         generated(model, input_ids, attention_mask=mask, **told(table))
+
+
+def test_a_slice_of_packed_prompts_is_the_prompt_that_it_holds() -> None:
+    model, (input_ids, _, _), packed = patched(), prompts(), place(SEGMENTS)
+    found = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
+    assert found[:, 9:].tolist() == one_by_one()[1:]
+
+
+def test_next_positions_alone_are_refused() -> None:
+    model, (input_ids, mask, _) = patched(), prompts()
+    with pytest.raises(InvalidInputError, match="mm_next_positions: got it without mm_position_ids"):
+        generated(model, input_ids, attention_mask=mask, mm_next_positions=torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("given", ["alone", "in a config", "in a config by place", "in that of the model"])
+def test_guidance_whose_second_branch_has_no_positions_is_refused(given: str) -> None:
+    model, (input_ids, mask, table) = patched(), prompts()
+    config = GenerationConfig(guidance_scale=1.5)
+    if given == "in that of the model":
+        model.generation_config = config
+    args = (config,) if given == "in a config by place" else ()
+    named: dict[str, dict[str, Any]] = {
+        "alone": {"guidance_scale": 1.5},
+        "in a config": {"generation_config": config},
+    }
+    told = named.get(given, {})
+    with pytest.raises(UnsupportedError, match=r"guidance_scale: got 1\.5, want 1"):
+        model.generate(input_ids, *args, attention_mask=mask, mm_position_ids=table, **told)
 
 
 def test_an_assistant_that_is_not_patched_is_refused() -> None:

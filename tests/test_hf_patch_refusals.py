@@ -60,6 +60,37 @@ def test_the_kernel_is_refused_where_part_of_a_head_turns() -> None:
     assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
+def test_the_kernel_is_refused_where_q_and_k_do_not_turn_by_one_call() -> None:
+    models: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("gemma3n_text", {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2}),
+        # The indexer of this one takes cos and sin, too.
+        ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16}),
+    )
+    for name, changes in models:
+        model = model_of(name, **changes)
+        with pytest.raises(UnsupportedError, match=r"got 'triton' for .*, which does not turn q and k by one call"):
+            patch(model, rotary_of(model), implementation="triton")
+        patch(model, rotary_of(model), implementation="auto")
+        assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
+
+
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "granite_swa": ({"layer_rope_theta": [1e4, 5e5]}, "has 3 modules of GraniteSWARotaryEmbedding"),
+    "minicpm3": (
+        {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        "has a layer 0 whose self_attn has no head_dim",
+    ),
+    "beam": ({}, "does not turn its layers of type 'full_attention'"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNLIKE))
+def test_models_that_turn_otherwise_are_refused(name: str) -> None:
+    changes, why = UNLIKE[name]
+    with pytest.raises(UnsupportedError, match=why):
+        patch(model_of(name, **changes), Rotary(16))
+
+
 def test_pairs_of_neighbours_are_refused() -> None:
     model = model_of("cohere")
     with pytest.raises(UnsupportedError, match="got 'cohere', which pairs channels 'adjacent', want pairing 'half'"):

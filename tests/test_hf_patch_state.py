@@ -23,7 +23,7 @@ from hf_models import (
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from mmpos import InvalidInputError, PositionTable
+from mmpos import InvalidInputError, PositionTable, UnsupportedError
 from mmpos.hf import patch, unpatch
 
 
@@ -54,6 +54,35 @@ def test_unpatch_leaves_nothing_behind(implementation: Any) -> None:
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     with pytest.raises(ValueError, match="mm_position_ids"):
         model.generate(input_ids, mm_position_ids=two_rows())
+
+
+def test_a_forward_that_others_have_set_is_left_to_them() -> None:
+    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
+    want = patched(model)(input_ids, mm_position_ids=table).logits
+    unpatch(model)
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward  # as hooks that offload weights do
+    before = state(model)
+    with pytest.raises(UnsupportedError, match=r"got LlamaAttention\.forward set on the instance"):
+        patch(model, rotary_of(model), implementation="triton")
+    assert state(model) == before
+    patch(model, rotary_of(model), implementation="auto")
+    assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
+    unpatch(model)
+    assert "forward" in vars(attention)
+
+
+def test_unpatch_does_not_take_away_what_was_set_over_it() -> None:
+    model = model_of("llama")
+    patch(model, rotary_of(model), implementation="triton")
+    attention = model.model.layers[1].self_attn
+    ours, attention.forward = attention.forward, lambda *args, **kwargs: None
+    before = state(model)
+    with pytest.raises(InvalidInputError, match=r"got LlamaAttention.forward that was replaced after patch"):
+        unpatch(model)
+    assert state(model) == before
+    attention.forward = ours
+    unpatch(model)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,6 +20,9 @@ __all__ = ["APPLY", "Anatomy", "dissect", "rotaries_of", "turning_forward"]
 APPLY = "apply_rotary_pos_emb"
 """What the attention of every Llama-like model calls to rotate q and k."""
 
+_MASKS_OF_ONE_DOCUMENT = ("afmoe", "granitemoehybrid")
+"""Model types of Transformers 5.23 whose masks are made without ``position_ids``."""
+
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
@@ -40,6 +43,17 @@ class Anatomy:
         """Arguments of the base, in order."""
         return tuple(_parameters(type(self.base).forward))[1:]
 
+    @property
+    def packs(self) -> bool:
+        """Whether documents of one row can be kept apart: only attention mixes tokens, and its masks see documents."""
+        mixes = any(isinstance(module, nn.Conv1d) for module in self.base.modules())
+        return not mixes and getattr(self.base.config, "model_type", "") not in _MASKS_OF_ONE_DOCUMENT
+
+    @property
+    def fuses(self) -> bool:
+        """Whether positions may stand in for cos and sin: an attention turns q and k by one call, and nothing else."""
+        return all(_turns_q_and_k(attention) for attention in self.attentions)
+
     def turned(self, layer_type: str | None) -> tuple[int, float]:
         """Channels that the model turns in layers of a type, and what it multiplies cos and sin by."""
         prefix, rotary_emb = "" if layer_type is None else f"{layer_type}_", self.base.rotary_emb
@@ -53,16 +67,24 @@ def dissect(model: nn.Module) -> Anatomy:
     rotary_emb = getattr(base, "rotary_emb", None)
     if not isinstance(rotary_emb, nn.Module) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise _unlike(model, "has no rotary_emb beside its layers")
+    rotations = sum(isinstance(module, type(rotary_emb)) for module in base.modules())
+    if rotations > 1:
+        raise _unlike(model, f"has {rotations} modules of {type(rotary_emb).__name__}")
     attentions = tuple(getattr(layer, "self_attn", None) for layer in base.layers)
     for i, attention in enumerate(attentions):
         forward = turning_forward(attention) if isinstance(attention, nn.Module) else None
         if forward is None or "position_embeddings" not in _parameters(forward):
             raise _unlike(model, f"has a layer {i} whose self_attn does not call {APPLY} with position_embeddings")
+        if not hasattr(attention, "head_dim"):
+            raise _unlike(model, f"has a layer {i} whose self_attn has no head_dim")
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(type(base).forward).values()):
         raise _unlike(model, "hands no arguments of others to its layers")
     types: tuple[str | None, ...] = (None,) * len(attentions)
     if "layer_type" in _parameters(type(rotary_emb).forward):
         types = tuple(base.config.layer_types[: len(attentions)])
+        for kind in dict.fromkeys(types):
+            if not hasattr(rotary_emb, f"{kind}_inv_freq"):
+                raise _unlike(model, f"does not turn its layers of type {kind!r}")
     elif not hasattr(rotary_emb, "inv_freq"):
         raise _unlike(model, "has a rotary_emb without inv_freq")
     return Anatomy(base, attentions, types)
@@ -74,6 +96,16 @@ def turning_forward(attention: nn.Module) -> FunctionType | None:
     if not isinstance(forward, FunctionType) or APPLY not in forward.__code__.co_names:
         return None
     return forward if callable(forward.__globals__.get(APPLY)) else None
+
+
+def _turns_q_and_k(attention: nn.Module) -> bool:
+    forward = turning_forward(attention)
+    assert forward is not None, "dissect has looked"
+    taken = tuple(_parameters(forward.__globals__[APPLY]))[:4]
+    inner = [module for module in attention.modules() if module is not attention]
+    return taken == ("q", "k", "cos", "sin") and not any(
+        "position_embeddings" in _parameters(type(module).forward) for module in inner
+    )
 
 
 def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict[str | None, Rotary]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.hf.handing import ARGUMENT
 from mmpos.hf.positions import tokens_of
 from mmpos.hf.prompt import Prompt
@@ -37,13 +38,24 @@ def generate(
         mm_next_positions: (batch,) the id of the token after each prompt; a table knows it.
         kwargs: as there.
     """
+    if mm_position_ids is None and mm_next_positions is not None:
+        raise InvalidInputError("mm_next_positions: got it without mm_position_ids, want these beside it")
     if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant is handed a Prompt
         tokens = tokens_of(kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         cached = kwargs.get("past_key_values") is not None
+        _check_guidance(model, args, kwargs)
         mm_position_ids = Prompt.of(mm_position_ids, mm_next_positions, rotaries, tokens, cached)
     if mm_position_ids is not None:
         kwargs[ARGUMENT] = mm_position_ids
     return type(model).generate(model, inputs, *args, **kwargs)
+
+
+def _check_guidance(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a second branch, which Transformers runs through the model without our arguments."""
+    config = kwargs.get("generation_config") or next(iter(args), None) or model.generation_config
+    scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
+    if scale not in (None, 1):
+        raise UnsupportedError(f"guidance_scale: got {scale}, want 1: the branch that guides takes no mm_position_ids")
 
 
 def prepare_inputs_for_generation(

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmpos.errors import UnsupportedError
 from mmpos.hf.positions import Rows, apart, rows_of, tokens_of
-from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 
@@ -41,12 +39,14 @@ class HandDown:
         rotaries: one per layer type; None stands for all layers.
         fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
         names: arguments of the model, in order.
+        packs: whether the model keeps documents of one row apart.
     """
 
-    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str]) -> None:
+    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str], packs: bool) -> None:
         self.rotaries = dict(rotaries)
         self.fused = fused
         self.names = tuple(names)
+        self.packs = packs
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """New arguments, if positions are among them."""
@@ -58,16 +58,14 @@ class HandDown:
             return (), given
         tokens = tokens_of(given.get("inputs_embeds"), given.get("input_ids"))
         rows = Rows(tokens.shape[0], tokens.shape[1], tokens.device)
-        if isinstance(ids, PositionTable):
-            given |= apart(ids, rows, given)
-        return (), {**given, _HANDED: self._turns(base, ids, rows, tokens)}
+        given |= apart(ids, rows, given, self.packs)
+        return (), {**given, _HANDED: self._turns(ids, rows)}
 
-    def _turns(self, base: Any, ids: Any, rows: Rows, tokens: Tensor) -> Turns:
+    def _turns(self, ids: Any, rows: Rows) -> Turns:
         positions = rows_of(ids, rows, list(self.rotaries.values()))
         if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
             return Turns({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
-        dtype = tokens.dtype if tokens.is_floating_point() else base.get_input_embeddings().weight.dtype
-        return Turns({kind: _cos_sin(rotary, positions, rows, dtype) for kind, rotary in self.rotaries.items()})
+        return Turns({kind: _cos_sin(rotary, positions, rows) for kind, rotary in self.rotaries.items()})
 
 
 class Take:
@@ -105,9 +103,7 @@ def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
 
 
-def _cos_sin(
-    rotary: Rotary, positions: DevicePositions | Tensor, rows: Rows, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     cos, sin = rotary.cos_sin(positions, "transformers")
     shape = (rows.batch, rows.seq, rotary.rotary_dim)
-    return cos.reshape(shape).to(dtype), sin.reshape(shape).to(dtype)
+    return cos.reshape(shape), sin.reshape(shape)

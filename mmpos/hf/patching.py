@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ class _Patch:
     """What unpatch takes away: hooks, and attributes set on modules."""
 
     handles: tuple[Any, ...]
-    attributes: tuple[tuple[nn.Module, str], ...]
+    attributes: tuple[tuple[nn.Module, str, Any], ...]
 
 
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
@@ -46,7 +46,8 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
         rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model;
             or, where layer types turn differently (Gemma 3), a mapping with one for each layer type.
         implementation: "reference" gives the model's own function our cos and sin; "triton" rotates by
-            ``mmpos.rotary.apply_rotary`` in its place; "auto" is triton on CUDA tensors where triton is installed.
+            ``mmpos.rotary.apply_rotary`` in its place; "auto" is triton on CUDA tensors where triton is installed
+            and the attentions are ones that it can serve, else the reference.
 
     Returns:
         the model itself.
@@ -60,16 +61,17 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     if any(isinstance(hook, HandDown) for hook in anatomy.base._forward_pre_hooks.values()):
         raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
     rotaries = rotaries_of(anatomy, rotary)
-    fused = _fused(implementation, rotaries)
-    attributes: list[tuple[nn.Module, str]] = []
+    fused = _fused(implementation, rotaries, anatomy)
+    attributes: list[tuple[nn.Module, str, Any]] = []
     if fused != "never":
-        for attention in anatomy.attentions:
-            attributes.append(_set(attention, "forward", FusedForward(attention, implementation)))
+        attributes += [(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
-        attributes.append(_set(model, "generate", partial(generating.generate, model, list(rotaries.values()))))
         prepare = partial(generating.prepare_inputs_for_generation, model)
-        attributes.append(_set(model, "prepare_inputs_for_generation", prepare))
-    setattr(model, _MARK, _Patch(_hooks(anatomy, HandDown(rotaries, fused, anatomy.names)), tuple(attributes)))
+        attributes.append((model, "prepare_inputs_for_generation", prepare))
+        attributes.append((model, "generate", partial(generating.generate, model, list(rotaries.values()))))
+    _set(attributes)
+    hand_down = HandDown(rotaries, fused, anatomy.names, anatomy.packs)
+    setattr(model, _MARK, _Patch(_hooks(anatomy, hand_down), tuple(attributes)))
     return model
 
 
@@ -83,14 +85,19 @@ def unpatch(model: Model) -> Model:
         the model itself.
 
     Raises:
-        InvalidInputError: the model is not patched.
+        InvalidInputError: the model is not patched, or something else has since wrapped what patch set.
     """
     found = vars(model).get(_MARK)
     if found is None:
         raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want the one that was")
+    for module, name, value in found.attributes:
+        if vars(module).get(name) is not value:
+            raise InvalidInputError(
+                f"model: got {type(module).__name__}.{name} that was replaced after patch, want ours before unpatch"
+            )
     for handle in found.handles:
         handle.remove()
-    for module, name in found.attributes:
+    for module, name, _ in found.attributes:
         delattr(module, name)
     delattr(model, _MARK)
     return model
@@ -107,13 +114,20 @@ def _hooks(anatomy: Anatomy, hand_down: HandDown) -> tuple[Any, ...]:
     return tuple(handles)
 
 
-def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]) -> str:
+def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
     """When layers rotate by positions themselves: "never", "always", or on "cuda"."""
     if implementation == "reference":
         return "never"
-    partly = [rotary for rotary in rotaries.values() if rotary.rotary_dim != rotary.head_dim]
     if implementation == "auto":
-        return "cuda" if find_spec("triton") is not None and not partly else "never"
+        wrapped = any("forward" in vars(attention) for attention in anatomy.attentions)  # offloaded by accelerate
+        able = anatomy.fuses and not wrapped and all(one.rotary_dim == one.head_dim for one in rotaries.values())
+        return "cuda" if able and find_spec("triton") is not None else "never"
+    if not anatomy.fuses:
+        name = type(anatomy.attentions[0]).__name__
+        raise UnsupportedError(
+            f"implementation: got 'triton' for {name}, which does not turn q and k by one call, want 'reference'"
+        )
+    partly = [one for one in rotaries.values() if one.rotary_dim != one.head_dim]
     if partly:
         one = partly[0]
         raise UnsupportedError(
@@ -122,8 +136,11 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
     return "always"
 
 
-def _set(module: nn.Module, name: str, value: Any) -> tuple[nn.Module, str]:
-    if name in vars(module):
-        raise UnsupportedError(f"model: got {type(module).__name__}.{name} set on the instance, want that of the class")
-    setattr(module, name, value)
-    return module, name
+def _set(attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Set them all, or none."""
+    for module, name, _ in attributes:
+        if name in vars(module):
+            got = f"{type(module).__name__}.{name}"
+            raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
+    for module, name, value in attributes:
+        setattr(module, name, value)

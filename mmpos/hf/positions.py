@@ -72,14 +72,50 @@ def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
             )
 
 
-def apart(table: PositionTable, rows: Rows, given: Mapping[str, Any]) -> dict[str, Any]:
+def apart(ids: Any, rows: Rows, given: Mapping[str, Any], packs: bool) -> dict[str, Any]:
     """Arguments by which Transformers keeps the documents of one packed row apart.
 
     Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
+
+    Args:
+        ids: positions; a table says where documents end, DevicePositions only that there are several.
+        rows: the tokens of the call.
+        given: its other arguments.
+        packs: whether the model keeps documents apart at all.
     """
-    mask, cache = given.get("attention_mask"), given.get("past_key_values")
-    if rows.batch > 1 or table.num_documents < 2 or cache is not None:
+    if rows.batch > 1 or not _several(ids, rows):
         return {}
+    if not packs:
+        raise UnsupportedError(
+            "mm_position_ids: got several documents in one row, which this model does not keep apart, want a row each"
+        )
+    return _restarts(ids, rows, given) if isinstance(ids, PositionTable) else _told(ids, given)
+
+
+def _several(ids: Any, rows: Rows) -> bool:
+    """Whether one row holds more than one document; ids alone do not tell."""
+    if isinstance(ids, PositionTable):
+        return int((ids.lengths > 0).sum()) > 1
+    return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
+
+
+def _told(ids: DevicePositions, given: Mapping[str, Any]) -> dict[str, Any]:
+    mask, told = given.get("attention_mask"), ("position_ids", "past_key_values")
+    whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+    if whole and all(given.get(name) is None for name in told):
+        raise InvalidInputError(
+            "mm_position_ids: got DevicePositions of several documents, which do not say where these end, want "
+            "position_ids that restart with each beside them, or the PositionTable"
+        )
+    return {}
+
+
+def _restarts(table: PositionTable, rows: Rows, given: Mapping[str, Any]) -> dict[str, Any]:
+    mask = given.get("attention_mask")
+    if given.get("past_key_values") is not None:
+        raise UnsupportedError(
+            "past_key_values: got a cache beside packed documents, want None: a cache does not keep them apart"
+        )
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise InvalidInputError(
             f"attention_mask: got shape {tuple(mask.shape)} beside packed documents, which it cannot keep apart, "

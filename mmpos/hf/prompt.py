@@ -75,14 +75,15 @@ class Prompt:
 
 
 def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    lengths = table.lengths
-    if table.num_documents != batch or (lengths != lengths[0]).any():
+    held = table.lengths > 0  # a slice keeps the documents that it left behind
+    lengths = table.lengths[held]
+    if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
-            f"mm_position_ids: got {table.num_documents} documents of {lengths.tolist()} tokens, "
+            f"mm_position_ids: got {len(lengths)} documents of {lengths.tolist()} tokens, "
             f'want {batch} of one length: pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
-    return ids.to(device), torch.from_numpy(table.next_positions.copy()).to(device)
+    return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)
 
 
 def _check_next(next_positions: Any, batch: int, positions: Any) -> None:

@@ -96,6 +96,31 @@ def test_positions_are_those_of_the_formula() -> None:
     assert "patches" not in batch  # only the size is known
 
 
+@pytest.mark.parametrize("merge", [1, 2, 3])
+@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"grid-2d"}))  # which has no place for text
+def test_batches_are_placed_as_the_formulas_say(scheme: str, merge: int) -> None:
+    images = ImageProcessor("pillow", patch_size=4, spatial_merge_size=merge, min_pixels=0)
+    made = processor(images=images, scheme=scheme, start=3)
+    documents = [
+        [Text(2), Grid(2, 3), Text(2)],
+        [Text(2)],
+        [Text(3), Grid(1, 4), Text(2), Grid(3, 1), Text(1)],
+    ]
+    grids = [[part for part in document if isinstance(part, Grid)] for document in documents]
+    side = 4 * merge
+    photos = [[ImageSize(side * grid.height, side * grid.width) for grid in row] for row in grids]
+    batch = made(photos, ["[PATCH]A", "A", "A[PATCH][PATCH]"], padding=True, padding_side="left", return_tensors="np")
+    assert batch["image_grid_thw"].tolist() == [[1, merge * g.height, merge * g.width] for row in grids for g in row]
+    for i, document in enumerate(documents):
+        expected = place_document(document, scheme, 3)
+        assert of_row(batch, "mm_position_ids", i) == [
+            list(map(float, axis)) for axis in zip(*expected.ids, strict=True)
+        ]
+        if expected.next_position is not None:
+            assert batch["mm_next_positions"][i] == expected.next_position
+            assert batch["deltas"][i] == expected.next_position - 3 - len(expected.ids)
+
+
 def test_text_with_markers_of_its_own_gets_no_others() -> None:
     plain, marked = processor(), processor(add_markers=False)
     ours = plain([WIDE], "A [PATCH] cat", return_tensors="np")
@@ -174,6 +199,7 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
     [
         ({"pading": True}, r"^pading: got an argument of this name, want return_tensors, padding"),
         ({"padding": True, "text_kwargs": {"padding": False}}, r"^padding: got it twice"),
+        ({"text_kwargs": ["padding"]}, r"^text_kwargs: got list, want options by their names$"),
         ({"return_tensors": "tf"}, r"^return_tensors: got 'tf', want one of None, 'pt', 'np'$"),
         ({"padding": "max_length"}, r"^max_length: got None"),
         (
@@ -262,6 +288,14 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
         InvalidInputError, match=rf"^max_length: got {room - 1}, which cuts image 0 off text\[0\] of {len(whole)}"
     ):
         made([TALL], text, truncation=True, max_length=room - 1)
+
+
+def test_rows_are_cut_to_the_limit_of_the_tokenizer() -> None:
+    made = processor(chat_tokenizer(model_max_length=4))
+    whole = made(text="sixteen:", truncation="do_not_truncate")["input_ids"][0]
+    assert len(whole) > 4
+    for truncation in (True, "longest_first"):
+        assert made(text="sixteen:", truncation=truncation)["input_ids"] == [whole[:4]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -468,6 +502,8 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
             r"content\[0\]\.type: got 'video', want text or an image$",
         ),
         ({"type": "audio", "path": "a.mp3"}, UnsupportedError, r"content\[0\]\.type: got 'audio'"),
+        ({"type": "video_url", "video_url": {}}, UnsupportedError, r"content\[0\]\.type: got 'video_url'"),
+        ({"type": "input_audio", "input_audio": {}}, UnsupportedError, r"content\[0\]\.type: got 'input_audio'"),
         (
             {"type": "image", "url": "https://a/b.jpg"},
             InvalidInputError,

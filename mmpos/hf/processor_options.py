@@ -17,10 +17,13 @@ def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call, those of ``text_kwargs`` beside the others.
 
     Raises:
-        InvalidInputError: an argument that is given twice.
+        InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
     """
     flat = dict(given)
-    for name, value in dict(flat.pop("text_kwargs", None) or {}).items():
+    grouped = flat.pop("text_kwargs", None) or {}
+    if not isinstance(grouped, Mapping):
+        raise InvalidInputError(f"text_kwargs: got {type(grouped).__name__}, want options by their names")
+    for name, value in grouped.items():
         if name in flat:
             raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
         flat[name] = value

@@ -101,7 +101,7 @@ def test_positions_are_those_of_the_formula() -> None:
 def test_batches_are_placed_as_the_formulas_say(scheme: str, merge: int) -> None:
     images = ImageProcessor("pillow", patch_size=4, spatial_merge_size=merge, min_pixels=0)
     made = processor(images=images, scheme=scheme, start=3)
-    documents = [
+    documents: list[list[Text | Grid]] = [
         [Text(2), Grid(2, 3), Text(2)],
         [Text(2)],
         [Text(3), Grid(1, 4), Text(2), Grid(3, 1), Text(1)],

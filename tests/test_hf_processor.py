@@ -96,6 +96,31 @@ def test_positions_are_those_of_the_formula() -> None:
     assert "patches" not in batch  # only the size is known
 
 
+@pytest.mark.parametrize("merge", [1, 2, 3])
+@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"grid-2d"}))  # which has no place for text
+def test_batches_are_placed_as_the_formulas_say(scheme: str, merge: int) -> None:
+    images = ImageProcessor("pillow", patch_size=4, spatial_merge_size=merge, min_pixels=0)
+    made = processor(images=images, scheme=scheme, start=3)
+    documents: list[list[Text | Grid]] = [
+        [Text(2), Grid(2, 3), Text(2)],
+        [Text(2)],
+        [Text(3), Grid(1, 4), Text(2), Grid(3, 1), Text(1)],
+    ]
+    grids = [[part for part in document if isinstance(part, Grid)] for document in documents]
+    side = 4 * merge
+    photos = [[ImageSize(side * grid.height, side * grid.width) for grid in row] for row in grids]
+    batch = made(photos, ["[PATCH]A", "A", "A[PATCH][PATCH]"], padding=True, padding_side="left", return_tensors="np")
+    assert batch["image_grid_thw"].tolist() == [[1, merge * g.height, merge * g.width] for row in grids for g in row]
+    for i, document in enumerate(documents):
+        expected = place_document(document, scheme, 3)
+        assert of_row(batch, "mm_position_ids", i) == [
+            list(map(float, axis)) for axis in zip(*expected.ids, strict=True)
+        ]
+        if expected.next_position is not None:
+            assert batch["mm_next_positions"][i] == expected.next_position
+            assert batch["deltas"][i] == expected.next_position - 3 - len(expected.ids)
+
+
 def test_text_with_markers_of_its_own_gets_no_others() -> None:
     plain, marked = processor(), processor(add_markers=False)
     ours = plain([WIDE], "A [PATCH] cat", return_tensors="np")
@@ -174,6 +199,7 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
     [
         ({"pading": True}, r"^pading: got an argument of this name, want return_tensors, padding"),
         ({"padding": True, "text_kwargs": {"padding": False}}, r"^padding: got it twice"),
+        ({"text_kwargs": ["padding"]}, r"^text_kwargs: got list, want options by their names$"),
         ({"return_tensors": "tf"}, r"^return_tensors: got 'tf', want one of None, 'pt', 'np'$"),
         ({"padding": "max_length"}, r"^max_length: got None"),
         (
@@ -185,6 +211,7 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
         ({"max_length": 5}, r"^max_length: got 5, want truncation=True or padding=\"max_length\" too$"),
         ({"padding": "max_length", "max_length": 2**40}, r"^max_length: got 1099511627776, want <= 2147483647$"),
         ({"add_special_tokens": 1}, r"^add_special_tokens: got 1, want True or False$"),
+        ({"add_generation_prompt": True}, r"^add_generation_prompt: got True with text, want a chat"),
     ],
 )
 def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
@@ -208,6 +235,18 @@ def test_rows_without_padding_are_lists() -> None:
     wide = made([WIDE], TEXTS[:2], padding=True)
     assert [ids.shape for ids in wide["mm_position_ids"]] == [(2, len(batch["input_ids"][0]))] * 2
     assert wide["input_ids"][1][-1] == PAD
+
+
+def test_lists_of_rows_become_the_tensors_of_a_call_also_after_a_pickle() -> None:
+    made = processor(scheme="rope-tie-v2")
+    images, texts = [[WIDE], [], [TALL]], ["[PATCH]A", "cat", "A [PATCH]"]
+    listed = made(images, texts, padding=True)
+    for batch in (pickle.loads(pickle.dumps(listed)), listed):
+        batch.convert_to_tensors("pt")
+        asked = made(images, texts, padding=True, return_tensors="pt")
+        assert all(torch.equal(batch[key], asked[key]) for key in asked.keys() - {"positions"})
+    with pytest.raises(ValueError, match="padding=True"):
+        made(text=["A", "A cat"]).convert_to_tensors("pt")
 
 
 def test_lengths_are_padded_as_told() -> None:
@@ -249,6 +288,14 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
         InvalidInputError, match=rf"^max_length: got {room - 1}, which cuts image 0 off text\[0\] of {len(whole)}"
     ):
         made([TALL], text, truncation=True, max_length=room - 1)
+
+
+def test_rows_are_cut_to_the_limit_of_the_tokenizer() -> None:
+    made = processor(chat_tokenizer(model_max_length=4))
+    whole = made(text="sixteen:", truncation="do_not_truncate")["input_ids"][0]
+    assert len(whole) > 4
+    for truncation in (True, "longest_first"):
+        assert made(text="sixteen:", truncation=truncation)["input_ids"] == [whole[:4]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -335,7 +382,11 @@ def test_images_beside_chats_fill_their_blocks_in_order() -> None:
     assert beside["input_ids"] == expected["input_ids"]
     np.testing.assert_array_equal(beside["patches"], expected["patches"])
     pixels = np.zeros((16, 16, 3), np.uint8)
-    np.testing.assert_array_equal(made(pixels, chats[2])["patches"], made(text=chat(seen(pixels)))["patches"])
+    alone = made(text=chat(seen(pixels)))["patches"]
+    np.testing.assert_array_equal(made(pixels, chats[2])["patches"], alone)
+    # Rows of a table have every key in every block, of which most are None.
+    rows = chat({**said("A"), "image": None}, {"type": "image", "image": None, "url": None, "text": None})
+    np.testing.assert_array_equal(made(pixels, rows)["patches"], alone)
     for images, text, message in (
         ([[WIDE], [], [TALL]], chats, r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"),
         ([WIDE, TALL, TALL], chats, r"^images: got list, want a list of images for each of 3 chats$"),
@@ -344,6 +395,32 @@ def test_images_beside_chats_fill_their_blocks_in_order() -> None:
     ):
         with pytest.raises(InvalidInputError, match=message):
             made(images, text)
+
+
+@pytest.mark.parametrize("key", ["images", "processor_kwargs"])
+def test_images_beside_a_template_do_not_replace_those_of_its_chat(key: str) -> None:
+    made = processor()
+    beside: Any = [TALL] if key == "images" else {"images": [TALL]}
+    told: dict[str, Any] = {"tokenize": True, "return_dict": True, key: beside}
+    assert made.apply_chat_template(chat({"type": "image"}), **told)["image_grid_thw"].tolist() == [[1, 10, 4]]
+    with pytest.raises(InvalidInputError, match=r"^images: got images beside chats that hold theirs"):
+        made.apply_chat_template(chat(seen(WIDE)), **told)
+
+
+def test_options_of_a_chat_may_be_grouped() -> None:
+    made, asked = processor(), chat(said("A"))
+    grouped = {"add_special_tokens": True, "add_generation_prompt": True, "return_tensors": "np"}
+    assert (
+        made(text=asked, text_kwargs=grouped)["input_ids"].tolist() == made(text=asked, **grouped)["input_ids"].tolist()
+    )
+    assert made(text=asked, text_kwargs=grouped)["input_ids"][0, -1] == ASSISTANT
+
+
+def test_offsets_that_a_tokenizer_does_not_give_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^return_offsets_mapping: got True, want False: sanitize_control_tokens"
+    ):
+        processor()(text=chat(said("A")), return_offsets_mapping=True)
 
 
 def test_a_message_can_be_gone_on_with() -> None:
@@ -376,6 +453,10 @@ def test_templates_see_all_that_messages_say_and_write_all_special_tokens() -> N
         ([chat(said("A")), []], r"^conversation\[1\]: got none, want a list of messages$"),
         ([chat(said("A")), "A"], r"^conversation\[1\]: got str, want a list of messages$"),
         ([*chat(said("A")), "A"], r"^conversation\[1\]: got str, want a message with role and content$"),
+        (
+            [{"role": "user", "content": {"type": "image", "image": WIDE}}],
+            r"^conversation\[0\]\.content: got dict, want text, a list of blocks, or None$",
+        ),
     ],
 )
 def test_what_is_no_chat_is_named(conversation: Any, message: str) -> None:
@@ -402,9 +483,12 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
     made = processor()
     told: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     chats = [chat(seen(WIDE), said("What is this?"), answer="A cat"), chat(said("coffee"), answer="this")]
-    batch = made.apply_chat_template(
-        chats, processor_kwargs={"padding": True, "padding_side": "left"}, return_tensors="pt", **told
+    sided = {"padding": True, "padding_side": "left"}
+    batch = made.apply_chat_template(chats, processor_kwargs=sided, return_tensors="pt", **told)
+    grouped = made.apply_chat_template(
+        chats, processor_kwargs={"text_kwargs": {**sided, "return_tensors": "pt"}}, **told
     )
+    assert torch.equal(grouped["assistant_masks"], batch["assistant_masks"])
     masked = [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["assistant_masks"], strict=True)]
     assert [made.tokenizer.decode(ids) for ids in masked] == ["A cat</s>", "this</s>"]
 
@@ -418,6 +502,8 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
             r"content\[0\]\.type: got 'video', want text or an image$",
         ),
         ({"type": "audio", "path": "a.mp3"}, UnsupportedError, r"content\[0\]\.type: got 'audio'"),
+        ({"type": "video_url", "video_url": {}}, UnsupportedError, r"content\[0\]\.type: got 'video_url'"),
+        ({"type": "input_audio", "input_audio": {}}, UnsupportedError, r"content\[0\]\.type: got 'input_audio'"),
         (
             {"type": "image", "url": "https://a/b.jpg"},
             InvalidInputError,
@@ -430,6 +516,17 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
             r"content\[0\]: got a URL of type NoneType, want text$",
         ),
         ({"text": "A"}, InvalidInputError, r"content\[0\]: got dict, want a block with a type$"),
+        ({"type": "image", "path": 5}, InvalidInputError, r"content\[0\]\.path: got int, want text or a path$"),
+        (
+            {"type": "text", "text": "A", "image": b""},
+            InvalidInputError,
+            r"content\[0\]\.image: got one in a block of type 'text', want type 'image'$",
+        ),
+        (
+            {"type": "input_image", "image_url": "data:,"},
+            InvalidInputError,
+            r"content\[0\]\.image_url: got one in a block of type 'input_image', want type 'image'$",
+        ),
     ],
 )
 def test_blocks_that_have_no_place_are_named(content: Any, error: type[Exception], message: str) -> None:
@@ -462,6 +559,14 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert sorted(theirs) == sorted(ours)
     assert all((theirs[key] == ours[key]).all() for key in ours if key != "positions")
     assert MMPosProcessor.from_pretrained(tmp_path, scheme="mrope").scheme == mmpos.schemes.MRope()
+
+
+def test_numbers_of_numpy_are_saved(tmp_path: Path) -> None:
+    ids = Markers(np.int64(BEGIN), np.int64(END), np.int64(PATCH))  # type: ignore[arg-type]  # a caller's mistake
+    made = processor(scheme=RopeTie(axes=np.int64(3)), markers=ids, temporal_patch_size=np.int64(2))  # type: ignore[arg-type]
+    made.save_pretrained(tmp_path)
+    loaded = MMPosProcessor.from_pretrained(tmp_path)
+    assert (loaded.scheme, loaded.markers, loaded.temporal_patch_size) == (RopeTie(axes=3), ids, 2)
 
 
 def test_a_registered_processor_is_found_by_transformers(tmp_path: Path) -> None:
@@ -512,8 +617,12 @@ def test_fractional_ids_survive_a_cast() -> None:
     ids = batch["mm_position_ids"].clone()
     assert ids.dtype == torch.float64
     assert (ids.to(torch.bfloat16) != ids).any()
-    cast = batch.to("cpu", torch.bfloat16)
+    input_ids = batch.pop("input_ids")  # of which a caller may have made inputs_embeds
+    cast = batch.to("meta", torch.bfloat16)
+    assert cast["mm_position_ids"].device == cast["attention_mask"].device == torch.device("meta")
+    cast = made([TALL], "A [PATCH]", return_tensors="pt").to("cpu", torch.bfloat16)
     assert torch.equal(cast["mm_position_ids"], ids)
+    assert torch.equal(cast["input_ids"], input_ids)
     assert cast["positions"].fractional
     values = processor(scheme="rope-tie-v2", temporal_patch_size=2)(TALL, "[PATCH]", return_tensors="pt")
     assert values.to(torch.bfloat16)["pixel_values"].dtype == torch.bfloat16

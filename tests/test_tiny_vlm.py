@@ -81,6 +81,21 @@ def test_logits_from_the_cache_are_those_of_whole_forwards() -> None:
     assert (whole(other) - logits).abs().max() > 1e-3  # positions are not lost on the way
 
 
+@torch.no_grad()
+def test_a_forward_sees_the_pixels_and_positions_of_its_batch() -> None:
+    model, batch = untrained(), ask(processor(), chats_of(photos()[:2]))
+    embeds, patch = model.embed(batch), batch["mm_token_type_ids"] == 1
+    words = model.language.get_input_embeddings()(batch["input_ids"])
+    assert torch.equal(embeds[~patch], words[~patch])
+    values = batch["patches"].double().flatten().view(-1, model.pixels.in_features) / 127.5 - 1
+    torch.testing.assert_close(embeds[patch], values @ model.pixels.weight.T + model.pixels.bias)
+    told = {"inputs_embeds": embeds, "attention_mask": batch["attention_mask"]}
+    logits, real = model(batch).logits, batch["attention_mask"] == 1
+    dense = model.language(**told, mm_position_ids=batch["mm_position_ids"]).logits
+    torch.testing.assert_close(logits[real], dense[real], rtol=0, atol=1e-6)
+    assert (model.language(**told).logits - logits)[real].abs().max() > 1e-3
+
+
 def test_a_row_answers_alone_as_it_does_in_a_batch() -> None:
     model, chats = untrained(), [*chats_of(photos()[:2]), ()]
     together, logits = decoded(model, *_asked(chats), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ def _read(name: str, messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise InvalidInputError(f"{name}[{i}]: got {type(message).__name__}, want a message with role and content")
         content = message.get("content")
+        if not isinstance(content, list | tuple | str | None):
+            got = f"{name}[{i}].content: got {type(content).__name__}"
+            raise InvalidInputError(f"{got}, want text, a list of blocks, or None")
         if isinstance(content, list | tuple):
             blocks = [_block(f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content)]
             message = {**message, "content": blocks}
@@ -81,20 +85,29 @@ def _block(name: str, block: Any) -> Any:
     if kind == "image_url":
         url = block.get("image_url")
         return {"type": "image", "image": _text(name, url.get("url") if isinstance(url, Mapping) else url)}
-    named = [key for key in _SOURCES if block.get(key) is not None] if kind == "image" else []
+    if kind != "image":
+        # Templates pass over what they do not know: the image would be lost without a word.
+        for key in ("image", "image_url"):
+            if block.get(key) is not None:
+                raise InvalidInputError(f"{name}.{key}: got one in a block of type {kind!r}, want type 'image'")
+        return block
+    named = [key for key in _SOURCES if block.get(key) is not None]
     if len(named) > 1:
         raise InvalidInputError(f"{name}: got {' and '.join(named)}, want one of them")
+    rest = {other: block[other] for other in block if other not in _SOURCES}
     if not named:
-        return block
+        return rest
     (key,) = named
     value = block[key]
     if key == "path":
+        if not isinstance(value, str | PathLike):
+            raise InvalidInputError(f"{name}.path: got {type(value).__name__}, want text or a path")
         value = Path(value)
     elif key == "base64":
         value = read_base64(name, value)
     elif key == "url" or isinstance(value, str):
         value = _text(name, value)
-    return {**{other: block[other] for other in block if other not in _SOURCES}, "image": value}
+    return {**rest, "image": value}
 
 
 def _text(name: str, value: Any) -> bytes:

@@ -15,7 +15,7 @@ from mmpos.hf.chat import images_beside, is_chat, read_conversations
 from mmpos.hf.processor_batch import PositionBatch, per_token
 from mmpos.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
 from mmpos.hf.processor_images import flat, patches_of, process
-from mmpos.hf.processor_options import Options
+from mmpos.hf.processor_options import Options, flat_options
 from mmpos.hf.processor_rows import expand
 from mmpos.images import ImageProcessor
 from mmpos.markers import Markers
@@ -69,7 +69,7 @@ class MMPosProcessor(ProcessorMixin):
         self.add_markers = boolean("add_markers", add_markers)
         self.start = integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX)
         if temporal_patch_size is not None:
-            integer("temporal_patch_size", temporal_patch_size, minimum=1)
+            temporal_patch_size = integer("temporal_patch_size", temporal_patch_size, minimum=1)
         self.temporal_patch_size = temporal_patch_size
         self._marker_ids = self.markers.ids(adapt(tokenizer))
 
@@ -123,13 +123,16 @@ class MMPosProcessor(ProcessorMixin):
         for name, value in (("videos", videos), ("audio", audio)):
             if value is not None:
                 raise UnsupportedError(f"{name}: got {type(value).__name__}, want None: a processor of images and text")
-        chosen = Options.of(options)
+        given = flat_options(options)
+        chosen = Options.of(given)
         if is_chat(text):
-            generate = options.pop("add_generation_prompt", False)
-            given = options if images is None else {**options, "images": images}
+            generate = given.pop("add_generation_prompt", False)
+            given = given if images is None else {**given, "images": images}
             return self.apply_chat_template(
                 text, tokenize=True, return_dict=True, add_generation_prompt=generate, processor_kwargs=given
             )
+        if chosen.add_generation_prompt:
+            raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
         texts = _texts(text, images)
         named, counts = flat(images, None if texts is None else len(texts))
         processed = process(named, self.images, self.temporal_patch_size)
@@ -143,14 +146,14 @@ class MMPosProcessor(ProcessorMixin):
                 found["patches" if self.temporal_patch_size is None else "pixel_values"] = pixels
         return PositionBatch(found, chosen.return_tensors)
 
-    def apply_chat_template(
-        self, conversation: Any, chat_template: str | None = None, *args: Any, **kwargs: Any
+    def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
+        self, conversation: Any, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
         """A chat, or several, as text, or with ``tokenize=True, return_dict=True`` as the batch of a call.
 
-        As in Transformers, whose arguments it takes, but for four things: images are given as objects, bytes, paths or
-        base64 and never fetched; videos and audio are refused; the tokenizer adds no special tokens, which templates
-        write; and what users say stays text where it spells special tokens, placeholders included, unless
+        As in Transformers, whose arguments it takes by name, but for four things: images are given as objects, bytes,
+        paths or base64 and never fetched; videos and audio are refused; the tokenizer adds no special tokens, which
+        templates write; and what users say stays text where it spells special tokens, placeholders included, unless
         ``sanitize_control_tokens=False``, or the mask of the assistant's tokens is wanted, for which Transformers has
         no way to do so.
 
@@ -160,12 +163,15 @@ class MMPosProcessor(ProcessorMixin):
         """
         conversation = read_conversations(conversation)
         if kwargs.get("tokenize"):
-            told = {"add_special_tokens": False, **(kwargs.get("processor_kwargs") or {})}
-            if told.get("images") is not None:
-                told["images"] = images_beside(conversation, told["images"])
+            told = {"add_special_tokens": False, **flat_options(kwargs.get("processor_kwargs") or {})}
+            for given in (told, kwargs):
+                if given.get("images") is not None:
+                    given["images"] = images_beside(conversation, given["images"])
+            if "return_tensors" in told:
+                kwargs.setdefault("return_tensors", told["return_tensors"])  # of which the assistant's mask is, too
             kwargs["processor_kwargs"] = told
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
-        return super().apply_chat_template(conversation, chat_template, *args, **kwargs)
+        return super().apply_chat_template(conversation, chat_template, **kwargs)
 
     def segments(
         self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None

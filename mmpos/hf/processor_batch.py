@@ -22,15 +22,25 @@ _NOT_TENSORS = ["positions", "offset_mapping"]  # read token by token, which ten
 class PositionBatch(BatchFeature):
     """A BatchFeature whose position ids keep their numbers when it is cast to another dtype."""
 
+    skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
+
     def __init__(self, data: dict[str, Any], tensor_type: str | None = None) -> None:
         super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
+
+    def convert_to_tensors(self, tensor_type: Any = None, skip_tensor_conversion: Any = None) -> PositionBatch:
+        """All lists of rows of one length as tensors, in the shapes that a call with ``return_tensors`` gives."""
+        ids = self.data.get("mm_position_ids")
+        if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
+            self.data["mm_position_ids"] = np.stack(ids, axis=1)
+        super().convert_to_tensors(tensor_type, skip_tensor_conversion)
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> PositionBatch:
         """All tensors moved, and floating ones cast, save fractional position ids, which bfloat16 would round."""
         ids = self.data.get("mm_position_ids")
         super().to(*args, **kwargs)
         if ids is not None and hasattr(ids, "to"):
-            self.data["mm_position_ids"] = ids.to(self.data["input_ids"].device)
+            self.data["mm_position_ids"] = ids.to(self.data["mm_position_ids"].device)
         return self
 
 

@@ -7,6 +7,8 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 
@@ -16,7 +18,7 @@ T = TypeVar("T")
 
 
 def to_json(settings: Any) -> dict[str, Any]:
-    """The fields of a frozen object, tuples as lists and fractions as "3/2"."""
+    """The fields of a frozen object, tuples as lists, fractions as "3/2", and numbers of numpy as Python's."""
     return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
 
 
@@ -66,4 +68,6 @@ def scheme_of(given: Any) -> Scheme:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, np.generic):
+        return value.item()
     return str(value) if isinstance(value, Fraction) else value

@@ -7,10 +7,27 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mmpos.checks import INT32_MAX, IntArray, boolean, integer, one_of
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import Side
 
-__all__ = ["Options"]
+__all__ = ["Options", "flat_options"]
+
+
+def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call, those of ``text_kwargs`` beside the others.
+
+    Raises:
+        InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
+    """
+    flat = dict(given)
+    grouped = flat.pop("text_kwargs", None) or {}
+    if not isinstance(grouped, Mapping):
+        raise InvalidInputError(f"text_kwargs: got {type(grouped).__name__}, want options by their names")
+    for name, value in grouped.items():
+        if name in flat:
+            raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
+        flat[name] = value
+    return flat
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,8 @@ class Options:
         padding: True or "longest", "max_length", or False.
         padding_side: "left" or "right"; None is the tokenizer's.
         pad_to_multiple_of: of which the length of padded rows is made a multiple.
-        truncation: whether rows are cut to max_length, on the tokenizer's side; never through an image.
+        truncation: whether rows are cut to max_length, on the tokenizer's side, special tokens there included; never
+            through an image.
         max_length: tokens of a row; None is the tokenizer's for truncation.
         add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
         sanitize_control_tokens: that user text was marked by ``apply_chat_template``, which sets this.
@@ -30,7 +48,7 @@ class Options:
         return_offsets_mapping: whether to say of which characters of the text each token is; those of an image are of
             its placeholder.
         return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
-        add_generation_prompt: whether chats end in the start of an answer.
+        add_generation_prompt: whether chats end in the start of an answer; not for text.
     """
 
     return_tensors: str | None = None
@@ -71,11 +89,7 @@ class Options:
         Raises:
             InvalidInputError: an argument that there is not, or that is given twice.
         """
-        flat = dict(given)
-        for name, value in dict(flat.pop("text_kwargs", None) or {}).items():
-            if name in flat:
-                raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
-            flat[name] = value
+        flat = flat_options(given)
         known = [each.name for each in fields(cls)]
         for name in flat.keys() - set(known):
             raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
@@ -84,7 +98,7 @@ class Options:
     def encode(self, tokenizer: Any, texts: list[str]) -> Any:
         """The tokens of each text by itself, neither padded nor cut."""
         marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
-        return tokenizer(
+        encoded = tokenizer(
             texts,
             add_special_tokens=self.add_special_tokens,
             padding=False,
@@ -93,6 +107,10 @@ class Options:
             return_offsets_mapping=self.return_offsets_mapping,
             **marked,
         )
+        if self.return_offsets_mapping and "offset_mapping" not in encoded:
+            why = "sanitize_control_tokens=True" if marked else type(tokenizer).__name__
+            raise UnsupportedError(f"return_offsets_mapping: got True, want False: {why} gives no offsets")
+        return encoded
 
     def side(self, tokenizer: Any) -> Side:
         """The side on which rows are padded."""

@@ -1,4 +1,4 @@
-"""Test set-up: kernels run in Triton's interpreter where there is no GPU; options of long tests."""
+"""Test set-up: kernels run in Triton's interpreter where there is no GPU, one thread a worker; options of long tests."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers have a core each, on which threads of torch would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Imported once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401

@@ -1,4 +1,4 @@
-"""Test set-up: kernels run in Triton's interpreter where there is no GPU, one thread a worker; options of long tests."""
+"""Test set-up: kernels run in Triton's interpreter where there is no GPU; a thread a worker; options of long tests."""
 
 import os
 from pathlib import Path

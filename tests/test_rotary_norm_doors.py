@@ -105,10 +105,10 @@ def test_whole_graphs_with_gradients_and_few_of_them() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention_input, fullgraph=True, backend=counter)
-    for tokens in (5, 9, 17, 30, 12):
+    for tokens in (5, 9, 17):
         for found, expected in zip(everything(compiled, tokens), everything(attention_input, tokens), strict=True):
             assert torch.equal(found, expected)
-    assert counter.frame_count <= 3
+    assert counter.frame_count <= 2
 
 
 def test_in_place_under_compile_writes_into_what_came() -> None:

@@ -92,7 +92,7 @@ CASES = {
     "partial, scaled": Rotary(40, rotary_dim=8, scaling=YaRN(4.0, 32768)),
     "one pair": Rotary(2, axes=1),
 }
-INTERPRETED = {("partial", "half"), ("partial", "adjacent"), ("head_dim 80", "half"), ("one pair", "adjacent")}
+INTERPRETED = {("partial", "half"), ("partial", "adjacent"), ("one pair", "adjacent")}
 """In the kernel without ``slow``: the interpreter takes its time."""
 
 

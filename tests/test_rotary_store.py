@@ -214,8 +214,7 @@ def gathered(cache: Cache, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [(name, "auto") for name in CACHES]
-    + [pytest.param(name, "triton", marks=[pytest.mark.slow] * (name != "k and v side by side")) for name in CACHES],
+    [(name, "auto") for name in CACHES] + [pytest.param(name, "triton", marks=pytest.mark.slow) for name in CACHES],
 )
 def test_prefill_in_chunks_and_decode_fill_the_cache_as_the_whole_sequence_is(name: str, way: Any) -> None:
     documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(3)], [Grid(2, 5), Text(4)]]

@@ -209,9 +209,14 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture."""
-    return {f"{name}, sm_{arch}": facts(compiled(arch, **CASES[name])) for name in names for arch in ARCHITECTURES}
+def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] = CASES) -> dict[str, dict[str, int]]:
+    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
+    found = {}
+    for name in names:
+        case, _, arch = name.partition(", sm_")
+        for each in (int(arch),) if arch else ARCHITECTURES:
+            found[f"{case}, sm_{each}"] = facts(compiled(each, **cases[case]))
+    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import triton
-from aot_compile import ARCHITECTURES, facts
+from aot_compile import all_facts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -81,6 +81,4 @@ def compiled(
 
 
 if __name__ == "__main__":
-    names = sys.argv[1:]
-    found = {f"{name}, sm_{arch}": facts(compiled(arch, **CASES[name])) for name in names for arch in ARCHITECTURES}
-    print(json.dumps(found))
+    print(json.dumps(all_facts(sys.argv[1:], compiled, CASES)))

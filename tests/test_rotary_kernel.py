@@ -313,6 +313,18 @@ def test_no_k_no_heads_and_no_tokens_agree() -> None:
     assert_kernel_agrees(q[:0], q[:0], table.slice(4, 4), rotary)
 
 
+def test_channels_that_do_not_turn_are_copied_where_the_other_tensor_has_no_heads() -> None:
+    rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie")
+    q, k = device_heads(32, 3, 8), device_heads(32, 2, 8, seed=1)
+    assert_kernel_agrees(q[:, :0], k, table, rotary)
+    assert_kernel_agrees(q, k[:, :0], table, rotary)
+    # As in the gradient of k alone.
+    want = torch.autograd.grad(apply_rotary(q, k.requires_grad_(), table, rotary)[1].sin().sum(), k)  # type: ignore[union-attr]
+    got = apply_rotary(q, k, table, rotary, implementation="triton")[1]
+    assert got is not None
+    assert torch.equal(torch.autograd.grad(got.sin().sum(), k)[0], want[0])
+
+
 # The precision of checkpoints.
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import BY_AXES, DTYPES, heads, ids_of, packed, rotated, thd
+from rotary_oracle import BY_AXES, DTYPES, heads, ids_of, lengths, packed, rotated, thd
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -24,10 +24,15 @@ RELATIVE = 1.5e-6
 """Error of norm and rotation in float32, of a pair's length: 4e-7 the rotation, the rest that of a sum of squares."""
 
 
+def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
+    """Tokens per program, and programs that share their heads, from here on."""
+    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
+
+
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program after program; several blocks, and heads that programs share."""
-    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (16, 2, 4))
+    """The interpreter runs program after program."""
+    tile(monkeypatch, 16, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +57,12 @@ def device_heads(*args: Any, **options: Any) -> Tensor:
     return heads(*args, **options).to(DEVICE)
 
 
+def normalised(value: Any, w: Tensor, offset: float = 0.0) -> Any:
+    """The norm of heads in float64."""
+    root = np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
+    return value / root * (w.detach().double().cpu().numpy() + offset)
+
+
 def assert_true(
     got: Tensor | None, x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, offset: float, **options: Any
 ) -> None:
@@ -61,8 +72,7 @@ def assert_true(
     layout = options.pop("layout", None)
     value = thd(x, layout)
     if w is not None:
-        root = np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
-        value = value / root * (w.detach().double().cpu().numpy() + offset)
+        value = normalised(value, w, offset)
     truth = torch.from_numpy(rotated(value, ids_of(table), rotary, **options))
     room = RELATIVE * torch.from_numpy(np.abs(value).max(axis=-1, keepdims=True)) * rotary.attention_factor * 2**0.5
     found = torch.from_numpy(thd(got, layout))
@@ -82,19 +92,29 @@ CASES = {
     "partial, scaled": Rotary(40, rotary_dim=8, scaling=YaRN(4.0, 32768)),
     "one pair": Rotary(2, axes=1),
 }
+INTERPRETED = {("partial", "half"), ("partial", "adjacent"), ("one pair", "adjacent")}
+"""In the kernel without ``slow``: the interpreter takes its time."""
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "pairing", "way"),
+    [
+        pytest.param(
+            case, pairing, way, marks=[pytest.mark.slow] * (way == "triton" and (case, pairing) not in INTERPRETED)
+        )
+        for case in CASES
+        for pairing in PAIRINGS
+        for way in ("reference", "triton")
+    ],
+)
 def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any) -> None:
     settings = CASES[case]
     rotary = Rotary(
         settings.head_dim, axes=settings.axes, rotary_dim=settings.rotary_dim, allocation=settings.allocation,
         mrope_section=settings.mrope_section, scaling=settings.scaling, pairing=pairing,
     )  # fmt: skip
-    table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 19)
-    q, k = device_heads(19, 3, rotary.head_dim), device_heads(19, 1, rotary.head_dim, seed=1)
+    table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 13)
+    q, k = device_heads(13, 3, rotary.head_dim), device_heads(13, 1, rotary.head_dim, seed=1)
     mine, theirs = weight(rotary.head_dim), weight(rotary.head_dim, seed=4)
     for of_q, of_k in ((mine, theirs), (mine, None), (None, theirs))[: 3 if case == "partial" else 1]:
         out = apply_rotary(
@@ -107,17 +127,26 @@ def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any) -> No
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("of_weight", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (DTYPES[0], DTYPES[1])])
 def test_every_dtype_of_heads_and_weights_is_rounded_once(of_weight: Any, dtype: Any, way: Any) -> None:
-    rotary, table = Rotary(24, rotary_dim=16), packed("rope-tie-v2")
-    q, w = device_heads(32, 2, 24, dtype), weight(24, of_weight)
+    rotary, table = Rotary(24, rotary_dim=16), packed("rope-tie-v2").slice(0, 13)
+    q, w = device_heads(13, 2, 24, dtype), weight(24, of_weight)
     options: Any = {"norm_eps": EPS, "implementation": way, "norm_weight_offset": 1.0, "conjugate": True}
     out, none = apply_rotary(q, None, table, rotary, q_norm_weight=w, **options)
     assert none is None
     assert_true(out, q, w, table, rotary, 1.0, conjugate=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("layout", "pairing"), [("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half")])
-def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "pairing", "way"),
+    [
+        pytest.param(layout, pairing, way, marks=[pytest.mark.slow] * ((way, layout) == ("triton", "bhsd")))
+        for layout, pairing in (("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half"))
+        for way in WAYS
+    ],
+)
+def test_views_in_every_layout_also_in_place(
+    layout: Any, pairing: Any, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, 64, 2 if layout == "thd" else 1)
     rotary, table = Rotary(12, rotary_dim=8, pairing=pairing), packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)
     mine = fused.clone()
@@ -176,6 +205,35 @@ def test_blocks_of_any_size_give_the_same_bits_in_c_and_where_it_declines(
             assert all(torch.equal(a, b) for a, b in zip(everything(way, elements), want, strict=True))
 
 
+# Triton's interpreter truncates to bfloat16 where a GPU rounds, so it is not measured there.
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        ("reference", torch.float32),
+        ("reference", torch.bfloat16),
+        pytest.param("triton", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_is_as_docs_fused_says(way: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile(monkeypatch, 32, 1)
+    rotary, table = Rotary(128), packed("rope-tie")
+    q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)
+
+    def error(found: Tensor) -> float:
+        value = normalised(thd(q, None), w)
+        off = np.abs(thd(found, None) - rotated(value, ids_of(table), rotary))
+        return float((off / lengths(value, rotary)).max())
+
+    ours = error(apply_rotary(q, None, table, rotary, q_norm_weight=w, norm_eps=EPS, implementation=way)[0])
+    apart = error(apply_rotary(rms_norm(q, (128,), w, EPS), None, table, rotary, implementation="reference")[0])
+    print(f"{way}, {dtype}: {ours:.2e}, separate operations {apart:.2e}")
+    if dtype == torch.float32:
+        assert max(ours, apart) <= 3.0 * 2.0**-23
+    else:
+        assert ours <= 2.0**-8 + 3.0 * 2.0**-23  # the one rounding
+        assert 1.5 * ours < apart < 2.0**-7
+
+
 # Gradients.
 
 
@@ -191,47 +249,67 @@ def separate(x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, 
     return torch.einsum("thc,tcd->thd", x, turn)
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
-@pytest.mark.parametrize("pairing", PAIRINGS)
+QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "qk", "half")}
+"""Which gradients of q, k, their weights a and b are wanted, and what is normalised; in the kernel without ``slow``."""
+
+
 @pytest.mark.parametrize(
-    "wanted", ["all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("weights", "q", "k weight"))]
+    ("wanted", "normed", "pairing", "way"),
+    [
+        pytest.param(*case, way, marks=[pytest.mark.slow] * (way == "triton" and case not in QUICK))
+        for case in sorted(
+            (wanted, normed, pairing)
+            for wanted, normed in (
+                ("qkab", "qk"),
+                ("ab", "qk"),
+                ("q", "qk"),
+                ("b", "qk"),
+                ("qka", "q"),
+                ("a", "q"),
+                ("k", "q"),
+                ("qkb", "k"),
+                ("q", "k"),
+                ("b", "k"),
+            )
+            for pairing in PAIRINGS
+        )
+        for way in ("reference", "triton")
+    ],
 )
-def test_gradients_are_those_of_separate_operations_in_float64(wanted: str, pairing: Any, way: Any) -> None:
+def test_gradients_are_those_of_separate_operations_in_float64(
+    wanted: str, normed: str, pairing: Any, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile(monkeypatch, 16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
     rotary, table = Rotary(20, rotary_dim=12, pairing=pairing), packed("rope-tie").slice(0, 19)
     q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
     grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
-    names = {"all": "qkab", "weights": "ab", "q": "q", "k weight": "b"}[wanted]
-    for of_q, of_k in ((weight(20), weight(20, seed=4)), (weight(20), None), (None, weight(20))):
-        named = {"q": q, "k": k, "a": of_q, "b": of_k}
-        inputs = [x.requires_grad_() for name, x in named.items() if name in names and x is not None]
-        others = [x.requires_grad_(False) for name, x in named.items() if name not in names and x is not None]
-        assert len(inputs) + len(others) == 2 + (of_q is not None) + (of_k is not None)
-        if not inputs:
-            continue
-        out = apply_rotary(
-            q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, norm_eps=EPS, norm_weight_offset=1.0,
-            implementation=way,
-        )  # fmt: skip
-        assert out[1] is not None
-        truth = separate(q, of_q, table, rotary, 1.0), separate(k, of_k, table, rotary, 1.0)
-        needed = [(x, grad) for x, grad in zip((out[0], out[1]), grads, strict=True) if x.requires_grad]
-        got = torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed], allow_unused=True)
-        want = torch.autograd.grad(
-            [x for x in truth if x.requires_grad],
-            inputs,
-            [g.double() for g, x in zip(grads, truth, strict=True) if x.requires_grad],
-            allow_unused=True,
-        )
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5)
+    of_q, of_k = weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None
+    named = {"q": q, "k": k, "a": of_q, "b": of_k}
+    inputs = [x.requires_grad_() for name, x in named.items() if name in wanted and x is not None]
+    assert len(inputs) == len(wanted)
+    out = apply_rotary(
+        q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, norm_eps=EPS, norm_weight_offset=1.0,
+        implementation=way,
+    )  # fmt: skip
+    assert out[1] is not None
+    truth = separate(q, of_q, table, rotary, 1.0), separate(k, of_k, table, rotary, 1.0)
+    needed = [(x, grad) for x, grad in zip((out[0], out[1]), grads, strict=True) if x.requires_grad]
+    got = torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
+    want = torch.autograd.grad(
+        [x for x in truth if x.requires_grad],
+        inputs,
+        [g.double() for g, x in zip(grads, truth, strict=True) if x.requires_grad],
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_half_precision_are_rounded_once(dtype: Any, way: Any) -> None:
-    rotary, table = Rotary(16), packed("rope-tie")
-    q, w = device_heads(32, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
-    grad = device_heads(32, 3, 16, dtype, seed=9)
+    rotary, table = Rotary(16), packed("rope-tie").slice(0, 13)
+    q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
+    grad = device_heads(13, 3, 16, dtype, seed=9)
     out, _ = apply_rotary(q, None, table, rotary, q_norm_weight=w, norm_eps=EPS, implementation=way)
     got = torch.autograd.grad(out, (q, w), grad)
     want = torch.autograd.grad(separate(q, w, table, rotary, 0.0), (q, w), grad.double())
@@ -246,13 +324,11 @@ def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
     rotary, table = Rotary(16), packed("rope-tie").slice(0, 19)
     q, k, w = device_heads(19, 3, 16), device_heads(19, 2, 16, seed=1), weight(16).requires_grad_()
 
-    def once() -> Tensor:
-        out = apply_rotary(q, k, table, rotary, q_norm_weight=w, k_norm_weight=w, implementation=way)
-        assert out[1] is not None
-        return torch.autograd.grad(out[0].sin().sum() + out[1].cos().sum(), w)[0]
-
-    first = once()
-    assert torch.equal(once(), first)
+    out = apply_rotary(q, k, table, rotary, q_norm_weight=w, k_norm_weight=w, implementation=way)
+    assert out[1] is not None
+    total = out[0].sin().sum() + out[1].cos().sum()
+    first, second = (torch.autograd.grad(total, w, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_gradients_have_gradients() -> None:
@@ -284,15 +360,20 @@ def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
 # What models do.
 
 
-@pytest.mark.parametrize("gemma", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_it_is_the_norm_of_transformers_and_the_rotation_but_for_their_roundings(dtype: Any, gemma: bool) -> None:
-    modeling: Any
-    if gemma:
-        modeling = pytest.importorskip("transformers.models.gemma3.modeling_gemma3").Gemma3RMSNorm(32, EPS)
-    else:
-        modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS)
-    modeling = modeling.to(dtype).to(DEVICE)
+def norm_module(name: str) -> Any:
+    """A model's own norm of 32 channels."""
+    if name == "torch":
+        return torch.nn.RMSNorm(32, EPS)
+    if name == "Gemma 3":
+        return pytest.importorskip("transformers.models.gemma3.modeling_gemma3").Gemma3RMSNorm(32, EPS)
+    return pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS)
+
+
+# Transformers takes seconds to import.
+@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Qwen3", "Gemma 3"))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_norm_of_models_and_the_rotation_but_for_their_roundings(dtype: Any, name: str) -> None:
+    modeling = norm_module(name).to(dtype).to(DEVICE)
     with torch.no_grad():
         modeling.weight.copy_(weight(32))
     rotary, table = Rotary(32), packed("rope-tie")
@@ -300,7 +381,13 @@ def test_it_is_the_norm_of_transformers_and_the_rotation_but_for_their_roundings
     with torch.no_grad():
         want, _ = apply_rotary(modeling(q), None, table, rotary)
         got, _ = apply_rotary(
-            q, None, table, rotary, q_norm_weight=modeling.weight, norm_eps=EPS, norm_weight_offset=float(gemma)
+            q,
+            None,
+            table,
+            rotary,
+            q_norm_weight=modeling.weight,
+            norm_eps=EPS,
+            norm_weight_offset=float(name == "Gemma 3"),
         )
     # One rounding here; up to three there, of the norm, of the product with the weight and of the rotation.
     ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22

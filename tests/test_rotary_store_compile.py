@@ -46,12 +46,11 @@ def layer(x: list[Tensor], positions: Any, cache: Cache, slots: Tensor, **option
     return out + 1, k_out
 
 
-QUICK = [("k and v side by side", False), ("HND", True)]
-REST = [(name, return_k) for name in CACHES for return_k in (False, True) if (name, return_k) not in QUICK]
+REST = [(name, return_k) for name in CACHES for return_k in (False, True) if (name, return_k) != ("HND", True)]
 
 
 @pytest.mark.parametrize(
-    ("name", "return_k"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+    ("name", "return_k"), [("HND", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
 )
 def test_whole_graphs_write_into_the_caches_that_came(name: str, return_k: bool) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -67,12 +66,13 @@ def test_whole_graphs_write_into_the_caches_that_came(name: str, return_k: bool)
     assert_holds(cache, want)
 
 
-def test_batches_of_many_sizes_take_few_graphs() -> None:
+@pytest.mark.parametrize("sizes", [(13, 2, 40), pytest.param((13, 1, 2, 40, 7), marks=pytest.mark.slow)])
+def test_batches_of_many_sizes_take_few_graphs(sizes: tuple[int, ...]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     cache, want = (CACHES["k and v side by side"](8, 16, 2, 12, torch.float32) for _ in range(2))
     with torch.no_grad():
-        for tokens in (13, 1, 2, 40, 7):
+        for tokens in sizes:
             positions = DevicePositions.from_table(
                 place(SegmentTable.from_documents([[Text(tokens)]]), "rope-tie"), DEVICE
             )
@@ -80,7 +80,7 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
             got = compiled(qkv(tokens), positions, cache, slots)
             assert torch.equal(got[0], layer(qkv(tokens), positions, want, slots)[0]), tokens
     assert_holds(cache, want)
-    assert counter.frame_count <= 3
+    assert counter.frame_count <= (3 if 1 in sizes else 2)
 
 
 def test_in_place_under_compile_writes_into_all_that_came() -> None:
@@ -103,16 +103,26 @@ def test_in_place_under_compile_writes_into_all_that_came() -> None:
     assert_holds(results[0][2], results[1][2])
 
 
-def test_the_same_tensor_twice_is_refused_while_a_graph_is_traced() -> None:
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_same_tensor_twice_is_refused_also_while_a_graph_is_traced(
+    traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     same, cache = heads(13, 2, 12).to(DEVICE), CACHES["NHD"](4, 16, 2, 12, torch.float32)
 
     def step(x: Tensor) -> Tensor:
         slots = torch.arange(13, device=DEVICE)
         return rotate_and_store(x, x, x, IDS, ROTARY, cache.key, cache.value, slots, inplace=True)[0]
 
-    for call in (step, torch.compile(step, backend="eager")):
-        with pytest.raises(InvalidInputError, match="q: got the memory of k, want memory of its own"):
-            call(same)
+    refused = pytest.raises(InvalidInputError, match="q: got the memory of k, want memory of its own")
+    if traced:
+        with refused:
+            torch.compile(step, backend="eager")(same)
+        return
+    with refused:
+        step(same)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # when nothing is known of addresses
+    with refused:
+        step(same)
 
 
 @pytest.mark.slow
@@ -164,10 +174,13 @@ SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+CHECKED = ((store, "HND"), (store_, "norm"))
+
+
 @pytest.mark.parametrize(
     ("operator", "sample"),
     [
-        pytest.param(operator, sample, marks=() if sample in ("HND", "norm") else pytest.mark.slow)
+        pytest.param(operator, sample, marks=[pytest.mark.slow] * ((operator, sample) not in CHECKED))
         for operator in (store, store_)
         for sample in SAMPLES
     ],

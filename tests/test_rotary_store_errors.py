@@ -199,6 +199,14 @@ def test_gradients_are_not_supported(name: str) -> None:
         assert call()[0].shape == (13, 3, 12)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, as forward mode loads its formulas
+@pytest.mark.parametrize("name", ["v", "key_cache", "k_norm_weight"])
+def test_forward_mode_gradients_are_refused(name: str) -> None:
+    tensor = torch.ones(SHAPES[name])
+    with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent, want reverse-mode gradients$"):
+        torch.func.jvp(lambda x: calls(**{name: x})()[0], (tensor,), (tensor,))
+
+
 def test_more_slots_than_32_bits_count_are_beyond_the_limit() -> None:
     cache = torch.zeros(1).expand(2**27, 16, 2, 12)
     with pytest.raises(LimitExceededError, match=r"^key_cache: got 2147483648 slots, want <= 2147483647$"):

@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mmpos.checks import one_of
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 from mmpos.rotary import norm_operator, operator, phases
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.memory import check_inplace
-from mmpos.rotary.norms import FLOATS, NONE, Norm, norm_of
+from mmpos.rotary.norms import FLOATS, NONE, Norm, check_no_tangent, norm_of
 from mmpos.rotary.sources import Positions, Source, constants, source_of
 
 __all__ = ["apply_rotary", "rotate_with"]
@@ -63,7 +62,7 @@ def apply_rotary(
         conjugate: rotate by the negative angles, which undoes a rotation; a norm still comes before it.
         q_norm_weight: (head_dim,) of the norm of q, float32, bfloat16 or float16; None does not normalise q.
         k_norm_weight: likewise of k.
-        norm_eps: added to the mean of squares.
+        norm_eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         norm_weight_offset: added to the weights; Gemma's are 1.0 less than what multiplies.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
             in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, and for a norm,
@@ -75,7 +74,7 @@ def apply_rotary(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
-        UnsupportedError: in place under autograd.
+        UnsupportedError: in place under autograd; gradients in forward mode.
     """
     return rotate_with(
         None,
@@ -153,8 +152,7 @@ def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, T
         want = 3 if layout == "thd" else 4
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
-        if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
-            raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
+        check_no_tangent(name, x)
     q4 = as_bshd(q, layout)
     if k is None:
         return q4, None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of what is rotated, and of weights."""
 
 LEAST_EPS = 2.0**-126
 """The least normal float32: the kernel takes less than that for zero, whose inverse root is no number."""
+
+LARGEST = 2.0**127
+"""Beyond it float32 has infinity, times which a channel of zero is no number."""
 
 
 class Norm(NamedTuple):
@@ -44,15 +47,16 @@ def norm_of(
 
     Raises:
         InvalidInputError: a weight does not fit q or k, or a number is out of range.
+        UnsupportedError: a weight has a forward-mode tangent.
     """
     if q_weight is None and k_weight is None:
         return NONE
     if k is None and k_weight is not None:
         raise InvalidInputError("k_norm_weight: got a weight without k, want None")
-    if not (isinstance(eps, int | float) and LEAST_EPS <= eps < math.inf):
-        raise InvalidInputError(f"norm_eps: got {eps!r}, want a number from 2⁻¹²⁶ on")
-    if not (isinstance(offset, int | float) and math.isfinite(offset)):
-        raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want a finite number")
+    if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
+        raise InvalidInputError(f"norm_eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+    if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
+        raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
     weights = _checked("q", q, q_weight), _checked("k", k, k_weight)
     return Norm(*weights, float(eps), float(offset))
 
@@ -67,7 +71,14 @@ def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
         raise InvalidInputError(f"{name}_norm_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
     if weight.device != x.device:
         raise InvalidInputError(f"{name}_norm_weight: got a tensor on {weight.device}, want {x.device} as {name}")
+    check_no_tangent(f"{name}_norm_weight", weight)
     return weight.contiguous()
+
+
+def check_no_tangent(name: str, x: Tensor) -> None:
+    """Refuse gradients in forward mode, which the operators would leave out."""
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
 
 
 def _offset(weight: Tensor | None, offset: float | None) -> Tensor | None:

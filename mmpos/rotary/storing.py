@@ -13,7 +13,7 @@ from mmpos.rotary import paged, store_operator
 from mmpos.rotary.apply import Implementation, Layout, as_bshd, back, check_positions, chosen, views
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.memory import apart, nested, steps
-from mmpos.rotary.norms import norm_of
+from mmpos.rotary.norms import check_no_tangent, norm_of
 from mmpos.rotary.paged import CacheLayout
 from mmpos.rotary.sources import Positions, constants, source_of
 
@@ -138,8 +138,11 @@ def _caches(
 
 def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
     for name, x in tensors.items():
-        if x is not None and torch.is_grad_enabled() and x.requires_grad:
+        if x is None:
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
+        check_no_tangent(name, x)
 
 
 def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:

@@ -57,12 +57,14 @@ def launch(
         return
     width = tiling.width(q.shape[3], pair_axis.shape[0], norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
+    # Of both: what has no heads has no address either.
+    apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with tiling.on(q.device):
         rotary_kernel[(triton.cdiv(tokens, block), shares)](
             q, k, q_out, k_out, positions, frequencies, pair_axis, *norm,
             tokens, seq, positions.shape[1], positions.stride(0), q_heads, k.shape[2], attention_factor,
             *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
             **tiling.constants(q, positions, pair_axis, mode, attention_factor),
-            AS_HF=as_hf, ADJACENT=adjacent, CONJUGATE=conjugate, COPY_REST=q.data_ptr() != q_out.data_ptr(),
+            AS_HF=as_hf, ADJACENT=adjacent, CONJUGATE=conjugate, COPY_REST=apart,
             BLOCK=block, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

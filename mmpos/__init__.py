@@ -19,7 +19,17 @@ from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 
 if TYPE_CHECKING:
+    from mmpos import bench as bench
     from mmpos import client, compare, data, encodings, rotary
+    from mmpos import hf as hf
+    from mmpos import megatron as megatron
+    from mmpos import plot as plot
+    from mmpos import queries as queries
+    from mmpos import sections as sections
+    from mmpos import sglang as sglang
+    from mmpos import tokenizers as tokenizers
+    from mmpos import torchtitan as torchtitan
+    from mmpos import vllm as vllm
     from mmpos.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.models import ModelSettings, from_hf_config
@@ -75,7 +85,24 @@ _LAZY = {
     "from_hf_config": "mmpos.models",
 }
 
-_MODULES = ("client", "compare", "data", "encodings", "rotary")
+_MODULES = (
+    "bench",
+    "client",
+    "compare",
+    "data",
+    "encodings",
+    "hf",
+    "megatron",
+    "plot",
+    "queries",
+    "rotary",
+    "sections",
+    "sglang",
+    "tokenizers",
+    "torchtitan",
+    "vllm",
+)
+"""Rooms that are imported when they are first asked for; those of engines are not among the names of ``*``."""
 
 if not TYPE_CHECKING:
 

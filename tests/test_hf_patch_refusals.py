@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from mmpos import InvalidInputError, SegmentTable, Text, UnsupportedError, place
 from mmpos.hf import patch
-from mmpos.rotary import Rotary, YaRN
+from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 
 def test_models_and_rotaries_that_do_not_fit_are_refused() -> None:
@@ -132,6 +132,14 @@ def test_ids_that_do_not_fit_the_call_are_refused(ids: Any, why: str) -> None:
     patched(model)
     with pytest.raises(InvalidInputError, match=f"mm_position_ids: {why}"):
         model(tokens(2, 24), mm_position_ids=ids)
+
+
+def test_a_table_in_place_of_position_ids_is_refused() -> None:
+    model = model_of("llama")
+    patched(model)
+    for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
+        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it as mm_position_ids"):
+            model(tokens(2, 24), position_ids=table)
 
 
 def test_positions_need_tokens() -> None:

@@ -12,6 +12,19 @@ import pytest
 import mmpos
 
 ROOT = Path(__file__).parent.parent
+ROOMS = [
+    "bench",
+    "hf",
+    "megatron",
+    "plot",
+    "queries",
+    "schemes",
+    "sections",
+    "sglang",
+    "tokenizers",
+    "torchtitan",
+    "vllm",
+]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +65,17 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
     ]
     assert all(hasattr(mmpos, name) for name in mmpos.__all__)
     assert set(mmpos.__all__) <= set(dir(mmpos))
+
+
+def test_rooms_are_there_when_they_are_asked_for() -> None:
+    code = f"""
+import mmpos
+for name in {ROOMS}:
+    assert getattr(mmpos, name).__name__ == "mmpos." + name
+    assert name in dir(mmpos)
+"""
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_unknown_names_are_attribute_errors() -> None:

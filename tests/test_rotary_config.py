@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.models import from_hf_config
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
 from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MODELS, OTHER_ROTATIONS, SECTIONS
@@ -355,6 +356,14 @@ def test_a_field_that_a_rope_type_needs_is_named() -> None:
         Rotary.from_hf_config({**SIZES, "rope_scaling": {"type": "longrope"}})
     with pytest.raises(InvalidInputError, match="head_dim: got none in the config"):
         Rotary.from_hf_config({"hidden_size": 64})
+
+
+@pytest.mark.parametrize("config", ["config.json", Path("config.json"), None], ids=["str", "path", "none"])
+def test_a_config_is_not_read_from_a_file(config: object) -> None:
+    message = f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json"
+    for read in (Rotary.from_hf_config, from_hf_config):
+        with pytest.raises(InvalidInputError, match=message):
+            read(config)
 
 
 def test_partial_rotation_is_read_wherever_it_stands() -> None:

@@ -101,6 +101,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "axes of ids": (calls(packed(), positions=IDS[:1]), "positions: got 1 axes, want 2 as in rotary"),
     "tokens of a table": (calls(zeros(15, 2, 16)), "positions: got 16 tokens, want 15 as in q"),
     "tokens of ids": (calls(packed(), positions=IDS[:, 1:]), "positions: got 15 tokens, want 16 as in q"),
+    "heads of k before seq": (
+        calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16)),
+        "k: got shape (2, 2, 8, 16), want that of q, (2, 4, 8, 16), but for the heads; "
+        'heads before seq are layout="bhsd"',
+    ),
+    "heads before seq": (
+        calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32)),
+        "positions: got 34 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout",
+    ),
+    "heads before seq, and told so": (
+        calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd"),
+        "positions: got 16 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout",
+    ),
     "one dimension of ids": (
         calls(packed(), positions=IDS[0]),
         "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)",

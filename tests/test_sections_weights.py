@@ -228,6 +228,8 @@ def test_gates_beside_q_are_refused_since_they_belong_to_channels_of_v() -> None
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(mmpos.InvalidInputError, match="weights: got Identity, want a mapping, or"):
         permute_qk(nn.Identity(), ROTARY)  # type: ignore[call-overload]
+    with pytest.raises(mmpos.InvalidInputError, match="weights: got str, want a mapping, or"):
+        permute_qk("model.safetensors", ROTARY)  # type: ignore[arg-type]
     with pytest.raises(mmpos.InvalidInputError, match=re.escape("a.q_proj.weight: got ndarray, want a tensor")):
         permute_qk({"a.q_proj.weight": torch.ones(12).numpy()}, ROTARY)  # type: ignore[dict-item]
     fused = {"a.qkv_proj.weight": torch.ones(12 * 8, 2)}

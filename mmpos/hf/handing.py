@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmpos.errors import UnsupportedError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.hf.positions import Rows, apart, rows_of, tokens_of
+from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 
@@ -50,6 +51,9 @@ class HandDown:
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """New arguments, if positions are among them."""
+        told = kwargs.get("position_ids")
+        if isinstance(told, PositionTable | DevicePositions):
+            raise InvalidInputError(f"position_ids: got {type(told).__name__}, want it as {ARGUMENT}")
         if ARGUMENT not in kwargs:
             return None
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}

@@ -11,7 +11,7 @@ from mmpos.models.fields import Fields
 from mmpos.models.known import ENCODER_ORDERS, MODEL_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.hf_config import hf_arguments
+from mmpos.rotary.hf_config import check_config, hf_arguments
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
 
 __all__ = ["from_hf_config"]
@@ -38,6 +38,7 @@ def from_hf_config(
         InvalidInputError: the config does not say what is needed, or contradicts itself; the message names the field.
     """
     one_of("engine", engine, ("transformers", "serving"))
+    check_config(config)
     told = Fields("config", config)
     known = _known(told.model_type())
     vision = told.part("vision_config")

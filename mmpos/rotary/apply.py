@@ -111,7 +111,7 @@ def rotate_with(
     if head_dim != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
     source = source_of(positions, q.device, validate)
-    check_positions(source, rotary, batch, seq, q.device)
+    check_positions(source, rotary, q4)
     numbers = (
         source.mode,
         rotary.pairing == "adjacent",
@@ -163,7 +163,11 @@ def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, T
         )
     k4 = as_bshd(k, layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
-        raise InvalidInputError(f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads")
+        before = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
+        hint = '; heads before seq are layout="bhsd"' if before else ""
+        raise InvalidInputError(
+            f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads{hint}"
+        )
     return q4, k4
 
 
@@ -184,13 +188,15 @@ def back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
     return out.transpose(1, 2) if layout == "bhsd" else out
 
 
-def check_positions(source: Source, rotary: Rotary, batch: int, seq: int, device: torch.device) -> None:
-    if source.positions.device != device:
-        raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {device} as q")
+def check_positions(source: Source, rotary: Rotary, q: Tensor) -> None:
+    batch, seq, heads, _ = q.shape
+    if source.positions.device != q.device:
+        raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {q.device} as q")
     if source.axes != rotary.axes:
         raise InvalidInputError(f"positions: got {source.axes} axes, want {rotary.axes} as in rotary")
     if source.tokens != batch * seq:
-        raise InvalidInputError(f"positions: got {source.tokens} tokens, want {batch * seq} as in q")
+        hint = "; heads and seq would fit if they were exchanged, see layout" if source.tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {source.tokens} tokens, want {batch * seq} as in q{hint}")
     known = source.mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL) or source.row_length
     if batch > 1 and known and source.row_length != seq:
         raise InvalidInputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MO
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers
 
-__all__ = ["ROPE_TYPES", "hf_arguments", "read_field"]
+__all__ = ["ROPE_TYPES", "check_config", "hf_arguments", "read_field"]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "axial", "ntk_alpha")
 """The rope types that are understood, after "mrope" is taken as default and "su" as longrope."""
@@ -40,6 +41,7 @@ def hf_arguments(
         UnsupportedError: a rope type or a model type whose rotation is not known.
         InvalidInputError: the config does not say what is needed.
     """
+    check_config(config)
     config = _language_model(config)
     model = _model(config)
     if model in OTHER_ROTATIONS:
@@ -62,6 +64,15 @@ def hf_arguments(
     if "allocation" in overrides:
         found = {key: value for key, value in found.items() if key not in ("allocation", "axes", "mrope_section")}
     return {**found, **overrides}
+
+
+def check_config(config: Any) -> None:
+    """Refuse the name of a file or of a checkpoint, which has no fields: nothing is read or fetched here."""
+    if config is None or isinstance(config, str | bytes | PurePath):
+        raise InvalidInputError(
+            f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json, "
+            "json.loads(Path(...).read_text())"
+        )
 
 
 def _get(config: Any, *names: str, default: Any = None) -> Any:

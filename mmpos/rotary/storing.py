@@ -89,7 +89,7 @@ def rotate_and_store(
     if head_dim != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
     source = source_of(positions, q.device, validate)
-    check_positions(source, rotary, batch, seq, q.device)
+    check_positions(source, rotary, q4)
     caches = _caches(key_cache, value_cache, cache_layout, k4, v4)
     slots = paged.slots_of(slot_mapping, batch, seq, caches[0], validate)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}

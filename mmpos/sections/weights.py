@@ -96,7 +96,8 @@ def permute_qk(
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
     turn = _Turn.of(channels, num_heads, num_kv_heads, fused, names)
-    if not isinstance(weights, Iterable):
+    given: object = weights
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
     return dict(turn.pairs(weights.items())) if isinstance(weights, Mapping) else turn.pairs(weights)
 

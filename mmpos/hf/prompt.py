@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,13 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
         raise InvalidInputError(
             f"mm_position_ids: got {len(lengths)} documents of {lengths.tolist()} tokens, "
             f'want {batch} of one length: pad the table with side="left"'
+        )
+    last = table.cu_seqlens[1:][held] - 1
+    ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
+    if ends_padded.any():
+        raise InvalidInputError(
+            f"mm_position_ids: got padding behind prompt {int(ends_padded.argmax())}, want it before: a row goes on from "
+            'its last token; pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
     return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)

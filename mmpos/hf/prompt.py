@@ -86,9 +86,10 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     last = table.cu_seqlens[1:][held] - 1
     ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
     if ends_padded.any():
+        row = int(ends_padded.argmax())
         raise InvalidInputError(
-            f"mm_position_ids: got padding behind prompt {int(ends_padded.argmax())}, want it before: a row goes on from "
-            'its last token; pad the table with side="left"'
+            f"mm_position_ids: got padding behind prompt {row}, want it before, as a row goes on from its last token: "
+            'pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
     return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)

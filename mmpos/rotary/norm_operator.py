@@ -12,7 +12,18 @@ from torch import Tensor
 from mmpos import native
 from mmpos.rotary import cpu, norm_reference, reference
 from mmpos.rotary.norms import Norm
-from mmpos.rotary.operator import ARGUMENTS, AUTO, LIBRARY, TRITON, cos_sin, outside_of_graphs, rotate
+from mmpos.rotary.operator import (
+    ARGUMENTS,
+    AUTO,
+    LIBRARY,
+    TRITON,
+    cos_sin,
+    nothing,
+    outside_of_graphs,
+    rotate,
+    shapes,
+    written,
+)
 
 NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset"
 """What follows q and k; a Norm. After it comes what the rotation takes."""
@@ -42,8 +53,7 @@ def _norm_rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]
 
 def _norm_rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     _run(q, k, q, k, *arguments)
-    # Autograd refuses to go back through what was saved before.
-    torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
+    written(q, k)
 
 
 def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *arguments: Any) -> None:
@@ -120,14 +130,6 @@ def _turn(
     return cpu.turning(source, seq, adjacent=adjacent, conjugate=conjugate, otherwise=plain)
 
 
-def _shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def _backward_shapes(
     _q_grad: Tensor, _k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
@@ -179,7 +181,7 @@ for _name, _function in (
     ("norm_rotate_backward", _norm_rotate_backward),
 ):
     LIBRARY.impl(_name, outside_of_graphs(_function), "CompositeExplicitAutograd")
-torch.library.register_fake("mmpos::norm_rotate", _shapes, lib=LIBRARY)
-torch.library.register_fake("mmpos::norm_rotate_", _nothing, lib=LIBRARY)
+torch.library.register_fake("mmpos::norm_rotate", shapes, lib=LIBRARY)
+torch.library.register_fake("mmpos::norm_rotate_", nothing, lib=LIBRARY)
 torch.library.register_fake("mmpos::norm_rotate_backward", _backward_shapes, lib=LIBRARY)
 torch.library.register_autograd("mmpos::norm_rotate", _backward, setup_context=_remember, lib=LIBRARY)

@@ -77,8 +77,12 @@ def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
     _run(q, k, q, k, *arguments)
-    # Autograd refuses to go back through what was saved before.
-    torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
+    written(q, k)
+
+
+def written(*tensors: Tensor) -> None:
+    """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 def _run(
@@ -107,12 +111,13 @@ def _run(
     reference.rotate([(q, q_out), (k, k_out)], cos, -sin if conjugate else sin, adjacent=adjacent)
 
 
-def _shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """What an operator gives that makes new tensors."""
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _nothing(*_: Any) -> None:
-    return None
+def nothing(*_: Any) -> None:
+    """What an operator gives that writes in place."""
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -146,6 +151,6 @@ def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 LIBRARY.impl("rotate", outside_of_graphs(_rotate), "CompositeExplicitAutograd")
 LIBRARY.impl("rotate_", outside_of_graphs(_rotate_in_place), "CompositeExplicitAutograd")
-torch.library.register_fake("mmpos::rotate", _shapes, lib=LIBRARY)
-torch.library.register_fake("mmpos::rotate_", _nothing, lib=LIBRARY)
+torch.library.register_fake("mmpos::rotate", shapes, lib=LIBRARY)
+torch.library.register_fake("mmpos::rotate_", nothing, lib=LIBRARY)
 torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_remember, lib=LIBRARY)

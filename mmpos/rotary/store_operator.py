@@ -46,7 +46,7 @@ def _store(
         q_out, turned = rotate(q, k, *_given(norm), *rotation)
         paged.write((key_cache, value_cache), (turned, v), slots)
         k_out = turned if return_k else _nothing(k)
-    _written(key_cache, value_cache)
+    operator.written(key_cache, value_cache)
     return q_out, k_out
 
 
@@ -57,13 +57,13 @@ def _store_in_place(
     norm, rotation = _norm(arguments), arguments[4:]
     if rotation[-1] == operator.TRITON:
         _launch(q, k, v, q, k if return_k else _nothing(k), key_cache, value_cache, slots, norm, *rotation)
-        _written(q, *([k] if return_k else []))
+        operator.written(q, *([k] if return_k else []))
     else:
         rotate: Any = operator.rotate_ if norm is NONE else norm_operator.norm_rotate_
         turned = k if return_k else k.clone()
         rotate(q, turned, *_given(norm), *rotation)
         paged.write((key_cache, value_cache), (turned, v), slots)
-    _written(key_cache, value_cache)
+    operator.written(key_cache, value_cache)
 
 
 def _launch(
@@ -93,11 +93,6 @@ def _nothing(k: Tensor) -> Tensor:
     return k.new_empty((*k.shape[:2], 0, k.shape[3]))
 
 
-def _written(*tensors: Tensor) -> None:
-    """Autograd refuses to go back through what was saved before."""
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
-
-
 def _shapes(
     q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -107,4 +102,4 @@ def _shapes(
 operator.LIBRARY.impl("rotate_and_store", operator.outside_of_graphs(_store), "CompositeExplicitAutograd")
 operator.LIBRARY.impl("rotate_and_store_", operator.outside_of_graphs(_store_in_place), "CompositeExplicitAutograd")
 torch.library.register_fake("mmpos::rotate_and_store", _shapes, lib=operator.LIBRARY)
-torch.library.register_fake("mmpos::rotate_and_store_", lambda *_: None, lib=operator.LIBRARY)
+torch.library.register_fake("mmpos::rotate_and_store_", operator.nothing, lib=operator.LIBRARY)

@@ -60,10 +60,13 @@ tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made 
 	$(BIN)/python benchmarks/record.py --tables
 
 clean:  ## remove what was built
-	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so
+	rm -rf $(VENV) build out dist *.egg-info mmpos/_native*.so
 
+# What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip uninstall -qq --yes mmpos
+	rm -rf mmpos.egg-info
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@touch $@
 
@@ -73,5 +76,5 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 
 # Compiled at once: tests start many processes, also where Python is told to write no bytecode.
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
-	$(UV) --compile-bytecode --editable '.[dev]'
+	$(UV) --compile-bytecode --editable . --group dev
 	@touch $@ $(VENV)/demo

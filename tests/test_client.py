@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -1129,4 +1130,5 @@ except ImportError as error:
     print(error)
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == 'mmpos.client needs grpc: pip install "mmpos[client]"\n'
+        want = r'want pip install "multimodal-positions\[client\]"'
+        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", done.stdout), done.stdout

@@ -432,7 +432,9 @@ def test_a_missing_extra_is_one_line_that_names_it(tmp_path: Path, engine: str, 
     arguments = [sys.executable, "-c", hidden, *command("s0.jsonl", "--engine", engine)]
     ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert re.fullmatch(rf'mmpos: error: [^\n]+ needs? {missing}: pip install "mmpos\[{extra}\]"\n', ended.stderr)
+    what = {"local": "mmpos.data.write_sequences", "ray": "the ray engine"}[engine]
+    want = f'want pip install "multimodal-positions[{extra}]"'
+    assert ended.stderr == f"mmpos: error: {what}: {missing} is not installed, {want}\n"
 
 
 def test_an_interrupted_command_says_how_to_go_on(

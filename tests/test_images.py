@@ -827,11 +827,13 @@ def test_a_processor_checks_itself(options: dict[str, Any], message: str) -> Non
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r'pip install "mmpos\[all\]"; backend="pillow" needs neither'):
+    with pytest.raises(
+        ImportError, match=r'\(backend="pillow" works without torch\): torch is .* "multimodal-positions\[all\]"$'
+    ):
         ImageProcessor("torchvision").process(GRADIENT)
     np.testing.assert_array_equal(pixels(GRADIENT, "torchvision"), GRADIENT)  # fits: nothing to resize
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r'pip install "mmpos\[pillow\]"'):
+    with pytest.raises(ImportError, match=r'pip install "multimodal-positions\[pillow\]"'):
         ImageProcessor("pillow").process(SAME["PNG bytes"])
 
 

@@ -193,9 +193,8 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:
         Profiles.from_config(load(file))
-    assert str(raised.value) == (
-        f"{file}: profiles.a.tokenizer: got 'x.json', which needs tokenizers: pip install tokenizers"
-    )
+    want = 'want pip install "multimodal-positions[tokenizers]"'
+    assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
 
 
 def test_settings_are_frozen() -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from mmpos.cli import report
 from mmpos.cli.commands import SchemeName, app
 from mmpos.errors import InvalidInputError
+from mmpos.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.data.storing.summary import Progress, Summary
@@ -100,8 +101,7 @@ def preprocess(
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
     """
-    from mmpos.data.readers import shards
-    from mmpos.data.storing.job import write_sequences
+    from mmpos.data import shards, write_sequences
 
     builder = _builder(tokenizer, image_options or (), markers or (), scheme)
     callable_ = _callable(format_name, format_options or (), images_from, builder)
@@ -154,10 +154,8 @@ def _tokenizer(name: str) -> Any:
         from mmpos.tokenizers import ByteTokenizer
 
         return ByteTokenizer()
-    try:
+    with needed_for("--tokenizer", extra="tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError("--tokenizer needs tokenizers: pip install tokenizers", name=error.name) from error
     if not Path(name).is_file():
         raise InvalidInputError(f"--tokenizer: got {name!r}, want bytes or the path of a tokenizer.json")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmpos.about import version_of
+from mmpos.about import version
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.wire.schemes import parameters
@@ -84,7 +84,7 @@ class _Info:
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Version, schemes, limits and profiles."""
-        answer.version = version_of("mmpos") or "unknown"  # run from its source
+        answer.version = version()
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)
         for name, value in self.limits.model_dump().items():

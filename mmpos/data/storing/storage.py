@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from mmpos.checks import IntArray, integer
 from mmpos.data.documents import Location, RecordError
@@ -20,12 +22,6 @@ from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
 from mmpos.errors import InvalidInputError, LimitExceededError
-
-try:
-    import pyarrow as pa
-    from pyarrow import parquet
-except ImportError as error:
-    raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
 
 __all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "ready", "whole_file"]
 

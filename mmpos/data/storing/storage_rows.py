@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from mmpos.checks import IntArray, text
 from mmpos.columns import AXES
@@ -16,11 +17,6 @@ from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
 from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
-
-try:
-    import pyarrow as pa
-except ImportError as error:
-    raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
 
 __all__ = ["SCHEMA", "from_row", "to_row"]
 

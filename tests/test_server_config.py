@@ -107,11 +107,14 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.enable_truncation(1)  # of every text that it encodes, as many files have it
+    model.enable_padding(length=6)
     model.save(str(file.parent / "words.json"))
     file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
     builder = Profiles.from_config(load(file)).get("words").builder
     assert builder.marker_ids == (0, 1, 2)
-    assert builder.build(["b"]).input_ids.tolist() == [4]
+    assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
     assert builder.scheme == RopeTie()
 
 

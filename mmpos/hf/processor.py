@@ -16,7 +16,7 @@ from mmpos.hf.processor_batch import PositionBatch, per_token
 from mmpos.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
 from mmpos.hf.processor_images import flat, patches_of, process
 from mmpos.hf.processor_options import Options, flat_options
-from mmpos.hf.processor_rows import expand
+from mmpos.hf.processor_rows import added_tokens, expand
 from mmpos.images import ImageProcessor
 from mmpos.markers import Markers
 from mmpos.placing import place
@@ -124,7 +124,7 @@ class MMPosProcessor(ProcessorMixin):
             if value is not None:
                 raise UnsupportedError(f"{name}: got {type(value).__name__}, want None: a processor of images and text")
         given = flat_options(options)
-        chosen = Options.of(given)
+        chosen = Options.of(given, self.tokenizer)
         if is_chat(text):
             generate = given.pop("add_generation_prompt", False)
             given = given if images is None else {**given, "images": images}
@@ -230,7 +230,7 @@ class MMPosProcessor(ProcessorMixin):
         rows = expand(encoded["input_ids"], grid_thw, counts, self._marker_ids, marked=self.add_markers)
         limit = options.limit(self.tokenizer)
         if limit is not None:
-            rows = rows.cut(limit, self.tokenizer.truncation_side)
+            rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))
         table = place(rows.segments(), self.scheme, self.start)
         values = {"input_ids": rows.input_ids}
         if options.return_mm_token_type_ids:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -50,17 +51,29 @@ class Rows:
             self.lengths, offsets, self.grid_thw, self.document, row_separator=self.row_separator
         )
 
-    def cut(self, length: int, side: str) -> Rows:
+    def cut(self, length: int, side: str, added: IntArray) -> Rows:
         """Every row cut to at most so many tokens, on the right or on the left, which may cut no image.
 
+        Args:
+            length: most tokens of a row.
+            side: "right" or "left".
+            added: (rows, 2) tokens at the begin and at the end of each row that stay.
+
         Raises:
-            InvalidInputError: an image would be cut, or cut off: its pixels would have no place.
+            InvalidInputError: an image would be cut, or cut off: its pixels would have no place; or there would be no
+                room for what stays.
         """
-        stops = self.lengths.cumsum()
-        starts = stops - self.lengths
+        long = self.lengths > length
+        least = int((added.sum(axis=1) * long).max())
+        if least > length:
+            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
+        # What goes is one run of tokens, before those that stay at the end or behind those at the begin.
+        begin = length - added[:, 1] if side == "right" else added[:, 0]
+        begin = np.where(long, begin, self.lengths)
         kept = np.minimum(self.lengths, length)
-        begin, end = (starts, starts + kept) if side == "right" else (stops - kept, stops)
-        lost = (self.first < begin[self.document]) | (self.stop > end[self.document])
+        starts = self.lengths.cumsum() - self.lengths
+        begin, end = starts + begin, starts + begin + self.lengths - kept
+        lost = (self.stop > begin[self.document]) & (self.first < end[self.document])
         if lost.any():
             i = int(lost.argmax())
             row = int(self.document[i])
@@ -68,16 +81,26 @@ class Rows:
                 f"max_length: got {length}, which cuts image {i} off text[{row}] of {self.lengths[row]} tokens, "
                 "want more, or truncation=False"
             )
-        shift = (begin - (kept.cumsum() - kept))[self.document]
-        inside = np.arange(kept.sum()) + np.repeat(begin - (kept.cumsum() - kept), kept)
+        token = np.arange(self.input_ids.size)
+        inside = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
+        before = inside.cumsum() - inside
         return replace(
             self,
             input_ids=self.input_ids[inside],
             lengths=kept,
             source=self.source[inside],
-            first=self.first - shift,
-            stop=self.stop - shift,
+            first=before[self.first],
+            stop=before[self.stop - 1] + 1,
         )
+
+
+def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
+    """(rows, 2) special tokens that a tokenizer has put before and after each text, as its mask of them says."""
+    runs = [
+        (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
+        for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
+    ]
+    return np.array(runs, np.int64)
 
 
 def expand(

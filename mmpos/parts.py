@@ -122,7 +122,9 @@ def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> li
 
 def fraction(name: str, value: Fraction | float) -> Fraction:
     """A number of seconds as an exact fraction; a float becomes the nearest with a denominator up to 1,000,000."""
-    if isinstance(value, Fraction | int) and not isinstance(value, bool):
+    if isinstance(value, Fraction):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     try:
         if isinstance(value, bool | np.bool_) or not math.isfinite(value):

@@ -25,6 +25,7 @@ from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, M
 from mmpos.hf import MMPosProcessor
 from mmpos.hf.processor_config import scheme_of, scheme_to_json
 from mmpos.hf.processor_rows import expand
+from mmpos.markers import MarkerIds
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 
 BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
@@ -269,7 +270,9 @@ def test_rows_are_cut_to_the_limit_of_the_tokenizer() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_that_were_cut_know_where_their_images_are(side: str) -> None:
     grids = np.array([[1, 1, 2], [1, 2, 1]])
-    rows = expand([[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, (BEGIN, END, PATCH), marked=True)
+    rows = expand(
+        [[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, MarkerIds(BEGIN, END, PATCH, None, None)
+    )
     image = [BEGIN, PATCH, PATCH, END]
     for length in (9, 8):
         rows = rows.cut(length, side, np.zeros((2, 2), np.int64))
@@ -611,14 +614,13 @@ def test_fractional_ids_survive_a_cast() -> None:
     assert values.to(torch.bfloat16)["pixel_values"].dtype == torch.bfloat16
 
 
-def test_positions_follow_from_the_tokens_again() -> None:
-    made = processor(start=5)
+@pytest.mark.parametrize("markers", [Markers(), Markers(row="[ROW]"), Markers(None, None, row="[ROW]", last_row=EOS)])
+def test_positions_follow_from_the_tokens_again(markers: Markers) -> None:
+    made = processor(start=5, markers=markers)
     batch = made([WIDE, TALL, WIDE], TEXTS, padding=True, padding_side="left", return_tensors="pt")
     again = made.positions(batch["input_ids"], batch["image_grid_thw"], batch["attention_mask"])
     np.testing.assert_array_equal(again.table, batch["positions"].table)
     np.testing.assert_array_equal(again.documents, batch["positions"].documents)
-    with pytest.raises(UnsupportedError, match=r"^markers\.row: got row separators"):
-        processor(markers=Markers(row="[ROW]")).positions([[1]])
 
 
 def test_schemes_without_next_positions_give_none() -> None:

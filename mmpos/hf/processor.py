@@ -76,7 +76,7 @@ class MMPosProcessor(ProcessorMixin):
     @property
     def image_token_id(self) -> int:
         """The id of every patch in input_ids."""
-        return self._marker_ids[2]
+        return self._marker_ids.patch
 
     @property
     def image_token(self) -> str:
@@ -185,16 +185,15 @@ class MMPosProcessor(ProcessorMixin):
 
         Raises:
             InvalidInputError: the first image that does not fit its placeholders, with both counts.
-            UnsupportedError: images have row separators, which token ids alone do not tell apart.
         """
-        if self.markers.row is not None:
-            raise UnsupportedError("markers.row: got row separators, want the positions that the call gave")
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
             image_token_id=self.image_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
+            row_token_id=self._marker_ids.row,
+            last_row_token_id=self._marker_ids.last_row,
         )
 
     def positions(
@@ -227,7 +226,8 @@ class MMPosProcessor(ProcessorMixin):
     ) -> dict[str, Any]:
         """All that comes of the text, and of the sizes of the images."""
         encoded = options.encode(self.tokenizer, texts)
-        rows = expand(encoded["input_ids"], grid_thw, counts, self._marker_ids, marked=self.add_markers)
+        markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
+        rows = expand(encoded["input_ids"], grid_thw, counts, markers)
         limit = options.limit(self.tokenizer)
         if limit is not None:
             rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))

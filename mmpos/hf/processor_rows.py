@@ -11,6 +11,7 @@ import numpy as np
 
 from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
+from mmpos.markers import MarkerIds
 from mmpos.segments import SegmentTable
 from mmpos.separators import separator_tokens
 
@@ -28,9 +29,8 @@ class Rows:
         first: (images,) first token of each image, a marker before it included.
         stop: (images,) one past its last token, likewise.
         document: (images,) the row of each image.
-        marked: whether markers stand around the patches of an image.
         grid_thw: (images, 3) frames, height and width after merging.
-        row_separator: whether the rows of an image end in one more token.
+        markers: the tokens that were put around and into the images.
     """
 
     input_ids: IntArray
@@ -39,17 +39,15 @@ class Rows:
     first: IntArray
     stop: IntArray
     document: IntArray
-    marked: bool
     grid_thw: IntArray
-    row_separator: bool
+    markers: MarkerIds
 
     def segments(self) -> SegmentTable:
         """What stands where; no token is read."""
         starts = self.lengths.cumsum() - self.lengths
-        offsets = self.first + self.marked - starts[self.document]
-        return SegmentTable.from_spans(
-            self.lengths, offsets, self.grid_thw, self.document, row_separator=self.row_separator
-        )
+        offsets = self.first + self.markers.margins[0] - starts[self.document]
+        separated = self.markers.row is not None
+        return SegmentTable.from_spans(self.lengths, offsets, self.grid_thw, self.document, row_separator=separated)
 
     def cut(self, length: int, side: str, added: IntArray) -> Rows:
         """Every row cut to at most so many tokens, on the right or on the left, which may cut no image.
@@ -107,9 +105,7 @@ def expand(
     texts: Sequence[Sequence[int]],
     grid_thw: IntArray,
     given: IntArray | None,
-    marker_ids: tuple[int, ...],
-    *,
-    marked: bool,
+    markers: MarkerIds,
 ) -> Rows:
     """Put the tokens of images in the place of their placeholders.
 
@@ -117,35 +113,30 @@ def expand(
         texts: token ids of each row, with one placeholder per image.
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
         given: (rows,) images given for each row; None where they are given for all together.
-        marker_ids: of begin, end and patch, and of row if there is one.
-        marked: whether to put begin and end around the patches.
+        markers: the tokens to put around and into the images.
 
     Raises:
         InvalidInputError: a row without tokens, or other placeholders than images.
     """
-    begin, end, patch, *row = marker_ids
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)
     if not lengths.all():
         raise InvalidInputError(f"text[{int(lengths.argmin())}]: got no tokens, want at least one")
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
-    (at,) = (ids == patch).nonzero()
+    (at,) = (ids == markers.patch).nonzero()
     document = np.searchsorted(before, at, side="right") - 1
     _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), given)
     frames, height, width = grid_thw.T
-    tokens = frames * height * (width + len(row)) + 2 * marked
+    front, back = markers.margins
+    tokens = frames * height * (width + (markers.row is not None)) + front + back
     counts = np.ones(ids.size, np.int64)
     counts[at] = tokens
     source = np.arange(ids.size).repeat(counts)
     stop = counts.cumsum()[at]
     longer = np.bincount(document, tokens - 1, lengths.size).astype(np.int64)  # exact: below 2**53
-    rows = Rows(
-        ids[source], lengths + longer, source, stop - tokens, stop, document, marked, grid_thw, row_separator=bool(row)
-    )
-    if marked:
-        rows.input_ids[rows.first], rows.input_ids[stop - 1] = begin, end
-    if row:
-        rows.input_ids[separator_tokens(rows.segments())] = row[0]
+    rows = Rows(ids[source], lengths + longer, source, stop - tokens, stop, document, grid_thw, markers)
+    spans = np.stack([rows.first + front, stop - back], axis=1)
+    markers.write(rows.input_ids, spans, separator_tokens(rows.segments()))
     return rows
 
 

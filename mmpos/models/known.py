@@ -32,6 +32,8 @@ class ModelType:
         serving: name of the scheme in the serving engines.
         text: types of language model (without _text) that may stand inside.
         markers: fields of the config with the ids before and after an image.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
+            Pixtral's; nothing stands around it then.
         video_markers: fields with the ids around a video, where its placeholders are those of images.
         timed: frames are placed in seconds, at vision_config.tokens_per_second.
         frames_apart: every frame of a video is a grid of its own.
@@ -43,6 +45,7 @@ class ModelType:
     serving: str
     text: frozenset[str] = field(repr=False)
     markers: tuple[str, str] | None = None
+    row_markers: tuple[str, str] | None = None
     video_markers: tuple[str, str] | None = None
     timed: bool = False
     frames_apart: bool = False
@@ -61,14 +64,17 @@ def _frames_apart(text: str, note: str = "") -> ModelType:
 def _glm(text: str) -> ModelType:
     note = "frames of videos have the placeholders of images, between the markers of a video"
     names = _names(text)
-    return ModelType("mrope-qwen3", "mrope-qwen3", names, _IMAGE, _VIDEO, frames_apart=True, note=note)
+    return ModelType("mrope-qwen3", "mrope-qwen3", names, _IMAGE, None, _VIDEO, frames_apart=True, note=note)
 
 
 def _flat(note: str = "", text: frozenset[str] = TEXT_TYPES, markers: tuple[str, str] | None = None) -> ModelType:
     return ModelType("flatten", "flatten", text, markers, note=note)
 
 
-_SEPARATED = "rows end in [IMG_BREAK], which the config does not name: without grids all tokens count alike"
+def _pixtral(note: str) -> ModelType:
+    return ModelType("flatten", "flatten", TEXT_TYPES, row_markers=("[IMG_BREAK]", "[IMG_END]"), note=note)
+
+
 _QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
 
@@ -110,9 +116,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             _names("hunyuan_image_3_moe"),
             note="half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
         ),
-        "mistral3": _flat(_SEPARATED),
+        "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
         "lighton_ocr": _flat(),
-        "llava": _flat("the encoder may be Pixtral's"),
+        "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
         "llava_next": _flat(),
         "llava_onevision": _flat(),
         "internvl": _flat(),

@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "ready", "whole_file"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the columns; a file of another version is refused."""
 
 _METADATA = b"mmpos"

@@ -47,7 +47,7 @@ def test_batches_and_positions_are_those_of_transformers() -> None:
     ours, theirs = both(chat_tokenizer(QWENS, **MARKED))
     rows = [f"{IMAGE} a cat", f"A cup {IMAGE}, {IMAGE}", "coffee"]
     random = np.random.default_rng(0)
-    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (40, 40, 3), (200, 60, 3))]
+    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (9, 905, 3), (200, 60, 3))]
     told: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
     got = ours(photos, rows, **told)
     want = theirs([photos[:1], photos[1:], []], rows, return_mm_token_type_ids=True, **told)

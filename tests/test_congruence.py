@@ -253,6 +253,41 @@ def test_wrong_sequences(ask: Ask, parts: Any) -> None:
     same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
 
 
+BROKEN: list[Any] = [
+    # Only a server finds what is wrong with these …
+    b"not a photo",
+    [258],
+    [-1],
+    Grid(1, 2, row_separator=True),
+    Video([PHOTO, b"not a photo"], times=[0, 1]),
+    # … and these cannot be sent.
+    "\ud800",
+    None,
+    [1.5],
+    Path("nowhere.png"),
+    np.zeros((10, 10, 2), np.uint8),
+    Video([PHOTO], times=[0], timestamp="\ud800"),
+]
+
+
+def test_of_two_broken_parts_the_first_is_named(ask: Ask) -> None:
+    documents = [["a", one, "b", other] for one in BROKEN for other in BROKEN]
+    documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
+    want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
+    assert all(isinstance(outcome, MmposError) for outcome in want)
+    found = ask("build_batch", documents, errors="return")
+    for d, (one, other) in enumerate(zip(found, want, strict=True)):
+        assert (type(one), str(one)) == (type(other), f"documents[{d}].{other}")
+    for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
+        same(_outcome(partial(ask, "build", parts)), outcome)
+    for first in (4, 30, 60):
+        some = [["a"], *documents[first : first + 5]]
+        same(
+            _outcome(partial(ask, "build_batch", some)),
+            _outcome(partial(LOCAL[None].build_batch, some)),
+        )
+
+
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
 def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)

@@ -32,12 +32,12 @@ class ModelType:
         serving: name of the scheme in the serving engines.
         text: types of language model (without _text) that may stand inside.
         markers: fields of the config with the ids before and after an image.
-        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
-            Pixtral's; nothing stands around it then.
         video_markers: fields with the ids around a video, where its placeholders are those of images.
         timed: frames are placed in seconds, at vision_config.tokens_per_second.
         frames_apart: every frame of a video is a grid of its own.
         merges_frames: vision_config.temporal_merge_size frames of a video become one.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
+            Pixtral's; nothing stands around it then.
         note: what is special, for people.
     """
 
@@ -45,11 +45,11 @@ class ModelType:
     serving: str
     text: frozenset[str] = field(repr=False)
     markers: tuple[str, str] | None = None
-    row_markers: tuple[str, str] | None = None
     video_markers: tuple[str, str] | None = None
     timed: bool = False
     frames_apart: bool = False
     merges_frames: bool = False
+    row_markers: tuple[str, str] | None = None
     note: str = ""
 
 
@@ -64,7 +64,7 @@ def _frames_apart(text: str, note: str = "") -> ModelType:
 def _glm(text: str) -> ModelType:
     note = "frames of videos have the placeholders of images, between the markers of a video"
     names = _names(text)
-    return ModelType("mrope-qwen3", "mrope-qwen3", names, _IMAGE, None, _VIDEO, frames_apart=True, note=note)
+    return ModelType("mrope-qwen3", "mrope-qwen3", names, _IMAGE, _VIDEO, frames_apart=True, note=note)
 
 
 def _flat(note: str = "", text: frozenset[str] = TEXT_TYPES, markers: tuple[str, str] | None = None) -> ModelType:

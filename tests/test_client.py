@@ -33,7 +33,7 @@ from mmpos.client import AsyncClient, Client, Tls
 from mmpos.client.channel import channel_options, target
 from mmpos.client.failures import error_of
 from mmpos.client.options import Endpoint, Options
-from mmpos.client.sequences import build_batch
+from mmpos.client.sequences import build, build_batch
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -343,10 +343,13 @@ def test_documents_that_cannot_be_built_are_named_as_in_process(kind: str, serve
     assert failure(lambda: client.build(["a"], patches=1))[1] == "patches: got 1, want True or False"
 
 
-def test_a_document_that_is_refused_here_does_not_travel() -> None:
-    documents: list[list[Any]] = [[b"x" * 1000, 3.5], ["a"]]
-    call = build_batch(Options.checked(None, 1, (), 1), documents, "return")
+def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
+    documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
+    options = Options.checked(None, 1, (), 1)
+    call = build_batch(options, documents, "return")
     assert len(call.request) < 100
+    with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
+        build(options, documents[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

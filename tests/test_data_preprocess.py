@@ -373,6 +373,10 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     (got,) = SequenceShard("out/s0.parquet").examples()
     [_, height, width] = got.sequence.grid_thw[0].tolist()
     assert got.sequence.input_ids.tolist() == [3, 1, *([7] * width + [8]) * height, 0]
+    bare = ["--marker", "begin=", "--marker", "end=", "--marker", "row=8", "--marker", "last_row=9"]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", "--scheme", "flatten", *bare)) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, *([2] * width + [8]) * (height - 1), *[2] * width, 9]
 
 
 @pytest.mark.parametrize(

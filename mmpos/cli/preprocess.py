@@ -82,7 +82,7 @@ def preprocess(
         typer.Option(
             "--marker",
             metavar=_OPTION,
-            help="Of images, such as begin=<|vision_start|>; begin, end, patch and row.",
+            help="Of images, such as begin=<|vision_start|>, or begin= for none; begin, end, patch, row and last_row.",
             show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
     ] = None,
@@ -193,7 +193,7 @@ def _value(name: str, kind: Any, value: str) -> Any:
     if kind == "str" and not value.startswith('"'):
         return value
     if kind in ("str | int", "str | int | None") and not value.isdigit():
-        return value
+        return None if kind.endswith("None") and not value else value
     try:
         return json.loads(value)
     except ValueError:

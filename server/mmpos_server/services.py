@@ -108,9 +108,14 @@ def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
         profile.name,
         builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name,
     )
-    message.begin_token_id, message.end_token_id, message.patch_token_id, *row = builder.marker_ids
-    if row:
-        message.row_token_id = row[0]
+    markers = builder.marker_ids
+    message.begin_token_id = -1 if markers.begin is None else markers.begin
+    message.end_token_id = -1 if markers.end is None else markers.end
+    message.patch_token_id = markers.patch
+    if markers.row is not None:
+        message.row_token_id = markers.row
+    if markers.last_row is not None:
+        message.last_row_token_id = markers.last_row
     if builder.images is not None:
         message.patch_size = builder.images.patch_size
         message.spatial_merge_size = builder.images.spatial_merge_size

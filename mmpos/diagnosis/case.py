@@ -118,6 +118,13 @@ class Case:
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 
+    def held(self, ids: npt.NDArray[Any]) -> Ids:
+        """The ids as the dtype in which they came would hold them."""
+        if self.came.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                ids = ids.astype(self.came.dtype)
+        return ids.astype(np.float64)
+
     def near(self, ids: Ids, got: Ids) -> Flags:
         """(tokens,) whether ids agree with those that came on every axis."""
         with np.errstate(invalid="ignore"):  # inf - inf

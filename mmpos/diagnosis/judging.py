@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from mmpos.diagnosis.case import Case, Flags, Guess
 from mmpos.diagnosis.suspects import SUSPECTS
 
@@ -39,9 +37,5 @@ def find_cause(case: Case) -> Verdict | None:
 
 
 def _agrees(case: Case, guess: Guess, tokens: slice) -> Flags:
-    """Whether the tokens have the ids of the mistake, as the dtype in which they came would hold them."""
-    ids = guess.ids[..., tokens]
-    if case.came.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            ids = ids.astype(case.came.dtype)
-    return case.near(ids.astype(np.float64), case.got[:, tokens])
+    """Whether the tokens have the ids of the mistake."""
+    return case.near(case.held(guess.ids[..., tokens]), case.got[:, tokens])

@@ -83,8 +83,8 @@ def test_several_documents_schemes_starts_and_files() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(side: Any) -> None:
-    ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(2)]])).padded(side=side)
-    specs = ("--spec", "3,2x3", "--spec", "2")
+    ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(4)]])).padded(side=side)
+    specs = ("--spec", "3,2x3", "--spec", "4")
     assert check(ids, *specs, "--padding", side)[0] == 0
     other = "left" if side == "right" else "right"
     code, words = check(ids, *specs, "--padding", other)

@@ -28,10 +28,12 @@ class Guess:
     Args:
         cause: the mistake in words, which follow "Cause: ".
         ids: (axes, tokens), or (tokens,) the same on all axes.
+        evidence: how many of the tokens that differ it was made to fit: the first at least, by which it was chosen.
     """
 
     cause: str
     ids: npt.NDArray[Any]
+    evidence: int = 1
 
 
 @dataclass(frozen=True, eq=False)

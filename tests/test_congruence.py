@@ -291,6 +291,7 @@ TABLE = place(SEGMENTS, "rope-tie-v2")
 ROTARIES = [
     Rotary(16),
     Rotary(16, allocation="split", pairing="adjacent", rotary_dim=8),
+    Rotary(16, allocation="axial", axes_dim=[4, 12]),
     Rotary(16, scaling=YaRN(4, 128), precision="hf"),
 ]
 

@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from rotary_oracle import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
@@ -164,3 +166,22 @@ def test_timms_axial_rotation(pairing: Any, half: bool) -> None:
     embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
     theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
     close(apply_rotary(q, None, positions, rotary)[:1], [theirs])
+
+
+@pytest.mark.parametrize(
+    ("axes_dim", "theta"), [([16, 56, 56], 256.0), ([44, 42, 42], 1e4)], ids=["HunyuanVideo", "Wan"]
+)
+def test_rotations_of_video_diffusion(axes_dim: list[int], theta: float) -> None:
+    """Diffusers' formula in other words: each axis turns a block of adjacent pairs, as complex float64 numbers."""
+    ids = torch.from_numpy(np.indices((5, 6, 7)).reshape(3, -1))
+    q = normal(ids.shape[1], 4, 128)
+    rotary = Rotary(128, theta, allocation="axial", axes_dim=axes_dim, pairing="adjacent")
+    blocks = []
+    for position, block in zip(ids, q.double().split(axes_dim, dim=-1), strict=True):
+        frequency = theta ** -torch.arange(0, 1, 2 / block.shape[-1], dtype=torch.float64)
+        turn = torch.polar(torch.ones(()).double(), position[:, None, None] * frequency)
+        blocks.append(torch.view_as_real(torch.view_as_complex(block.unflatten(-1, (-1, 2))) * turn).flatten(-2))
+    expected = torch.cat(blocks, dim=-1)
+    length = q.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
+    found, _ = apply_rotary(q, None, ids, rotary)
+    assert ((found - expected).abs() <= ARITHMETIC * length).all()

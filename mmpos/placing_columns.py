@@ -36,7 +36,7 @@ def columns(scheme: Scheme, segments: SegmentTable, parts: Parts, cursors: Curso
         check_next(end)
         header[0] = end
         header[1] = end - parts.start - _real_tokens(segments, parts)
-    return PositionTable(*ranges.assemble(table, document, header), scheme.fractional, scheme.name)
+    return PositionTable(*ranges.assemble(table, document, header), scheme.fractional, scheme.label)
 
 
 def _in_c(
@@ -59,7 +59,7 @@ def _in_c(
     if tokens is None:
         return None
     table.flags.writeable = documents.flags.writeable = False
-    return PositionTable(table, documents, tokens, scheme.fractional, scheme.name)
+    return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
 
 
 def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:

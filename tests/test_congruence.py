@@ -202,7 +202,7 @@ def test_the_profile_gives_scheme_placeholders_and_merging(ask: Ask) -> None:
     want = InputIds([1, 258, 258, 1], [[1, 2, 4]], image_token_id=258, spatial_merge_size=2)
     same(found, PositionsQuery(want).run())
     scheme = ask("place", SEGMENTS, profile="halves").scheme
-    assert scheme == "rope-tie-v2"
+    assert scheme == "rope-tie-v2(axes=3)"
     with pytest.raises(InvalidInputError, match="profile: got 'x', want one of 'default', 'halves'"):
         ask("place", SEGMENTS, profile="x")
 

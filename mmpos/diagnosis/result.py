@@ -15,7 +15,7 @@ class Diagnosis:
 
     Args:
         equal: whether all ids that were compared agree; the fields after num_documents are then empty.
-        scheme: name of the scheme.
+        scheme: name of the scheme, with the parameters that are not the defaults.
         num_tokens: tokens that were compared, padding left out.
         num_documents: their documents.
         different_tokens: tokens of which an id differs.

@@ -108,11 +108,13 @@ def test_rotations_of_transformers_vision_encoders(model: str, config: str, modu
     close(apply_rotary(q, k, positions, rotary), theirs)
 
 
-def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not() -> None:
+def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not_and_hf_is_wrong_alike() -> None:
     told = transformers("llama", "LlamaConfig", "configuration")(head_dim=128)
     ids = torch.tensor([[0, 4_095, 131_071, 1_000_003]])
     q = normal(1, 1, 4, 128)
-    cos, sin = transformers("llama", "LlamaRotaryEmbedding")(told)(q, ids)
+    embedding = transformers("llama", "LlamaRotaryEmbedding")(told)
+    cos, sin = embedding(q, ids)
+    in_bfloat16 = embedding(q.bfloat16(), ids)
     theirs, _ = transformers("llama", "apply_rotary_pos_emb")(q, q, cos, sin)
     angle = (ids[0, :, None] * 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)).repeat(1, 2)
     wide = q.to(torch.float64)
@@ -122,6 +124,9 @@ def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not() -> Non
         ours, _ = apply_rotary(q, None, ids, rotary, layout="bhsd")
         assert ((ours - theirs).abs().max() < HF) == same_as_theirs
         assert ((ours - truth).abs().max() < HF) != same_as_theirs
+        tables = zip(rotary.cos_sin(ids, layout="transformers"), in_bfloat16, strict=True)
+        # Float32 numbers in a last place apart may round to neighbours in bfloat16.
+        assert all((x.bfloat16() - y).abs().max() <= 2.0**-8 for x, y in tables) == same_as_theirs
     assert (theirs - truth).abs().amax(dim=(0, 1, 3))[3] > 1e-2
 
 

@@ -127,8 +127,8 @@ def test_a_folded_batch_is_rotated_as_its_rows_and_restarts_where_the_table_does
         expected = apply_rotary(q, k, positions, rotary)
         for given in (table_tensor(positions), table_tensor(positions, capacity=20), dense(positions, 24)[0]):
             torch.testing.assert_close(module(q, k, given), expected, rtol=0, atol=0)
-    for ids, given in ((text, text), (torch.arange(24), None)):
-        torch.testing.assert_close(module(q, k, given), apply_rotary(q, k, ids.expand(2, 24), rotary), rtol=0, atol=0)
+    for ids, told in ((text, text), (torch.arange(24), None)):
+        torch.testing.assert_close(module(q, k, told), apply_rotary(q, k, ids.expand(2, 24), rotary), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(91,), (7, 13), (1, 91), (91, 1), (1,), (1, 1)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,8 @@ def extrapolates(encoding: Known) -> Finding:
 
 def deterministic(encoding: Known) -> Finding:
     """All follows from a formula: there are no weights to learn."""
-    for field in fields(encoding) if is_dataclass(encoding) else ():
+    known: tuple[Field[Any], ...] = fields(encoding) if is_dataclass(encoding) else ()
+    for field in known:
         value = getattr(encoding, field.name)
         if isinstance(value, np.ndarray):
             return Finding(False, f"{field.name}: {'×'.join(map(str, value.shape))} numbers to learn")

@@ -116,7 +116,7 @@ def allocate(
     if section is not None and (not isinstance(allocation, str) or allocation not in _BY_SECTION):
         raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
     if axes_dim is not None:
-        return _told(allocation, axes, pairs, axes_dim)
+        return _axial_by_dim(allocation, axes, pairs, axes_dim)
     if not isinstance(allocation, str):
         if len(allocation) != pairs:
             raise InvalidInputError(f"allocation: got {len(allocation)} axes, want one for each of {pairs} pairs")
@@ -137,7 +137,7 @@ def allocate(
     return _BY_SECTION[allocation](section, pairs)
 
 
-def _told(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
+def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
     """The layout of "axial" with channels told for every axis."""
     got = list(axes_dim)
     if allocation != "axial":
@@ -155,9 +155,9 @@ def default_axes(
     allocation: str | Sequence[int], section: Sequence[int] | None, axes_dim: Sequence[int] | None = None
 ) -> int:
     """The axes that an allocation speaks of; 2 where it does not say."""
-    told = axes_dim if section is None else section
-    if told is not None:
-        return len(told)
+    per_axis = axes_dim if section is None else section
+    if per_axis is not None:
+        return len(per_axis)
     if isinstance(allocation, str):
         return 3 if allocation == "mrope-interleaved" else 2
     return max(allocation, default=0) + 1

@@ -228,10 +228,10 @@ class Rotary:
     def _pairs(self, arithmetic: Arithmetic) -> list[Any]:
         if self.inv_freq is not None:
             return list(arithmetic.array(self.inv_freq))
-        layout = self._layout
+        layout, kinds = self._layout, self._kinds
         with arithmetic.context():
-            ladders = {kind: self._ladder(arithmetic, *kind) for kind in set(self._kinds)}
-        return [ladders[self._kinds[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
+            ladders = {kind: self._ladder(arithmetic, *kind) for kind in set(kinds)}
+        return [ladders[kinds[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
 
     @property
     def _kinds(self) -> tuple[tuple[float, int], ...]:

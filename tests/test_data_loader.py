@@ -493,16 +493,18 @@ def test_a_resumed_run_writes_a_skipped_record_once_an_epoch(corpus: list[Reader
 def test_a_full_disk_cuts_no_line_of_the_quarantine(
     corpus: list[Reader], tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
-    dataset = data(corpus, on_error="skip", quarantine=tmp_path, shuffle=0)
-    path = tmp_path / "rank0-worker0.jsonl"
-    with full_disk(300), pytest.raises(OSError, match="File too large") as raised:
-        list(dataset)
+    def skipped(folder: Path) -> list[bytes]:
+        list(data(corpus, on_error="skip", quarantine=folder, shuffle=0))
+        return (folder / "rank0-worker0.jsonl").read_bytes().splitlines(keepends=True)
+
+    lines = skipped(tmp_path / "whole")
+    assert len(lines) == 3
+    with full_disk(len(lines[0]) + 20), pytest.raises(OSError, match="File too large") as raised:
+        skipped(tmp_path / "full")
+    path = tmp_path / "full" / "rank0-worker0.jsonl"
     assert raised.value.filename == str(path)
-    (line,) = read_quarantine(tmp_path)
-    assert 150 < path.stat().st_size < 300 < 2 * path.stat().st_size
-    list(dataset)
-    assert read_quarantine(tmp_path)[0] == line
-    assert len(read_quarantine(tmp_path)) == 3
+    assert path.read_bytes() == lines[0]
+    assert skipped(tmp_path / "full") == lines
 
 
 def test_workers_write_to_files_of_their_own(corpus: list[Reader], tmp_path: Path) -> None:

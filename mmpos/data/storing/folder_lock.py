@@ -44,8 +44,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise
         os.close(file)  # the holder before has removed it meanwhile
     try:
-        os.truncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        with suppress(OSError):  # on a full disk the holder has no name
+            os.truncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     finally:
         path.unlink(missing_ok=True)  # while it is locked: whoever opened it before looks whether it is still there
@@ -56,13 +57,13 @@ def _take(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+        holder = b""
+        with suppress(OSError):  # where locks keep readers off
+            holder = os.pread(file, 200, 0)
+        name = holder.decode(errors="replace") or "another process"
         raise InvalidInputError(
-            f"folder: got {str(folder)!r}, to which {holder} is writing, want one run at a time"
+            f"folder: got {str(folder)!r}, to which {name} is writing, want one run at a time"
         ) from None
     except OSError as error:
-        warnings.warn(
-            f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        said = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
+        warnings.warn(said, RuntimeWarning, stacklevel=5)  # the caller of write_sequences

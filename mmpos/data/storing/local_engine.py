@@ -35,8 +35,8 @@ def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[S
     Args:
         job: what to do.
         tasks: with what.
-        workers: processes; with one worker it is done in this process. They are killed when the iterator is closed, and
-            may leave temporary files then.
+        workers: processes; one worker is this process. Others are killed if the iterator is closed early or fails, and
+            may leave temporary files.
 
     Raises:
         ChildProcessError: a worker was killed.
@@ -85,13 +85,15 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
                         busy.remove(pipe)
                     else:
                         _send(pipe, task)
-    finally:
+    except BaseException:
         for process in processes:
             process.kill()
+        raise
+    finally:
+        for pipe in pipes:
+            pipe.close()  # which ends those that wait for tasks
         for process in processes:
             process.join()
-        for pipe in pipes:
-            pipe.close()
 
 
 def _send(pipe: _Pipe, value: object) -> None:
@@ -134,7 +136,7 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _work(pipe: _Pipe) -> None:
-    """Do the tasks that come through a pipe, in a process of their own, until it is killed."""
+    """Do the tasks that come through a pipe, in a process of their own, until the pipe ends."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
     # Skipped records are counted and written down; many processes on one terminal only disturb.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
@@ -145,7 +147,7 @@ def _work(pipe: _Pipe) -> None:
             number, task = pipe.recv()
             _do(job, number, task, pipe)
     except Exception as error:
-        with suppress(OSError):  # the parent has gone
+        with suppress(OSError):  # at the end of the pipe there is nobody to tell
             pipe.send(_portable(error))
 
 

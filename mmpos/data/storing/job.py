@@ -71,7 +71,7 @@ def write_sequences(
         InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
             run writes to the folder.
         RecordError: a record cannot be used; the shards that are finished stay.
-        OSError: a file cannot be read or written; the error names it.
+        OSError: a file cannot be read or written; for one that cannot be written the error names it.
     """
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
@@ -158,7 +158,7 @@ def _stem(source: str) -> str:
 
 
 def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
-    with ThreadPool(workers) as threads:  # inputs that were touched or copied are read
+    with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
         found = enumerate(threads.imap(job.finished, tasks))
         return {i: counts for i, counts in found if counts is not None}
 

@@ -23,6 +23,7 @@ from mmpos.bench.serving.overload import Overload, Scale, overload
 from mmpos.bench.serving.soak import Soak, soak
 from mmpos.bench.serving.stalled import Stalled, stalled
 from mmpos.errors import MmposError
+from mmpos.files import write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -131,9 +132,9 @@ def main(
                 "soak": asdict(soaked),
             }
             path = RESULTS / f"{machine.name}.endurance.json"
-            path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     if keep or only_tables:
-        PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
     if not flat:
         raise typer.Exit(1)
 

@@ -28,6 +28,7 @@ from neighbours_training import NONE, Outcome, Setup, train
 
 from mmpos.bench.machine import stamp
 from mmpos.errors import InvalidInputError, MmposError
+from mmpos.files import write_text
 
 PLACED = (
     "flatten",
@@ -104,10 +105,10 @@ def main(
             print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
             found.outcomes.append(outcome)
             if keep:
-                path.write_text(found.to_json(), encoding="utf-8")
+                write_text(path, found.to_json())
         shown(table(found))
     if keep or only_tables:
-        PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
         picture(PICTURE)
 
 

@@ -21,6 +21,7 @@ from mmpos.bench.machine import MALLOCS
 from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
 from mmpos.bench.suites import SUITES
 from mmpos.cli.bench_tables import number_text, ratio_text, seconds_text
+from mmpos.files import write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -48,7 +49,7 @@ def keep(reports: Sequence[Report]) -> Path:
     known = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
     merged = {(report.suite, report.machine.malloc): report for report in (*known, *reports)}
     order = [(suite, malloc) for suite in SUITES for malloc in MALLOCS]
-    path.write_text(to_json([merged[name] for name in order if name in merged]), encoding="utf-8")
+    write_text(path, to_json([merged[name] for name in order if name in merged]))
     return path
 
 
@@ -117,7 +118,7 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         filled = compared.fill_in(fill_in(text))
         if filled != text:
-            page.write_text(filled, encoding="utf-8")
+            write_text(page, filled)
             print(page)
 
 

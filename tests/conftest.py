@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import pytest
 
 from mmpos import native
@@ -15,3 +19,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "numpy":
         monkeypatch.setattr(native, "core", None)
     return str(request.param)
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """A disk with room for so many bytes of each file, as far as this process and its children can tell."""
+
+    @contextmanager
+    def limited(room: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited

@@ -1,4 +1,4 @@
-"""Small corpora of photos with captions, the same records in every format."""
+"""Small corpora of photos with captions, the same records in every format; and callables that fail, for workers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import base64
 import gzip
 import io
 import json
+import os
+import signal
 import tarfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -70,3 +72,18 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     return path
+
+
+class OddError(Exception):
+    """An error that cannot be unpickled, as those of some packages."""
+
+    def __init__(self, *, status: int) -> None:
+        super().__init__(f"status {status}")
+
+
+def end_process(record: Any, location: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_oddly(record: Any, location: Any) -> Any:
+    raise OddError(status=404)

@@ -9,7 +9,8 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -460,10 +461,50 @@ def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_pa
     for batching, collate in ((Packer(20), PackedCollator()), (Batcher(3, max_tokens=20), PaddedCollator())):
         with pytest.raises(RecordError, match=r"a\[20\]: a/20: tokens: got 21, want at most 20"):
             list(data([Numbers("a", 30)], batching, collate=collate, shuffle=0))
-        dataset = data([Numbers("a", 30)], batching, collate=collate, on_error="skip", quarantine=tmp_path)
+        folder = tmp_path / type(batching).__name__
+        dataset = data([Numbers("a", 30)], batching, collate=collate, on_error="skip", quarantine=folder)
         assert sorted(keys(dataset)) == sorted(f"a/{i}" for i in range(20))
         assert dataset.state_dict()["counts"]["skipped"] == 10
-    assert len(read_quarantine(tmp_path)) == 20
+        assert len(read_quarantine(folder)) == 10
+
+
+def test_a_resumed_run_writes_a_skipped_record_once_an_epoch(corpus: list[Reader], tmp_path: Path) -> None:
+    def new() -> BatchDataset:
+        return data(corpus, on_error="skip", quarantine=tmp_path, shuffle=0)
+
+    states = []
+    dataset = new()
+    for _ in dataset:
+        states.append(json.loads(json.dumps(dataset.state_dict())))
+    lines = read_quarantine(tmp_path)
+    assert len(lines) == 3
+    for state in states:
+        resumed = new()
+        resumed.load_state_dict(state)
+        list(resumed)
+    assert read_quarantine(tmp_path) == lines
+    dataset.set_epoch(1)
+    list(dataset)
+    assert [(line["index"], line["epoch"]) for line in read_quarantine(tmp_path)] == [
+        (line["index"], epoch) for epoch in (0, 1) for line in lines
+    ]
+
+
+def test_a_full_disk_cuts_no_line_of_the_quarantine(
+    corpus: list[Reader], tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    def skipped(folder: Path) -> list[bytes]:
+        list(data(corpus, on_error="skip", quarantine=folder, shuffle=0))
+        return (folder / "rank0-worker0.jsonl").read_bytes().splitlines(keepends=True)
+
+    lines = skipped(tmp_path / "whole")
+    assert len(lines) == 3
+    with full_disk(len(lines[0]) + 20), pytest.raises(OSError, match="File too large") as raised:
+        skipped(tmp_path / "full")
+    path = tmp_path / "full" / "rank0-worker0.jsonl"
+    assert raised.value.filename == str(path)
+    assert path.read_bytes() == lines[0]
+    assert skipped(tmp_path / "full") == lines
 
 
 def test_workers_write_to_files_of_their_own(corpus: list[Reader], tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -21,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_corpus import OddError, end_process, fail_oddly
+from waiting import eventually
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
@@ -32,8 +37,9 @@ from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.resolve import Images
 from mmpos.data.loading.loader import BatchDataset
 from mmpos.data.readers import shards
-from mmpos.data.storing.fingerprint import fingerprint
+from mmpos.data.storing.folder_lock import locked
 from mmpos.data.storing.job import write_sequences
+from mmpos.data.storing.settings import describe, differences
 from mmpos.data.storing.shard_job import Counts
 from mmpos.data.storing.storage import SequenceShard, ready
 from mmpos.data.storing.summary import Fill, Progress
@@ -118,7 +124,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     first = write_sequences(readers, tmp_path / "out", PAGES)
     whole = contents(tmp_path / "out")
     (tmp_path / "out" / "s1.parquet").unlink()
-    (tmp_path / "out" / f".s1.parquet.{'0' * 32}.tmp").write_bytes(b"left by a killed run")
+    (tmp_path / "out" / ".s1.parquet.00000000.tmp").write_bytes(b"left by a killed run")
     told: list[Progress] = []
     again = write_sequences(readers, tmp_path / "out", PAGES, report=told.append)
     assert [each.reused for each in again.outputs] == [True, False, True]
@@ -145,8 +151,8 @@ def test_packs_of_ready_sequences_are_those_of_the_corpus(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of size \d+, want \d+, or overwrite"),
-        ("settings", r"s0\.parquet: got the output of settings [0-9a-f]{16}, want [0-9a-f]{16}, or overwrite"),
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to make it anew, or overwrite all"),
+        ("settings", r"s0\.parquet: got the output of preprocess\.train_markers False, want True; remove it"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
 )
@@ -169,6 +175,123 @@ def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
     written = write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)
     assert [each.reused for each in written.outputs] == [False, False]
     assert [each.reused for each in write_sequences(shards(paths), tmp_path / "out", preprocess).outputs] == [True] * 2
+
+
+def correct(path: str) -> None:
+    """Change a file in place, and nothing that a folder shows of it."""
+    before = os.stat(path)
+    Path(path).write_text(Path(path).read_text().replace('"ab"', '"cd"'))
+    while (after := os.stat(path)).st_ctime_ns == before.st_ctime_ns or after.st_mtime_ns != before.st_mtime_ns:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # again until the clock of the file system ticks
+    assert after.st_size == before.st_size
+
+
+def test_an_input_that_was_corrected_in_place_is_another(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    before = contents(tmp_path / "out")
+    correct(paths[1])
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    out = tmp_path / "out" / "s1.parquet"
+    assert str(refused.value) == (
+        f"{out}: got the output of s1.jsonl with other content; remove it to make it anew, or overwrite all"
+    )
+    assert contents(tmp_path / "out") == before
+    out.unlink()
+    again = write_sequences(shards(paths), tmp_path / "out", PAGES)
+    assert [each.reused for each in again.outputs] == [True, False]
+    (got,) = SequenceShard(out).examples()
+    assert bytes(got.sequence.input_ids[:2].tolist()) == b"cd"
+
+
+def test_an_input_that_was_touched_or_copied_is_the_same(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    os.utime(paths[0], (1, 1))
+    shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("out"))
+    for readers in (shards(paths), shards(f"{tmp_path}/copy/*.jsonl")):
+        again = write_sequences(readers, tmp_path / "out", PAGES)
+        assert [each.reused for each in again.outputs] == [True, True]
+
+
+def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    (path,) = corpus(tmp_path, 1, 2)
+
+    def meddling(record: Mapping[str, Any], location: Location) -> Any:
+        if location.index == 1:
+            correct(path)
+        return PAGES(record, location)
+
+    with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
+        write_sequences(shards(path), tmp_path / "out", meddling)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, engine: Any) -> None:
+    readers = shards(corpus(tmp_path, 2, 3))
+    refused: list[str] = []
+
+    def meanwhile(progress: Progress) -> None:
+        if not refused:
+            (tmp_path / "link").symlink_to("out")
+            with pytest.raises(InvalidInputError) as second:
+                write_sequences(readers, tmp_path / "link", PAGES, engine=engine, overwrite=True)
+            refused.append(str(second.value))
+
+    first = write_sequences(readers, tmp_path / "out", PAGES, report=meanwhile)
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert refused == [f"folder: got '{tmp_path}/link', to which {holder} is writing, want one run at a time"]
+    assert first.counts == COUNTS + COUNTS
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+    assert write_sequences(readers, tmp_path / "link", PAGES).counts == first.counts
+
+
+def test_a_run_that_was_killed_locks_nothing(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from mmpos.data.storing.folder_lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    pipe, arguments = subprocess.PIPE, [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(InvalidInputError, match=f"to which process {process.pid} on "), locked(tmp_path):
+            pass
+        process.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    with locked(tmp_path):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_locked_is_said_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.warns(RuntimeWarning, match=r"out cannot be locked \(No locks available\): see that no other run"):
+        write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_said_with_the_output_and_keeps_what_is_finished(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], workers: int
+) -> None:
+    readers = shards(corpus(tmp_path, 3, 1))
+    write_sequences(readers[:1], tmp_path / "out", PAGES)
+    before = contents(tmp_path / "out")
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(10_000):
+        write_sequences(readers, tmp_path / "out", PAGES, workers=workers)
+    assert raised.value.filename in (str(tmp_path / "out" / "s1.parquet"), str(tmp_path / "out" / "s2.parquet"))
+    assert contents(tmp_path / "out") == before
+    assert write_sequences(readers, tmp_path / "out", PAGES).counts == COUNTS
 
 
 def test_a_broken_record_stops_the_job_and_keeps_what_is_finished(tmp_path: Path) -> None:
@@ -232,14 +355,20 @@ def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == {}
 
 
-def end_process(record: Mapping[str, Any], location: Location) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError, match="a worker process was killed"):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: Path) -> None:
+    for workers, error in ((1, OddError), (2, RuntimeError)):
+        with pytest.raises(error, match="OddError: status 404" if workers == 2 else "status 404") as raised:
+            write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", fail_oddly, workers=workers)
+    (note,) = raised.value.__notes__
+    assert "in fail_oddly" in note
 
 
 @pytest.mark.parametrize(
@@ -277,31 +406,59 @@ def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
         write_sequences(shards(["out/s0.parquet"]), Path("out"), PAGES, overwrite=True)
 
 
-def test_settings_have_one_name_in_every_process() -> None:
+def test_settings_are_described_alike_in_every_process() -> None:
     settings = [
         PAGES,
         replace(PAGES, train_markers=True),
         replace(PAGES, builder=replace(BUILDER, scheme="flatten")),
         replace(PAGES, builder=replace(BUILDER, images=ImageProcessor("pillow", patch_size=16))),
         partial(end_process, location=Location("a", 0)),
+        partial(end_process, location=Location("a", 1)),
         end_process,
         {"a": Fraction(1, 2), "b": b"bytes", "c": [Path("x"), None, 1.5, len]},
+        list(range(1000)),
+        list(range(1001)),
         np.dtype(np.int64),
     ]
-    names = [fingerprint(each) for each in settings]
-    assert len(set(names)) == len(settings)
-    imports = "from test_data_preprocess import PAGES; from mmpos.data.storing.fingerprint import fingerprint"
-    code = f"{imports}; print(fingerprint(PAGES))"
+    described = [json.dumps(describe({"preprocess": each})) for each in settings]
+    assert len(set(described)) == len(settings)
+    assert max(map(len, described)) < 5000
+    imports = "import json; from test_data_preprocess import PAGES; from mmpos.data.storing.settings import describe"
+    code = f"{imports}; print(json.dumps(describe({{'preprocess': PAGES}})))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == names[0]
+    assert found.stdout.strip() == described[0]
 
 
-def test_tokenizers_are_named_by_what_they_hold() -> None:
+def test_tokenizers_are_described_by_what_they_hold() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabularies = ({"a": 0, "b": 1}, {"a": 0, "b": 1}, {"b": 0, "a": 1})
-    names = [fingerprint(tokenizers.Tokenizer(tokenizers.models.WordLevel(each))) for each in vocabularies]
-    assert names[0] == names[1] != names[2]
+    words = [describe({"tokenizer": tokenizers.Tokenizer(tokenizers.models.WordLevel(each))}) for each in vocabularies]
+    assert differences(words[0], words[1]) == []
+    assert differences(words[0], words[2]) == ["another tokenizer.content"]
+
+
+def test_settings_that_differ_are_named_and_texts_are_not_repeated() -> None:
+    scheme = replace(PAGES, builder=replace(BUILDER, scheme="rope-tie-v2"))
+    images = ImageProcessor("pillow", patch_size=16, mean=(0.5, 0.5, 0.25))
+    other = replace(PAGES, format=Obelics(separator="secret"), builder=replace(BUILDER, images=images))
+    want = describe({"preprocess": PAGES, "patches": True})
+    assert differences(want, want) == []
+    assert differences(describe({"preprocess": scheme, "patches": True}), want) == [
+        "preprocess.builder.scheme 'mmpos.schemes.tie.RopeTieV2', want 'mmpos.schemes.tie.RopeTie'"
+    ]
+    record = describe({"preprocess": other, "patches": False})
+    assert differences(record, want) == [
+        "another preprocess.format.images.base",
+        "another preprocess.format.separator",
+        "preprocess.builder.images.patch_size 16, want 14",
+        "preprocess.builder.images.mean[0] 0.5, want 0.48145466",
+        "preprocess.builder.images.mean[1] 0.5, want 0.4578275",
+        "preprocess.builder.images.mean[2] 0.25, want 0.40821073",
+        "patches False, want True",
+    ]
+    assert "secret" not in json.dumps(record)
+    assert differences({}, {"a": "x.Y", "a.b": 1}) == ["a None, want 'x.Y'"]
 
 
 def command(*arguments: str, out: str = "out") -> list[str]:
@@ -451,6 +608,69 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr("mmpos.data.storing.job.write_sequences", interrupt)
     assert main(command("s0.jsonl")) == 130
     assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
+
+
+HANGING = """
+import time
+from pathlib import Path
+from mmpos.data import shards, write_sequences
+
+def hang(record, location):
+    Path(f"{location.source}.begun").touch()
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    try:
+        write_sequences(shards("s*.jsonl"), Path("out"), hang, workers=2)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+"""
+
+
+def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
+    """Press Ctrl-C, which the whole group of a terminal hears, when a program is ready for it; how it ends."""
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        while not ready(process.pid):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        group = [process.pid, *descendants(process.pid)]
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert eventually(lambda: not any(alive(each) for each in group)), "workers outlive their parent"
+    return process.returncode, out, err
+
+
+def test_an_interrupt_does_not_wait_for_records(tmp_path: Path) -> None:
+    corpus(tmp_path, 3, 2)
+    Path("hanging.py").write_text(HANGING)
+    begun = [Path(f"s{shard}.jsonl.begun") for shard in (0, 1)]
+    ended = interrupt([sys.executable, "hanging.py"], lambda pid: all(path.exists() for path in begun))
+    assert ended == (0, "stopped\n", "")
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("moment", ["workers start", pytest.param("workers write", marks=pytest.mark.slow)])
+def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: Path, moment: str) -> None:
+    corpus(tmp_path, 8, 200)
+    out = tmp_path / "out"
+
+    def ready(pid: int) -> bool:
+        if moment == "workers start":
+            return len(workers_of(pid)) == 2
+        return len(list(out.glob(".*.tmp"))) == 2
+
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
+    code, printed, said = interrupt(arguments, ready)
+    *progress, last = said.splitlines()
+    assert (code, printed, last) == (130, "", "mmpos: stopped; the same command goes on from here")
+    assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), said
+    assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
+
+
+def workers_of(pid: int) -> list[int]:
+    """Children that run tasks; another keeps count of what they share."""
+    return [each for each in descendants(pid) if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:

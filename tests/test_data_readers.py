@@ -131,7 +131,7 @@ def test_a_truncated_shard_ends_in_one_error(kind: str, tmp_path: Path) -> None:
     assert before == [(i, str(i)) for i in range(last)]
     assert 0 <= last < 20
     assert message.startswith(f"a.{kind}[{last}]: got ")
-    assert message.endswith("want a record that can be read, and nothing after it")
+    assert message.endswith("want a record that can be read; what follows it is lost")
     # The consumer whose record it is gets the error, and the others end in peace.
     for start in range(3):
         assert read(reader, start, 3) == found[start::3]
@@ -153,7 +153,7 @@ def test_a_tar_with_a_broken_header_does_not_pass_for_a_short_one(at: int, lost:
     path.write_bytes(raw)
     *before, (last, message) = read(TarReader(str(path)))
     assert (before, last) == ([(i, str(i)) for i in range(lost)], lost)
-    assert "want a record that can be read, and nothing after it" in message
+    assert "want a record that can be read; what follows it is lost" in message
 
 
 def test_two_files_of_one_name_in_a_record_are_an_error_and_the_next_goes_on(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_file_that_is_no_parquet_is_one_error(tmp_path: Path) -> None:
     ((index, message),) = read(ParquetReader(str(path)))
     assert index == 0
     assert message.startswith("a.parquet[0]: got ")
-    assert message.endswith("and nothing after it")
+    assert message.endswith("; what follows it is lost")
     assert read(ParquetReader(str(path)), 1) == []
     assert ParquetReader(str(path)).count() is None
 

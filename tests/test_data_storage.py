@@ -18,7 +18,7 @@ from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, Sequenc
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers import Reader
-from mmpos.data.storing.storage import SequenceShard, SequenceWriter, leftovers, ready, whole_file
+from mmpos.data.storing.storage import SequenceShard, SequenceWriter, ready
 from mmpos.schemes import SCHEMES, RopeTie
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
@@ -206,29 +206,12 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
 
 
-def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    with whole_file(path) as temporary:
-        temporary.write_text("first")
-        assert not path.exists()
-    with pytest.raises(FileNotFoundError), whole_file(path):
-        (tmp_path / "none").read_text()
-    with pytest.raises(IsADirectoryError), whole_file(path) as temporary:
-        temporary.write_bytes(tmp_path.read_bytes())
-    assert [found.name for found in tmp_path.iterdir()] == ["x"]
-    assert path.read_text() == "first"
-    with whole_file(path):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> None:
-    name = "x[1].parquet"
-    for other in (name, f".{name}.tmp", f".y.parquet.{'0' * 32}.tmp", f".{name}.{'g' * 32}.tmp"):
-        (tmp_path / other).touch()
-    left = tmp_path / f".{name}.{'0f' * 16}.tmp"
-    left.touch()
-    assert leftovers(tmp_path / name) == [left]
+def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    shard = written(tmp_path / "x.parquet", [example("first", ["ab"])])
+    with pytest.raises(InvalidInputError, match="flat: positions: got 1 axes"):
+        written(tmp_path / "x.parquet", [example("second", ["ab"]), example("flat", ["a"], "flatten")])
+    assert [each.key for each in shard.examples()] == ["first"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.parquet"]
 
 
 def test_a_raw_record_is_not_ready() -> None:

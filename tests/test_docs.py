@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import mmpos
+from mmpos.data import Example, collate_packed
 from mmpos_server.testing import running
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +49,19 @@ def test_a_python_block_prints_the_text_block_after_it(
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "example", "exec"), {"__name__": "example"})
     assert printed.getvalue() == (output or "")
+
+
+def test_the_model_of_the_readme_takes_packs_with_and_without_images() -> None:
+    (code,) = (match[3] for match in BLOCK.finditer(DOCUMENTS[0].read_text()) if "class Tiny" in match[3])
+    names: dict[str, Any] = {}
+    exec(compile(code.partition("\ncaptions = ")[0], "example", "exec"), names)
+    model = names["Tiny"]()
+    builder = mmpos.SequenceBuilder(images=mmpos.ImageProcessor("pillow", order="merged", max_tokens=4))
+    for parts in (["text"], ["text", ROOT / "mmpos/photos/coffee.jpg"]):
+        sequence = builder.build(parts)
+        found = model(collate_packed([Example("a", sequence, sequence.input_ids)]))
+        assert found.shape == (sequence.input_ids.size, 259)
+        assert found.isfinite().all()
 
 
 @pytest.mark.parametrize(("code", "output"), blocks("console"))

@@ -29,7 +29,8 @@ def plot_report(report: Report, path: str | PathLike[str]) -> None:
         path: where to write; ends in .png or .svg.
 
     Raises:
-        InvalidInputError: nothing to draw, another suffix, or a path that cannot be written.
+        InvalidInputError: nothing to draw, or another suffix.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target = picture_path(path)

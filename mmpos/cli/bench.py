@@ -19,6 +19,7 @@ from mmpos.cli import report
 from mmpos.cli.bench_tables import print_report
 from mmpos.cli.commands import app
 from mmpos.errors import InvalidInputError
+from mmpos.files import write_text
 from mmpos.plot.canvas import picture_path
 
 _LIST = " ".join(f"[bold]{name}[/bold]: {what}." for name, what in SUITES.items())
@@ -58,18 +59,11 @@ def bench(
     else:
         print_report(report.console(), found)
     if json not in (None, "-"):
-        _write(Path(json), to_json([found]))
+        write_text(Path(json), to_json([found]))
     if plot is not None:
         from mmpos.bench.plot import plot_report
 
         plot_report(found, plot)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(f"--json: got {str(path)!r} ({error.strerror}), want a path to write to") from None
 
 
 @contextmanager

@@ -101,12 +101,12 @@ def preprocess(
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
     """
-    from mmpos.data import shards, write_sequences
-
-    builder = _builder(tokenizer, image_options or (), markers or (), scheme)
-    callable_ = _callable(format_name, format_options or (), images_from, builder)
-    logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
     try:
+        from mmpos.data import shards, write_sequences
+
+        builder = _builder(tokenizer, image_options or (), markers or (), scheme)
+        callable_ = _callable(format_name, format_options or (), images_from, builder)
+        logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with _reporting() as tell:
             summary = write_sequences(
                 shards(inputs),

@@ -16,6 +16,7 @@ from rich.table import Table
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
 from mmpos.consuming import ids_consumed
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.files import whole_file
 from mmpos.parts import Grid
 from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES
@@ -153,14 +154,13 @@ def save_ids(path: Path, positions: PositionTable) -> None:
     """Write the dense ids of a batch as a .npy file.
 
     Raises:
-        InvalidInputError: another suffix, or a path that cannot be written to.
+        InvalidInputError: another suffix.
+        OSError: the file cannot be written.
     """
     if path.suffix.lower() != ".npy":
         raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
-    try:
-        np.save(path, positions.dense())
-    except OSError as error:
-        raise InvalidInputError(f"--output: got {str(path)!r} ({error.strerror}), want a path to write to") from None
+    with whole_file(path) as file:
+        np.save(file, positions.dense())
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.checks import one_of
 from mmpos.data.documents import Location, RecordError
 from mmpos.errors import InvalidInputError
+from mmpos.files import named
 
-__all__ = ["OnError", "Quarantine", "read_quarantine"]
+__all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarantine"]
 
 OnError = Literal["raise", "skip"]
+
+Line = Mapping[str, Any]
+"""What is written of a skipped record: source, index, key, error, and facts."""
 
 _logger = logging.getLogger(__name__)
 
@@ -24,23 +28,24 @@ class Quarantine:
     """Where the records of one worker go that cannot be used.
 
     Args:
-        on_error: "raise" raises the error; "skip" counts the record, logs a warning and adds a line to the file.
-        path: the file of JSON lines with source, index, key, error and facts; made with the first line, and added
-            to if it is there. A run that is resumed may write a record again that it had already skipped.
+        on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
+        keep: takes each line, such as a QuarantineFile.
         facts: what else each line says.
 
     Attributes:
         skipped: records so far.
 
     Raises:
-        InvalidInputError: "skip" without a file.
+        InvalidInputError: "skip" without a place for the lines.
     """
 
-    def __init__(self, on_error: OnError, path: Path | None, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, on_error: OnError, keep: Callable[[Line], object] | None, facts: Mapping[str, Any] | None = None
+    ) -> None:
         one_of("on_error", on_error, ("raise", "skip"))
-        if on_error == "skip" and path is None:
+        if on_error == "skip" and keep is None:
             raise InvalidInputError("quarantine: got None, want a path, as skipped records are never dropped silently")
-        self._path = path if on_error == "skip" else None
+        self._keep = keep if on_error == "skip" else None
         self._facts = dict(facts or {})
         self.skipped = 0
 
@@ -56,24 +61,69 @@ class Quarantine:
             RecordError: the error, if that is the policy.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
-        if self._path is None:
+        if self._keep is None:
             raise error if message == str(error) else RecordError(message) from error
         self.skipped += 1
         _logger.warning("skipped a record: %s", message)
-        line = {"source": location.source, "index": location.index, "key": _key(raw), "error": message, **self._facts}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # One write to a file open for appending: lines stay whole even if somebody else writes, too.
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(file)
+        known = {"source": location.source, "index": location.index, "key": _key(raw), "error": message}
+        self._keep({**known, **self._facts})
+
+
+class QuarantineFile:
+    """A file of JSON lines that grows with each record, which it holds once, also where a run is resumed before it.
+
+    Args:
+        path: the file; made with its folder by the first line, and added to if it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: set[tuple[Any, ...]] | None = None
+
+    def __call__(self, line: Line) -> None:
+        """Add the line of a record that is not in the file.
+
+        Raises:
+            OSError: the file cannot be written, and is as it was.
+        """
+        if self._records is None:
+            self._records = {_record(known) for known in _lines(self._path)} if self._path.exists() else set()
+        if _record(line) in self._records:
+            return
+        data = json_line(line)
+        with named(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                size = os.fstat(file).st_size
+                try:
+                    while data:
+                        data = data[os.write(file, data) :]
+                except OSError:
+                    os.ftruncate(file, size)  # half a line would spoil the file
+                    raise
+            finally:
+                os.close(file)
+        self._records.add(_record(line))
+
+
+def json_line(line: Line) -> bytes:
+    """A line as a file has it."""
+    return (json.dumps(line) + "\n").encode()
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of all files in a folder of quarantine files; none if there is no folder."""
-    files = sorted(Path(folder).glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [line for path in sorted(Path(folder).glob("*.jsonl")) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def _record(line: Line) -> tuple[Any, ...]:
+    """Which record of which epoch a line is about."""
+    return tuple(value for name, value in line.items() if name not in ("key", "error"))
 
 
 def _key(raw: object) -> str | None:

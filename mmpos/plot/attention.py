@@ -29,8 +29,9 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: 
         title: above the picture; None says what is drawn.
 
     Raises:
-        InvalidInputError: no kernel, another suffix, or a path that cannot be written.
+        InvalidInputError: no kernel, or another suffix.
         LimitExceededError: more kernels than fit a picture.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)

@@ -11,6 +11,7 @@ from typing import Any
 from mmpos.checks import text
 from mmpos.errors import InvalidInputError
 from mmpos.extras import needed_for
+from mmpos.files import whole_file
 
 SUFFIXES = (".png", ".svg")
 """What a picture's file may end in."""
@@ -88,7 +89,7 @@ def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
         height: inches.
 
     Raises:
-        InvalidInputError: a path that cannot be written.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     with needed_for("plots", extra="cli"):
@@ -106,7 +107,5 @@ def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
 def _save(figure: Any, target: Path) -> None:
     kind = target.suffix.lower()[1:]
     metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-    try:
-        figure.savefig(target, format=kind, dpi=200, metadata=metadata)
-    except OSError as error:
-        raise InvalidInputError(f"path: got {str(target)!r} ({error.strerror}), want a path to write to") from None
+    with whole_file(target) as file:
+        figure.savefig(file, format=kind, dpi=200, metadata=metadata)

@@ -26,7 +26,8 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str], title: str 
         title: above the picture; None says what is drawn.
 
     Raises:
-        InvalidInputError: another suffix, or a path that cannot be written.
+        InvalidInputError: another suffix.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)
@@ -82,7 +83,8 @@ def plot_growth(growth: Growth, path: str | PathLike[str], title: str | None = N
         title: above the picture; None says what is drawn.
 
     Raises:
-        InvalidInputError: another suffix, or a path that cannot be written.
+        InvalidInputError: another suffix.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)

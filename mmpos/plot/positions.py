@@ -44,9 +44,9 @@ def plot_positions(
         same_scale: whether panels of one kind, side by side, show the same ids.
 
     Raises:
-        InvalidInputError: no document, pictures under several tables, another suffix, or a path that cannot be
-            written.
+        InvalidInputError: no document, pictures under several tables, or another suffix.
         LimitExceededError: more documents or tokens than fit a picture.
+        OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)

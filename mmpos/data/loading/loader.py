@@ -19,7 +19,7 @@ from mmpos.data.loading.feed import Feed
 from mmpos.data.loading.shuffle import shard_order
 from mmpos.data.loading.split import Portion, Split, SplitBy
 from mmpos.data.loading.stream import BatchStream, Stages
-from mmpos.data.quarantine import OnError, Quarantine
+from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
 from mmpos.errors import InvalidInputError, UnsupportedError
 
@@ -48,7 +48,8 @@ class BatchDataset(IterableDataset[Any]):
         rank: of this process; None asks torch.distributed, which must be initialised by then, or is 0 without it.
         world_size: ranks; None likewise.
         on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine.
-        quarantine: folder for the skipped records, one file of JSON lines per worker.
+        quarantine: folder for the skipped records, one file of JSON lines per worker, each record once an epoch, also
+            where an epoch is resumed.
         threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.
 
     Raises:
@@ -90,7 +91,7 @@ class BatchDataset(IterableDataset[Any]):
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else Path(quarantine)
         self._on_error: OnError = on_error
-        Quarantine(on_error, self._folder)
+        Quarantine(on_error, self._lines(""))
         # The guess that there is one rank is checked again when reading begins.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
@@ -183,8 +184,11 @@ class BatchDataset(IterableDataset[Any]):
         readers = tuple(self._shards[i] for i in order)
         portions: list[Portion] = split.portions(len(readers))
         feed = Feed(readers, tuple(portions), max(self._shuffle, 1), (self._seed, epoch, split.consumer))
-        path = self._folder and self._folder / f"rank{split.rank}-worker{split.worker}.jsonl"
-        return BatchStream(feed, self._stages, Quarantine(self._on_error, path, {"epoch": epoch}), state)
+        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
+        return BatchStream(feed, self._stages, Quarantine(self._on_error, lines, {"epoch": epoch}), state)
+
+    def _lines(self, name: str) -> QuarantineFile | None:
+        return None if self._folder is None else QuarantineFile(self._folder / name)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""

@@ -57,5 +57,5 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
     """
     if isinstance(error, OSError) and error.errno is not None:
         raise error
-    lost = ", and nothing after it" if rest else ""
+    lost = "; what follows it is lost" if rest else ""
     return RecordError(f"{location}: got {error or type(error).__name__}, want a record that can be read{lost}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,22 +36,19 @@ class JsonlReader:
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """See Reader. A broken line is an error, and reading goes on; a broken compression ends the shard."""
         start, step = stride(start, step)
-        with _open(self.path) as file:
-            index = 0
-            while True:
-                here = Location(self.path, index)
-                try:
-                    line = file.readline()
-                except (OSError, EOFError, zlib.error) as error:
-                    lost = broken(here, error, rest=True)
-                    if is_chosen(index, start, step):
-                        yield here, lost
-                    return
-                if not line:
-                    return
-                if is_chosen(index, start, step) and not line.isspace():
-                    yield here, _parsed(line, here)
-                index += 1
+        index = 0
+        try:
+            with _open(self.path) as file:
+                while line := file.readline():
+                    if is_chosen(index, start, step) and not line.isspace():
+                        here = Location(self.path, index)
+                        yield here, _parsed(line, here)
+                    index += 1
+        except (OSError, EOFError, zlib.error) as error:
+            here = Location(self.path, index)
+            lost = broken(here, error, rest=True)
+            if is_chosen(index, start, step):
+                yield here, lost
 
     def count(self) -> int | None:
         """None: lines are counted by reading them."""
@@ -58,6 +56,8 @@ class JsonlReader:
 
 
 def _open(path: str) -> Any:
+    if path.endswith((".gz", ".zst")) and not os.path.getsize(path):
+        raise EOFError("an empty file")  # which decompressors take for nothing compressed
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):

@@ -81,8 +81,10 @@ class ParquetReader:
                 for i in range(batch.num_rows):
                     yield index + i, batch.slice(i, 1)
                 index += batch.num_rows
+            wrong: Exception = ValueError(f"{index - first} rows in a row group of {stop - first}")
         except (OSError, pa.ArrowException) as error:
-            yield from ((lost, error) for lost in range(index, stop))
+            wrong = error
+        yield from ((lost, wrong) for lost in range(index, stop))
 
 
 def row(found: Any, index: int, source: str) -> Raw:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import lzma
+import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
@@ -19,6 +22,7 @@ from mmpos.extras import needed_for
 __all__ = ["TarReader"]
 
 _META = re.compile(r"__[^/]*__($|/)")
+_UNPACK: Mapping[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError)
 
 _Member = tuple[str, str, tarfile.TarInfo]
@@ -29,8 +33,13 @@ class TarReader:
     """A tar file of records in the manner of webdataset, compressed or not.
 
     A record has ``__key__``, ``__url__`` and the bytes of each file under its extension in lower case, as webdataset
-    would give it, but an archive that is truncated or broken in the middle does not pass for a short one: the record
-    that was being read is an error, and the shard ends there. Files of records that are skipped are not read.
+    would give it. An archive that is cut or damaged does not pass for a short one: it ends in two blocks of zeros, with
+    nothing but zeros behind them, and in the checksum of its compression. If it does not, the record that was being
+    read is an error, or the one after the last, with the place in bytes of the unpacked archive, and the shard ends
+    there; an archive behind another in one file is such an error, too. What no reader can see is an archive whose
+    bytes are zeros from a record to the end.
+
+    Files of records that are skipped are not read, unless the archive is compressed.
 
     Args:
         path: the file.
@@ -47,55 +56,124 @@ class TarReader:
         """See Reader."""
         start, step = stride(start, step)
         index = 0
-        try:
-            with tarfile.open(self.path, "r:*", tarinfo=_StrictInfo) as tar:
-                for index, (key, files) in enumerate(groupby(_members(tar), key=itemgetter(0))):
-                    if is_chosen(index, start, step):
-                        here = Location(self.path, index)
-                        yield here, _record(tar, {"__key__": key, "__url__": self.path}, files, here)
-        except _BROKEN as error:
-            here = Location(self.path, index)
-            lost = broken(here, error, rest=True)
-            if is_chosen(index, start, step):
-                yield here, lost
+        with open(self.path, "rb") as packed:
+            archive = _Archive(packed)
+            try:
+                for key, members in groupby(archive.members(), key=itemgetter(0)):
+                    here = Location(self.path, index)
+                    wanted = is_chosen(index, start, step)
+                    record = archive.record({"__key__": key, "__url__": self.path}, members, here, wanted)
+                    if wanted:
+                        yield here, record
+                    index += 1
+                archive.check_rest()
+            except _BROKEN as error:
+                here = Location(self.path, index)
+                lost = broken(here, archive.placed(error), rest=True)
+                if is_chosen(index, start, step):
+                    yield here, lost
 
     def count(self) -> int | None:
         """None: records are counted by walking through the archive."""
         return None
 
 
+class _Archive:
+    """What is read of an archive: the same whatever is wanted of it, so that all readers see the same damage.
+
+    Args:
+        packed: its file.
+    """
+
+    _tar: tarfile.TarFile
+
+    def __init__(self, packed: BinaryIO) -> None:
+        begin = packed.read(6)
+        packed.seek(0)
+        unpack = next((unpack for magic, unpack in _UNPACK.items() if begin.startswith(magic)), None)
+        self._file = packed if unpack is None else unpack(packed)
+        self._size = os.fstat(packed.fileno()).st_size if unpack is None else None
+
+    def members(self) -> Iterator[_Member]:
+        """Key, extension and member of each file that belongs to a record."""
+        with needed_for("tar shards", extra="data"):
+            from webdataset.tariterators import base_plus_ext
+        try:
+            with tarfile.open(fileobj=self._file, mode="r:", tarinfo=_StrictInfo) as tar:
+                self._tar = tar
+                while (member := tar.next()) is not None:
+                    tar.members = []  # type: ignore[attr-defined]  # which it keeps for random access
+                    if member.isreg() and not _META.match(member.name):
+                        key, extension = base_plus_ext(member.name)
+                        if key is not None:
+                            yield key, extension.lower(), member
+        except _ZerosError as zeros:
+            if self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
+
+    def record(self, record: dict[str, Any], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
+        """The record with the contents of its members, of which one that is not wanted may be without."""
+        wrong = None
+        for _, extension, member in members:
+            if self._size is not None and self._tar.offset > self._size:
+                raise _DamageError(f"the end of the file at byte {self._size}, inside {member.name}")
+            if extension in record:
+                wrong = RecordError(f"{here}: {extension}: got two files, want one")
+            if wanted or self._size is None:
+                content = self._tar.extractfile(member)
+                assert content is not None, "only regular files come here"
+                record[extension] = content.read()
+        return wrong or record
+
+    def check_rest(self) -> None:
+        """See that only zeros follow, and let a compression check itself."""
+        while rest := self._file.read(2**20):
+            if rest.count(0) < len(rest):
+                at = self._file.tell() - len(rest.lstrip(b"\0"))
+                raise _DamageError(f"data at byte {at}, behind the end of the archive")
+
+    def placed(self, error: Exception) -> Exception:
+        """The error with the byte where it was met; one of the system is no damage."""
+        if isinstance(error, _DamageError) or (isinstance(error, OSError) and error.errno is not None):
+            return error
+        at = self._file.tell()
+        return _DamageError(f"{error} at byte {at if self._size is None else min(at, self._size)}")
+
+
+class _DamageError(tarfile.ReadError):
+    """What is wrong with an archive, and at which byte."""
+
+
+class _ZerosError(tarfile.HeaderError):
+    """A block of zeros in the place of a header."""
+
+
 class _StrictInfo(tarfile.TarInfo):
     """A member whose header is whole; tarfile takes a broken one in the middle for the end of the archive."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """The member of a header."""
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        """The next member."""
+        assert tar.fileobj is not None
+        at = tar.fileobj.tell()
         try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
-                raise  # the zeros that end an archive
-            raise tarfile.ReadError(f"a broken archive: {error}") from error
+            member = super().fromtarfile(tar)
+        except _ZerosError:
+            raise _ZerosError(f"one block of zeros at byte {at}") from None
+        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two of maps of files with holes
+            raise _DamageError(f"no header at byte {at} ({error})") from error
+        if member.size < 0:  # said by an extended header; the next one would lie before this one
+            raise _DamageError(f"no header at byte {at} (a size of {member.size})")
+        return member
 
-
-def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
-    """Key, extension and member of each file that belongs to a record."""
-    with needed_for("tar shards", extra="data"):
-        from webdataset.tariterators import base_plus_ext
-    while (member := tar.next()) is not None:
-        tar.members = []  # type: ignore[attr-defined]  # which it keeps for random access
-        if member.isreg() and not _META.match(member.name):
-            key, extension = base_plus_ext(member.name)
-            if key is not None:
-                yield key, extension.lower(), member
-
-
-def _record(tar: tarfile.TarFile, record: dict[str, Any], files: Iterable[_Member], here: Location) -> Raw:
-    wrong = None
-    for _, extension, member in files:
-        if extension in record:
-            wrong = RecordError(f"{here}: {extension}: got two files, want one")
-        file = tar.extractfile(member)
-        assert file is not None, "only regular files come here"
-        record[extension] = file.read()
-    return wrong or record
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """The member of a header, which may be short."""
+        if buf == bytes(tarfile.BLOCKSIZE):
+            raise _ZerosError("zeros")
+        if len(buf) < tarfile.BLOCKSIZE:
+            raise tarfile.HeaderError("the end of the file")
+        member = super().frombuf(buf, encoding, errors)
+        if not 0 <= member.size < 2**62:
+            raise tarfile.HeaderError(f"a size of {member.size}")
+        return member

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import reduce
+from multiprocessing.pool import ThreadPool
 from operator import add
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +19,13 @@ from mmpos.data.documents import Location
 from mmpos.data.examples import Example
 from mmpos.data.quarantine import OnError
 from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.data.storing.folder_lock import locked
 from mmpos.data.storing.local_engine import Step, run_local
 from mmpos.data.storing.shard_job import Counts, ShardJob, Task, quarantine_of
-from mmpos.data.storing.storage import SequenceShard, leftovers
+from mmpos.data.storing.storage import SequenceShard
 from mmpos.data.storing.summary import Fill, Output, Progress, Summary
 from mmpos.errors import InvalidInputError
+from mmpos.files import leftovers
 
 __all__ = ["Engine", "write_sequences"]
 
@@ -47,8 +50,9 @@ def write_sequences(
     """Make ready sequences of all shards, one Parquet file of each.
 
     A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
-    not done again. The files do not depend on the engine, on the workers, or on interruptions. One run at a time may
-    write to a folder.
+    not done again, unless its input or the settings changed, which is an error. A file of input that was touched or
+    copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
+    depend on the engine, on the workers, or on interruptions. One run at a time writes to a folder, which it locks.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
@@ -64,34 +68,29 @@ def write_sequences(
         report: is told of progress, about ten times a second and at the end.
 
     Raises:
-        InvalidInputError: an argument is wrong, or outputs are there of another input or of other settings.
+        InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
+            run writes to the folder.
         RecordError: a record cannot be used; the shards that are finished stay.
+        OSError: a file cannot be read or written; for one that cannot be written the error names it.
     """
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     overwrite = boolean("overwrite", overwrite)
     job = ShardJob(preprocess, on_error, patches)
+    folder = Path(folder)
     tasks = _tasks(readers, folder)
     begin = time.monotonic()
-    found = {} if overwrite else _finished(job, tasks)
-    missing = [i for i in range(len(tasks)) if i not in found]
-    _sweep(tasks[i] for i in missing)
-    made: dict[int, Counts] = {}
-    teller = _Teller(report, len(tasks), len(found))
-    if missing:
-        with closing(_engine(engine)(job, [tasks[i] for i in missing], workers)) as steps:
-            for number, counts, last in steps:
-                teller.hear(number, counts, last)
-                if last:
-                    made[missing[number]] = counts
-    teller.tell()  # the end
-    seconds = time.monotonic() - begin
-    outputs = tuple(
-        Output(task.reader.source, task.output, made[i] if i in made else found[i], i in found)
-        for i, task in enumerate(tasks)
-    )
-    return Summary(outputs, _fill(tasks, max_tokens), seconds)
+    with locked(folder):
+        reused = {} if overwrite else _finished(job, tasks, workers)
+        missing = [i for i in range(len(tasks)) if i not in reused]
+        teller = _Teller(report, len(tasks), len(reused))
+        made = _make(engine, job, [tasks[i] for i in missing], workers, teller)
+        teller.tell()  # the end
+        seconds = time.monotonic() - begin
+        counts = reused | dict(zip(missing, made, strict=True))
+        outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
+        return Summary(outputs, _fill(tasks, max_tokens), seconds)
 
 
 class _Teller:
@@ -102,7 +101,6 @@ class _Teller:
         self._shards, self._reused = shards, reused
         self._done = reused
         self._finished, self._running = Counts(), dict[int, Counts]()
-        self._ended: set[int] = set()
         self._said = -_PAUSE
 
     def hear(self, number: int, counts: Counts, last: bool) -> None:
@@ -110,8 +108,7 @@ class _Teller:
             self._running.pop(number, None)
             self._finished += counts
             self._done += 1
-            self._ended.add(number)
-        elif number not in self._ended:  # what a worker said last may come late
+        else:
             self._running[number] = counts
         if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
             self.tell()
@@ -134,7 +131,6 @@ def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
     if not readers:
         raise InvalidInputError("readers: got none, want at least one shard")
-    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InvalidInputError(f"folder: got {str(folder)!r}, which is a file, want a folder")
     tasks = [Task(reader, folder / f"{_stem(reader.source)}.parquet") for reader in readers]
@@ -161,16 +157,33 @@ def _stem(source: str) -> str:
     return name.removesuffix(suffix) or name
 
 
-def _finished(job: ShardJob, tasks: Sequence[Task]) -> dict[int, Counts]:
-    found = ((i, job.finished(task)) for i, task in enumerate(tasks))
-    return {i: counts for i, counts in found if counts is not None}
+def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
+    with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
+        found = enumerate(threads.imap(job.finished, tasks))
+        return {i: counts for i, counts in found if counts is not None}
 
 
-def _sweep(tasks: Iterator[Task]) -> None:
-    """Remove what killed runs left in the places of these outputs."""
-    for task in tasks:
-        for path in leftovers(task.output) + leftovers(quarantine_of(task.output)):
-            path.unlink(missing_ok=True)
+def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, teller: _Teller) -> list[Counts]:
+    """Do the tasks, and remove what killed runs left, and what workers leave that are killed now."""
+    if not tasks:
+        return []
+    names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
+    made: dict[int, Counts] = {}
+    try:
+        _sweep(tasks[0].output.parent, names)
+        with closing(_engine(engine)(job, tasks, workers)) as steps:
+            for number, counts, last in steps:
+                teller.hear(number, counts, last)
+                if last:
+                    made[number] = counts
+    finally:
+        _sweep(tasks[0].output.parent, names)
+    return [made[number] for number in range(len(tasks))]
+
+
+def _sweep(folder: Path, names: Collection[str]) -> None:
+    for path in leftovers(folder, names):
+        path.unlink(missing_ok=True)
 
 
 def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import hashlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from mmpos.checks import boolean, one_of
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
-from mmpos.data.quarantine import OnError, Quarantine
+from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
 from mmpos.data.readers.base import Reader
-from mmpos.data.storing.fingerprint import fingerprint
-from mmpos.data.storing.storage import SequenceShard, SequenceWriter, whole_file
+from mmpos.data.storing.settings import describe, differences
+from mmpos.data.storing.storage import SequenceShard, SequenceWriter
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.files import whole_file
 
 __all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]
 
@@ -53,10 +55,23 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Name and size of the input: bytes of a file, records of anything else."""
+        """Name and size of the input, and of a file when it and its entry in the folder changed, in nanoseconds.
+
+        The size is bytes of a file, and records of anything else, of which no more is known.
+        """
         path = Path(self.reader.source)
-        size = path.stat().st_size if path.is_file() else self.reader.count()
-        return {"source": path.name, "size": size}
+        if not path.is_file():
+            return {"source": path.name, "size": self.reader.count()}
+        status = path.stat()
+        return {"source": path.name, "size": status.st_size, "changed": [status.st_mtime_ns, status.st_ctime_ns]}
+
+    def digest(self) -> str | None:
+        """Read a file for the SHA-256 of its content; None for anything else."""
+        path = Path(self.reader.source)
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -74,12 +89,12 @@ class ShardJob:
     preprocess: Callable[[Mapping[str, Any], Location], Example]
     on_error: OnError = "raise"
     patches: bool = True
-    settings: str = field(init=False, repr=False)
+    settings: Mapping[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_callable(self.preprocess)
         one_of("on_error", self.on_error, ("raise", "skip"))
-        settings = fingerprint({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
+        settings = describe({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
         object.__setattr__(self, "settings", settings)
 
     def run(self, task: Task) -> Generator[Counts, None, None]:
@@ -93,16 +108,12 @@ class ShardJob:
 
         Raises:
             RecordError: a record cannot be used, and on_error is "raise".
+            InvalidInputError: the input changed meanwhile.
         """
-        identity = task.identity
-        counts = Counts()
-        # Left from the inside out: where there is an output, its quarantine is whole.
-        with (
-            whole_file(task.output) as output,
-            whole_file(quarantine_of(task.output)) as refused,
-            SequenceWriter(output) as writer,
-        ):
-            quarantine = Quarantine(self.on_error, refused)
+        identity, digest = task.identity, task.digest()
+        counts, refused = Counts(), list[Line]()
+        quarantine = Quarantine(self.on_error, refused.append)
+        with SequenceWriter(task.output) as writer:
             for location, raw in task.reader.records():
                 try:
                     counts += self._write(writer, location, raw)
@@ -110,8 +121,14 @@ class ShardJob:
                     quarantine.refuse(location, raw, error)
                     counts += Counts(skipped=1)
                 yield counts
+            if task.identity != identity and task.digest() != digest:
+                raise InvalidInputError(
+                    f"{task.reader.source}: got a file that changed while it was read, want it at rest"
+                )
             done = {each.name: getattr(counts, each.name) for each in fields(counts)}
-            writer.facts = {**identity, "settings": self.settings, **done}
+            writer.facts = {**identity, "sha256": digest, "settings": self.settings, **done}
+            # Before the output has its name: where there is one, its quarantine is whole.
+            _write_lines(quarantine_of(task.output), refused)
 
     def finished(self, task: Task) -> Counts | None:
         """What an earlier run made of this input with these settings; None if it made nothing of it.
@@ -122,11 +139,9 @@ class ShardJob:
         if not task.output.exists():
             return None
         found = SequenceShard(task.output).facts
-        for name, want in {**task.identity, "settings": self.settings}.items():
-            if found.get(name) != want:
-                raise InvalidInputError(
-                    f"{task.output}: got the output of {name} {found.get(name)}, want {want}, or overwrite"
-                )
+        if other := _other_input(task, found) or differences(found["settings"], self.settings):
+            remedy = "; remove it to make it anew, or overwrite all"
+            raise InvalidInputError(f"{task.output}: got the output of {', and '.join(other)}{remedy}")
         counts = Counts(*(found[each.name] for each in fields(Counts)))
         if counts.skipped and self.on_error == "raise":
             raise InvalidInputError(f"{task.output}: got {counts.skipped} skipped records, want none, or overwrite")
@@ -148,6 +163,27 @@ class ShardJob:
 def _check_callable(value: object) -> None:
     if not callable(value):
         raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
+
+
+def _other_input(task: Task, found: Mapping[str, Any]) -> list[str]:
+    """What tells the input from that of an output. Content is compared only where the file was touched or copied."""
+    want = task.identity
+    other = [
+        f"{name} {found.get(name)}, want {want[name]}" for name in ("source", "size") if found.get(name) != want[name]
+    ]
+    touched = found.get("changed") != want.get("changed")
+    if not other and touched and found.get("sha256") != task.digest():
+        return [f"{want['source']} with other content"]
+    return other
+
+
+def _write_lines(path: Path, lines: Sequence[Line]) -> None:
+    """Write a file of these lines; without any there is none."""
+    if not lines:
+        path.unlink(missing_ok=True)
+        return
+    with whole_file(path) as file:
+        file.writelines(map(json_line, lines))
 
 
 def quarantine_of(output: Path) -> Path:

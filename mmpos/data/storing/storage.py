@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -22,8 +20,9 @@ from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
 from mmpos.errors import InvalidInputError
+from mmpos.files import whole_file
 
-__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "ready", "whole_file"]
+__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "ready"]
 
 FORMAT_VERSION = 2
 """Of the columns; a file of another version is refused."""
@@ -31,53 +30,21 @@ FORMAT_VERSION = 2
 _METADATA = b"mmpos"
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A file that is there wholly or not at all: written under another name in the same folder, then renamed.
-
-    Args:
-        path: what it is called in the end; a file of this name is replaced, or removed if none is written.
-
-    Yields:
-        The path to write to.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        if temporary.exists():
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        else:
-            path.unlink(missing_ok=True)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    # The name, too, is to survive a loss of power; some systems cannot open folders.
-    with suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def leftovers(path: Path) -> list[Path]:
-    """What killed writers of this file left behind."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp")
-    return sorted(found for found in path.parent.glob(".*.tmp") if name.fullmatch(found.name))
-
-
 class SequenceWriter:
     """Writes examples to one Parquet file, in row groups of bounded size.
 
+    The file is there, and what was there before it is gone, when the writer is closed without an error.
+
     Args:
-        path: the file, overwritten; see whole_file for one that is there wholly or not at all.
+        path: the file.
         group_bytes: a row group is closed when its arrays reach this size.
         group_rows: most examples in a row group.
 
     Attributes:
         facts: anything JSON; it goes into the footer, and SequenceShard.facts gives it back.
+
+    Raises:
+        OSError: here and later: the file cannot be written; the error names it.
     """
 
     def __init__(self, path: Path, *, group_bytes: int = 32 * 2**20, group_rows: int = 1024) -> None:
@@ -87,16 +54,18 @@ class SequenceWriter:
         self._bytes = 0
         self._axes: int | None = None
         self.facts: dict[str, Any] = {}
-        # A page of pixels is not worth a dictionary, and a checksum tells a broken disk from broken code.
-        self._file = parquet.ParquetWriter(
-            path,
-            SCHEMA,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=["scheme", "patches_dtype"],
-            write_statistics=False,
-            write_page_checksum=True,
-        )
+        with ExitStack() as stack:
+            # A page of pixels is not worth a dictionary, and a checksum tells a broken disk from broken code.
+            self._parquet = parquet.ParquetWriter(
+                stack.enter_context(whole_file(path)),
+                SCHEMA,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=["scheme", "patches_dtype"],
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+            self._file = stack.pop_all()
 
     def write(self, example: Example) -> None:
         """Add one example.
@@ -117,23 +86,28 @@ class SequenceWriter:
 
     def close(self) -> None:
         """Write what is left, and the footer with the facts."""
-        self._flush()
-        footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
-        self._file.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
-        self._file.close()
+        with self._file:
+            self._flush()
+            footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
+            self._parquet.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
+            self._parquet.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
-        else:
-            self._file.close()  # not worth finishing
+            return
+        with suppress(OSError):  # not worth finishing
+            self._parquet.close()
+        self._file.__exit__(kind, error, trace)
 
     def _flush(self) -> None:
         if self._rows:
-            self._file.write_table(pa.Table.from_pylist(self._rows, SCHEMA), row_group_size=len(self._rows))
+            self._parquet.write_table(pa.Table.from_pylist(self._rows, SCHEMA), row_group_size=len(self._rows))
             self._rows, self._bytes = [], 0
 
 
@@ -218,7 +192,7 @@ class SequenceShard:
             return broken(here, rows)
         try:
             return from_row({name: rows[name][i] for name in SCHEMA.names}, axes)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             return RecordError(f"{here}: {error}")
 
     def _open(self) -> Any:

@@ -1,0 +1,112 @@
+"""Files that are there wholly or not at all, and whose errors name them."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from errno import EISDIR
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["leftovers", "named", "whole_file", "write_text"]
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Write a file beside its path, and rename it when the block ends without an error.
+
+    A reader finds the old file or the new one and never a part of either, after a crash or a loss of power, too. A
+    link stays a link, and a device or a pipe is written to directly.
+
+    Args:
+        path: the file, which is replaced if it is there.
+
+    Yields:
+        A file to write bytes to. It has no descriptor, on which libraries would write without words for what fails.
+
+    Raises:
+        OSError: the file cannot be written; the error names the path, whichever call failed.
+    """
+    with named(path):
+        if os.path.isdir(path):
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        target = Path(os.path.realpath(path))
+        beside = os.path.isfile(path) or not os.path.exists(path)
+        place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp") if beside else Path(path)
+        raw = _Raw(place, "x" if beside else "w", path)
+    file = io.BufferedWriter(raw)
+    try:
+        yield file
+        with named(path):
+            file.flush()
+            if beside:
+                raw.sync()
+            file.close()
+            if beside:
+                if target.exists():
+                    shutil.copymode(target, place)
+                place.replace(target)
+    except BaseException:
+        with suppress(OSError):  # what is left in the buffer cannot be written either
+            file.close()
+        if beside:
+            place.unlink(missing_ok=True)
+        raise
+    with suppress(OSError):  # some systems cannot open folders, where the name is kept
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write text as UTF-8 by whole_file.
+
+    Raises:
+        OSError: the file cannot be written; the error names the path.
+    """
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def leftovers(folder: Path, names: Collection[str]) -> list[Path]:
+    """List what killed writers of files of these names left in a folder."""
+    matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in folder.iterdir())
+    return sorted(path for path, match in matches if match and match[1] in names)
+
+
+@contextmanager
+def named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors of the system, and of nothing else, name a path in the place of what they name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from None
+
+
+class _Raw(io.FileIO):
+    """A file whose errors name the path that it will have."""
+
+    def __init__(self, place: Path, mode: str, path: str | os.PathLike[str]) -> None:
+        super().__init__(place, mode)
+        self._path = path
+
+    def write(self, data: Any, /) -> int:
+        with named(self._path):
+            return super().write(data)
+
+    def sync(self) -> None:
+        os.fsync(super().fileno())
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation("fileno")

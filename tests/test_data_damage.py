@@ -1,0 +1,342 @@
+"""Damaged shards: nothing is lost without a word, and any number of readers see what one sees."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import random
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_corpus import records, write_jsonl, write_parquet
+
+from mmpos.data.batches.batching import Batcher
+from mmpos.data.documents import Document, Location, Piece, RecordError
+from mmpos.data.examples import Preprocess
+from mmpos.data.loading.loader import BatchDataset
+from mmpos.data.quarantine import read_quarantine
+from mmpos.data.readers import Reader, TarReader, shards
+from mmpos.sequence import SequenceBuilder
+
+BLOCK = 512
+LOST = ", want a record that can be read; what follows it is lost"
+
+Seen = list[tuple[int, Any]]
+"""Number and record, or words of the error, of each record."""
+
+
+def see(reader: Reader, readers: int = 1) -> Seen:
+    """What several readers see that split a shard, in its order."""
+    found: Seen = []
+    for first in range(readers):
+        for location, raw in reader.records(first, readers):
+            assert location.source == reader.source
+            found.append((location.index, str(raw) if isinstance(raw, RecordError) else raw))
+    return sorted(found, key=lambda each: each[0])
+
+
+def seen_by_all(path: Path) -> Seen:
+    """What one, two and three readers see, which must be the same."""
+    (reader,) = shards(path)
+    alone = see(reader)
+    assert see(reader, 2) == alone
+    assert see(reader, 3) == alone
+    return alone
+
+
+def archive(members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
+    """Records of a jpg of two blocks and a txt of one, without what compresses."""
+    rng = random.Random(7)
+    sizes = (("jpg", 600), ("txt", 30))
+    return [(f"{prefix}{i}.{kind}", rng.randbytes(size)) for i in range(records) for kind, size in sizes]
+
+
+def whole(records: int, path: Path, prefix: str = "") -> Seen:
+    """What an archive of these members holds."""
+    content = dict(members(records, prefix))
+    keys = [f"{prefix}{i}" for i in range(records)]
+    return [
+        (i, {"__key__": key, "__url__": str(path), "jpg": content[f"{key}.jpg"], "txt": content[f"{key}.txt"]})
+        for i, key in enumerate(keys)
+    ]
+
+
+# An archive of four records has a header in the blocks 0, 3, 5, 8, … 18, and ends in 20 blocks of zeros.
+FOUR = archive(members(4))
+HEADERS = [5 * record + offset for record in range(4) for offset in (0, 3)]
+
+
+def read_before(block: int) -> int:
+    """Records that are whole when reading stops at a block: the next one has begun."""
+    return max(block - 1, 0) // 5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_archive_cut_at_any_block_is_an_error_unless_its_end_is_there(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    for block in range(len(FOUR) // BLOCK + 1):
+        data = FOUR[: block * BLOCK]
+        path.write_bytes(gzip.compress(data) if packed else data)
+        found = seen_by_all(path)
+        if block >= 22:
+            assert found == whole(4, path)
+            continue
+        last = min(read_before(block), 3)
+        assert found[:-1] == whole(4, path)[:last]
+        index, message = found[-1]
+        assert index == last
+        if block in HEADERS or block == 20:
+            want = f"no header at byte {block * BLOCK} (the end of the file)"
+        elif block == 21:
+            want = f"one block of zeros at byte {20 * BLOCK}, where a header or two blocks of zeros should be"
+        elif packed:
+            want = f"unexpected end of data at byte {block * BLOCK}"
+        else:
+            want = f"the end of the file at byte {block * BLOCK}, inside {index}.{'txt' if block % 5 == 4 else 'jpg'}"
+        assert message == f"{path}[{index}]: got {want}{LOST}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_zeros_in_the_place_of_a_header_do_not_end_an_archive(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    for block in HEADERS:
+        data = bytearray(FOUR)
+        data[block * BLOCK : (block + 1) * BLOCK] = bytes(BLOCK)
+        path.write_bytes(gzip.compress(data) if packed else data)
+        last = read_before(block)
+        what = f"one block of zeros at byte {block * BLOCK}, where a header or two blocks of zeros should be"
+        assert seen_by_all(path) == [*whole(4, path)[:last], (last, f"{path}[{last}]: got {what}{LOST}")]
+
+
+def test_zeros_over_whole_records_in_the_middle_do_not_end_an_archive(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    data = bytearray(FOUR)
+    data[5 * BLOCK : 10 * BLOCK] = bytes(5 * BLOCK)
+    path.write_bytes(data)
+    what = f"data at byte {10 * BLOCK}, behind the end of the archive"
+    assert seen_by_all(path) == [*whole(1, path), (1, f"{path}[1]: got {what}{LOST}")]
+
+
+@pytest.mark.parametrize("field", [0, 100, 124, 136, 156, 257, 345])
+def test_a_header_with_a_flipped_bit_is_an_error_at_its_byte(tmp_path: Path, field: int) -> None:
+    path = tmp_path / "a.tar"
+    data = bytearray(FOUR)
+    data[8 * BLOCK + field] ^= 1
+    path.write_bytes(data)
+    what = f"no header at byte {8 * BLOCK} (bad checksum)"
+    assert seen_by_all(path) == [*whole(1, path), (1, f"{path}[1]: got {what}{LOST}")]
+
+
+@pytest.mark.parametrize(
+    ("data", "records", "what"),
+    [
+        (b"", 0, "no header at byte 0 (the end of the file)"),
+        (bytes(BLOCK), 0, "one block of zeros at byte 0, where a header or two blocks of zeros should be"),
+        (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
+        (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
+        (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
+    ],
+)
+def test_an_archive_that_does_not_end_once_is_an_error_after_its_records(
+    tmp_path: Path, data: bytes, records: int, what: str
+) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(data)
+    assert seen_by_all(path) == [*whole(records, path), (records, f"{path}[{records}]: got {what}{LOST}")]
+
+
+def test_an_archive_may_end_in_any_number_of_zeros_from_two_blocks_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    for zeros in (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 3 * 2**20):
+        path.write_bytes(FOUR[: 20 * BLOCK] + bytes(zeros))
+        assert seen_by_all(path) == whole(4, path)
+    path.write_bytes(bytes(2 * BLOCK))
+    assert seen_by_all(path) == []
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_extended_headers_that_are_cut_or_zeroed_are_errors(tmp_path: Path, form: int) -> None:
+    path, prefix = tmp_path / "a.tar", "ä" * 130
+    data = archive(members(3, prefix), form)
+    path.write_bytes(data)
+    assert seen_by_all(path) == whole(3, path, prefix)
+    end = len(data.rstrip(b"\0")) // BLOCK + 1  # no header ends in a byte other than zero
+    seen = []
+    for block in range(end + 1):
+        path.write_bytes(data[: block * BLOCK])
+        *before, (last, message) = seen_by_all(path)
+        assert before == whole(3, path, prefix)[:last]
+        assert message.endswith(LOST)
+        seen.append(last)
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2}
+
+
+def test_a_member_that_would_lead_back_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    member = tarfile.TarInfo("1.jpg")
+    for fields in ({"size": -BLOCK}, {"pax_headers": {"size": str(-2 * BLOCK)}}, {"size": 2**80}):
+        for name, value in fields.items():
+            setattr(member, name, value)
+        header = member.tobuf(tarfile.GNU_FORMAT if "size" in fields else tarfile.PAX_FORMAT)
+        path.write_bytes(FOUR[: 5 * BLOCK] + header + bytes(2 * BLOCK))
+        *before, (last, message) = seen_by_all(path)
+        assert (before, last) == ([], 0)
+        assert f"no header at byte {5 * BLOCK} (a size of " in message
+        member = tarfile.TarInfo("1.jpg")
+
+
+def test_files_with_holes_are_read_and_cut_as_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    # GNU's form 1.0: the map of a file of 2,000 bytes with data from 1,000 on, then the data.
+    pax = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "0.txt", "GNU.sparse.realsize": "2000"}
+    layout = b"1\n1000\n1000\n".ljust(BLOCK, b"\0")
+    member = tarfile.TarInfo("GNUSparseFile.0/0.txt")
+    member.size, member.pax_headers = BLOCK + 1000, pax
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        tar.addfile(member, io.BytesIO(layout + b"x" * 1000))
+    path.write_bytes(out.getvalue())
+    assert seen_by_all(path) == [
+        (0, {"__key__": "0", "__url__": str(path), "txt": bytes(1000) + b"x" * 1000}),
+    ]
+    end = len(out.getvalue().rstrip(b"\0"))
+    for size in range(0, end, BLOCK):
+        path.write_bytes(out.getvalue()[:size])
+        ((index, message),) = seen_by_all(path)
+        assert (index, message.endswith(LOST)) == (0, True)
+
+
+# Compressed shards: of the same bytes, wherever readers begin
+
+
+def pack(kind: str, path: Path) -> bytes:
+    if kind == "jsonl.gz":
+        write_jsonl(path, records(0, 40))
+    elif kind == "jsonl.zst":
+        write_jsonl(
+            path, records(0, 40), lambda path, mode: pa.CompressedOutputStream(pa.OSFile(str(path), mode), "zstd")
+        )
+    elif kind == "parquet":
+        write_parquet(path, records(0, 40))
+    else:
+        packers: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+        path.write_bytes(packers[kind.rpartition(".")[2]](archive(members(40))))
+    return path.read_bytes()
+
+
+KINDS = ["jsonl.gz", "jsonl.zst", "parquet", "tar.gz", "tar.bz2", "tar.xz"]
+
+
+def reader_of(path: Path) -> Reader:
+    return TarReader(str(path)) if ".tar" in path.name else shards(path)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_shard_cut_anywhere_is_an_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    data = pack(kind, path)
+    good = see(reader_of(path))
+    assert len(good) == 40
+    for size in [0, 1, 9, *range(18, len(data), len(data) // 40), len(data) - 1]:
+        path.write_bytes(data[:size])
+        *before, (last, message) = found = see(reader_of(path))
+        assert before == good[:last]
+        assert message.endswith(LOST)
+        for readers in (2, 3):
+            assert see(reader_of(path), readers) == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_in_a_packed_shard_is_seen_by_all_or_by_none(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    data = pack(kind, path)
+    good = see(reader_of(path))
+    for at in range(0, len(data), len(data) // 60):
+        flipped = bytearray(data)
+        flipped[at] ^= 255
+        path.write_bytes(flipped)
+        found = see(reader_of(path))
+        for readers in (2, 3):
+            assert see(reader_of(path), readers) == found
+        errors = [index for index, raw in found if isinstance(raw, str)]
+        if kind == "parquet":  # a record for each row, or none without the footer
+            assert [index for index, _ in found] in ([index for index, _ in good], [0])
+        else:  # a byte that says nothing of the content is no damage, and pyarrow writes no checksum of zstd
+            assert errors or found == good or kind == "jsonl.zst"
+
+
+def test_a_checksum_that_is_wrong_at_the_end_is_an_error_after_the_records(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    data = bytearray(gzip.compress(FOUR))
+    data[-8] ^= 1
+    path.write_bytes(data)
+    *before, (index, message) = seen_by_all(path)
+    assert (before, index) == (whole(4, path), 4)
+    assert "CRC check failed" in message
+    assert message.endswith(LOST)
+
+
+def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", records(0, 21))
+    # Pages of some damage give fewer rows and no error.
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **options: iter(()))
+    groups = [8] * 16 + [5] * 5
+    assert seen_by_all(path) == [
+        (i, f"{path}[{i}]: got 0 rows in a row group of {rows}, want a record that can be read")
+        for i, rows in enumerate(groups)
+    ]
+
+
+# Loaders
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
+def test_workers_of_a_loader_skip_what_one_skips(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    data = bytearray(archive(members(30)))
+    data[5 * 17 * BLOCK : (5 * 17 + 1) * BLOCK] = bytes(BLOCK)
+    path.write_bytes(gzip.compress(data) if kind == "tar.gz" else data)
+    preprocess = Preprocess(_document, SequenceBuilder())
+    given = []
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        keys: list[str] = []
+        for worker in range(workers):
+            dataset = BatchDataset(
+                shards(path),
+                preprocess,
+                Batcher(4),
+                on_error="skip",
+                quarantine=folder,
+                rank=worker,
+                world_size=workers,
+            )
+            keys += [example.key for group in dataset for example in group]
+        (line,) = read_quarantine(folder)
+        given.append((sorted(keys, key=int), line["index"], line["error"]))
+    keys_alone, index, error = given[0]
+    assert keys_alone == [str(i) for i in range(16)]
+    assert (index, error.count("one block of zeros at byte 43520")) == (16, 1)
+    assert given == given[:1] * 3
+
+
+def _document(record: Any, location: Location) -> Document:
+    return Document(record["__key__"], (Piece("text"),))

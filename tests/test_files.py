@@ -1,0 +1,157 @@
+"""Files that we write: wholly or not at all, and the system's words with the path where it cannot be done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_data_storage import PHOTO, example
+
+from mmpos import SegmentTable, Text, place
+from mmpos.__main__ import main
+from mmpos.cli.report import save_ids
+from mmpos.data.storing.storage import SequenceWriter
+from mmpos.files import leftovers, whole_file, write_text
+from mmpos.plot import plot_positions
+
+FullDisk = Callable[[int], AbstractContextManager[None]]
+IDS = place(SegmentTable.from_documents([[Text(5000)]]))
+
+
+def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with whole_file(path) as file:
+        file.write(b"first")
+        assert not path.exists()
+    with pytest.raises(TypeError), whole_file(path) as file:
+        file.writelines([b"second", "no bytes"])  # type: ignore[list-item]
+    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"x": "first"}
+    write_text(path, "zweite Ähre")
+    assert path.read_bytes() == "zweite Ähre".encode()
+
+
+def write_ready(path: Path) -> None:
+    with SequenceWriter(path) as writer:
+        writer.write(example("a", ["b" * 20_000, PHOTO]))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.json", lambda path: write_text(path, "a" * 50_000)),
+        ("a.npy", lambda path: save_ids(path, IDS)),
+        ("a.png", lambda path: plot_positions(IDS, path)),
+        ("a.svg", lambda path: plot_positions(IDS, path)),
+        ("a.parquet", write_ready),
+    ],
+)
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_full_disk_leaves_what_was_there_and_is_said_with_the_path(
+    tmp_path: Path, full_disk: FullDisk, name: str, write: Callable[[Path], None], room: int
+) -> None:
+    path = tmp_path / name
+    path.write_text("as it was")
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(room):
+        write(path)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
+    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {name: "as it was"}
+    write(path)
+    assert path.stat().st_size > 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(["positions", "5000"], "a.npy"), (["plot", "ids", "5000"], "a.png"), (["plot", "growth"], "a.svg")],
+)
+def test_a_command_says_in_one_line_that_it_cannot_write(
+    tmp_path: Path,
+    full_disk: FullDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, words in ((name, "File too large"), (f"none/{name}", "No such file or directory")):
+        with full_disk(1000):
+            assert main([*arguments, "-o", path]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err)
+        assert words in captured.err
+        assert path in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("none/a", FileNotFoundError),
+        ("file/a", NotADirectoryError),
+        ("folder", IsADirectoryError),
+        ("link", IsADirectoryError),
+        ("a" * 300, OSError),
+    ],
+)
+def test_a_path_that_cannot_be_a_file_is_named(tmp_path: Path, path: str, error: type[OSError]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(error) as raised:
+        write_text(tmp_path / path, "a")
+    assert raised.value.filename == str(tmp_path / path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_links_and_permissions_stay(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    target = tmp_path / "folder" / "a"
+    target.touch(mode=0o600)
+    (tmp_path / "link").symlink_to("folder/a")
+    (tmp_path / "new").symlink_to("folder/b")
+    write_text(tmp_path / "link", "through a link")
+    write_text(tmp_path / "new", "to where there was nothing")
+    assert (tmp_path / "link").readlink() == Path("folder/a")
+    assert (target.read_text(), stat.S_IMODE(target.stat().st_mode)) == ("through a link", 0o600)
+    assert (tmp_path / "folder" / "b").read_text() == "to where there was nothing"
+    fresh = tmp_path / "fresh"
+    fresh.touch()
+    assert stat.S_IMODE((tmp_path / "folder" / "b").stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode)
+
+
+def test_a_pipe_and_a_device_are_written_to_as_they_are(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "through a pipe")
+    assert os.read(reader, 100) == b"through a pipe"
+    os.close(reader)
+    assert list(tmp_path.iterdir()) == [pipe]
+    if Path("/dev/full").is_char_device():
+        with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+            write_text("/dev/full", "a")
+
+
+def test_libraries_get_no_descriptor_to_write_to_on_their_own(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "a.npy") as file:
+        np.save(file, np.arange(5))
+        with pytest.raises(OSError, match="fileno"):
+            file.fileno()
+    assert np.load(tmp_path / "a.npy").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_killed_writers_left_is_found_and_nothing_else(tmp_path: Path) -> None:
+    name = "x[1].parquet"
+    for other in (name, f".{name}.tmp", ".y.parquet.00000000.tmp", f".{name}.0000000g.tmp", f".{name}.000000000.tmp"):
+        (tmp_path / other).touch()
+    left = tmp_path / f".{name}.0f0f0f0f.tmp"
+    left.touch()
+    assert leftovers(tmp_path, {name, "z.parquet"}) == [left]

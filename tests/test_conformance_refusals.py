@@ -137,7 +137,7 @@ BOTH = {
         Layout(np.array([[1, IMAGE, 2, IMAGE]]), images=[[1, 2, 2]]),
         StopIteration,
         "^$",
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on",
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on",
     ),
     "no grids": Wordless(
         Layout(np.array([[1, IMAGE, 2]])),
@@ -149,7 +149,7 @@ BOTH = {
         Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4]]),
         RuntimeError,
         "expanded size of the tensor",
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on",
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on",
     ),
     "a row without tokens": Wordless(
         Layout(np.array([[1, 2], [1, 2]]), np.array([[1, 1], [0, 0]])),

@@ -217,7 +217,7 @@ def test_another_merge_size_is_proposed_where_it_fits() -> None:
         " (fits with spatial_merge_size=2)"
     )
     assert refused([*[IMAGE] * 16, 1], [[1, 4, 4]], spatial_merge_size=2) == (
-        "image_grid_thw: got 1 grids, want more for 12 placeholders from document 0, token 4 on"
+        "image_grid_thw: got 1 grid, want more for 12 placeholders from document 0, token 4 on"
         " (fits with spatial_merge_size=1)"
     )
 
@@ -232,10 +232,10 @@ def test_a_hint_never_hides_the_error() -> None:
 
 def test_missing_and_surplus_grids() -> None:
     assert refused([1, IMAGE, 2, IMAGE], [[1, 1, 1]]) == (
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on"
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on"
     )
     assert refused([1, IMAGE]) == (
-        "image_grid_thw: got 0 grids, want more for 1 placeholders from document 0, token 1 on"
+        "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on"
     )
     assert refused([1, IMAGE], [[1, 1, 1]] * 2) == (
         "image_grid_thw[1]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"

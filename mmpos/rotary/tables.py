@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     raise ImportError('rotations need torch: pip install "mmpos[all]"') from error
 from torch import Tensor
 
-from mmpos.checks import one_of
+from mmpos.checks import counted, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import operator, phases
 from mmpos.rotary.device import DevicePositions
@@ -62,7 +62,7 @@ def _source(rotary: Rotary, positions: Positions, device: torch.device | str | N
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
     source = source_of(positions, torch.device(device))
     if source.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {source.axes} axes, want {rotary.axes} as in rotary")
+        raise InvalidInputError(f"positions: got {counted(source.axes, 'axis')}, want {rotary.axes} as in rotary")
     return source
 
 

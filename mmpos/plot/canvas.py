@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import text
 from mmpos.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
 
 SUFFIXES = (".png", ".svg")
 """What a picture's file may end in."""
@@ -20,21 +23,15 @@ INK, FAINT = "#222222", "#8a8a8a"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
 _MARKERS = "osD^vPX"
 
-# Fixed element ids, so that the same data gives the same bytes; the text of an SVG stays text.
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",
-    "svg.fonttype": "none",
-    "font.size": 10.0,
-    "font.family": "sans-serif",
-}
 
-
-def picture_path(path: str | PathLike[str]) -> Path:
-    """The path, if a picture can have it.
+def picture_path(path: str | PathLike[str] | None) -> Path | None:
+    """The path, if a picture can have it; None is no file.
 
     Raises:
         InvalidInputError: another suffix than .png or .svg.
     """
+    if path is None:
+        return None
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
@@ -53,7 +50,7 @@ def picture_title(title: str | None) -> str | None:
         raise InvalidInputError(f"title: got {type(title).__name__}, want text")
     if any(ord(character) < 32 and character not in "\t\n\r" for character in text("title", title)):
         raise InvalidInputError(f"title: got {title!r}, want text without control characters")
-    return title
+    return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
 
 
 def line_style(i: int) -> dict[str, Any]:
@@ -78,11 +75,11 @@ def quiet_axes(axes: Any) -> None:
 
 
 @contextmanager
-def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
+def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
     """A figure to draw on, which is written when the block ends without an error.
 
     Args:
-        target: of `picture_path`.
+        target: of `picture_path`; None writes nothing.
         width: inches.
         height: inches.
 
@@ -91,23 +88,23 @@ def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
         ImportError: matplotlib is not installed.
     """
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        from mmpos.plot.picture import Picture, style
     except ImportError as error:
         raise ImportError('matplotlib is not installed, want pip install "mmpos[cli]"', name=error.name) from None
-    with matplotlib.rc_context():
-        # A reader's own matplotlibrc must not change the picture.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=(width, height), facecolor="white")
+    except ValueError as error:  # settings of its own that it refuses, as in MPLBACKEND
+        raise ImportError(f"matplotlib cannot be imported: {error}") from error
+    with style():
+        figure = Picture(figsize=(width, height), facecolor="white")
         yield figure
-        _save(figure, target)
+        if target is not None:
+            _save(figure, target)
 
 
-def _save(figure: Any, target: Path) -> None:
+def _save(figure: Picture, target: Path) -> None:
+    from mmpos.plot.picture import DPI, METADATA
+
     kind = target.suffix.lower()[1:]
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
     try:
-        figure.savefig(target, format=kind, dpi=200, metadata=metadata)
+        figure.savefig(target, format=kind, dpi=DPI, metadata=METADATA[kind])
     except OSError as error:
         raise InvalidInputError(f"path: got {str(target)!r} ({error.strerror}), want a path to write to") from None

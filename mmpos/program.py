@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from mmpos.errors import InvalidInputError, MmposError, ServiceError
+from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceUnauthenticatedError
 
 __all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "read_input", "run_program", "write_output"]
 
@@ -26,7 +26,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         MISSING: "this machine lacks something: a package, memory, room on a disk, a reader of the output",
         WRONG: "a wrong argument, option or input",
         DIFFERENT: "ids differ, as mmpos check says",
-        NO_ANSWER: "a server gave no answer: it is down, too busy, too slow, or does not know who asks",
+        NO_ANSWER: "a server gave no answer: it is down, too busy or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
     }
 )
@@ -84,10 +84,9 @@ def _run(name: str, load: Callable[[], Any], arguments: Sequence[str] | None, ex
         if isinstance(error, ModuleNotFoundError) and package in _EXTRAS[extra]:
             return _fail(name, f'{package} is not installed, want pip install "mmpos[{extra}]"', MISSING)
         return _fail(name, str(error), MISSING)
-    except ServiceError as error:
-        return _fail(name, str(error), NO_ANSWER)
     except MmposError as error:
-        return _fail(name, str(error), WRONG)
+        answered = not isinstance(error, ServiceError) or isinstance(error, ServiceUnauthenticatedError)
+        return _fail(name, str(error), WRONG if answered else NO_ANSWER)
     except OSError as error:
         _settle_output()
         words = error.strerror or str(error)

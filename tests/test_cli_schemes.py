@@ -131,7 +131,7 @@ def test_mistakes_in_words_are_named(words: str, axes: int | None, message: str 
     )
 
 
-def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(run(capsys, "positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
@@ -140,9 +140,13 @@ def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str], fol
     assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
     run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
+
+
+@pytest.mark.slow  # the processes that do the work import torch
+def test_own_schemes_reach_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    pytest.importorskip("pyarrow")
     words = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
     assert re.search(r"^documents +2$", run(capsys, *words), re.MULTILINE)
 

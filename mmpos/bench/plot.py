@@ -20,7 +20,7 @@ __all__ = ["plot_report"]
 Group = tuple[Measurement, ...]
 
 # Inches: of the page; of a column, and where the axes of dots and of curves lie in it; around a panel.
-_TITLE, _FOOT, _COLUMN, _MARGIN = 1.6, 0.1, 7.4, 0.25
+_TITLE, _QUICK, _FOOT, _COLUMN, _MARGIN = 1.6, 0.32, 0.1, 7.4, 0.25
 _DOTS, _DOTS_WIDTH, _ROW = 3.05, 2.75, 0.2
 _CURVE, _CURVE_WIDTH, _CURVE_HEIGHT = 0.85, 4.0, 2.3
 _ABOVE, _BELOW = 0.42, 0.62
@@ -58,7 +58,7 @@ def plot_report(report: Report, path: str | PathLike[str] | None = None) -> Pict
     panels = [panel for panel in panels if panel.lines]
     if not panels:
         raise InvalidInputError("report: got no curve and no ratio to a limit, want something to draw")
-    places, height = _layout(panels)
+    places, height = _layout(panels, _TITLE + (_QUICK if report.quick else 0.0))
     width = _COLUMN * (1 + max(column for column, _ in places))
     with canvas(target, width, height) as figure:
         _head(figure, report, any(not panel.curve for panel in panels))
@@ -113,9 +113,9 @@ def _panel(group: Group) -> _Panel:
     return _Panel(group, title, curve, tuple(lines))
 
 
-def _layout(panels: list[_Panel]) -> tuple[list[tuple[int, float]], float]:
+def _layout(panels: list[_Panel], top: float) -> tuple[list[tuple[int, float]], float]:
     """The column of each panel and the inches below it, and the height of the page: two columns that end alike."""
-    used, places = [_TITLE, _TITLE], []
+    used, places = [top, top], []
     for panel in panels:
         column = 0 if used[0] <= used[1] or len(panels) == 1 else 1
         used[column] += _ABOVE + panel.height + _BELOW
@@ -140,14 +140,16 @@ def _head(figure: Any, report: Report, dots: bool) -> None:
     if report.quick:
         words = "quick: toy sizes, every path once; the figures mean nothing"
         box = {"boxstyle": "square,pad=0.35", "facecolor": COLOURS[1], "edgecolor": "none"}
-        place = {"ha": "right", "fontsize": 10, "color": "white", "fontweight": "bold", "bbox": box}
-        figure.text(1 - _MARGIN / width, 1 - 0.38 / height, words, **place)
+        write(1.33, f" {words} ", fontsize=10, color="white", fontweight="bold", bbox=box)
     if dots:
         roles = dict.fromkeys(e.role for m in report.measurements for e in m.entries if e.role in _ROLES)
         handles = [_dot(Line2D([], []), role) for role in _ROLES if role in roles]
-        label = "1×: the limit, one plain call over as many bytes; left of it: faster than that call"
+        label = "1×: the limit, one plain call; left of it: faster than that call"
         handles.append(Line2D([], [], color=FAINT, linestyle="--", linewidth=1, label=label))
-        place = {"loc": "upper left", "bbox_to_anchor": ((_MARGIN - 0.08) / width, 1 - 1.14 / height)}
+        place = {
+            "loc": "upper left",
+            "bbox_to_anchor": ((_MARGIN - 0.08) / width, 1 - (1.14 + (_QUICK if report.quick else 0)) / height),
+        }
         figure.legend(handles=handles, ncols=4, frameon=False, fontsize=9, borderaxespad=0, columnspacing=1.4, **place)
 
 

@@ -80,8 +80,8 @@ class _Panel:
         group: its measurements.
         title: above it.
         curve: whether time is drawn over what grows.
-        lines: of a panel of dots: its text, and the case and contestant that a dot shows, or neither: a heading.
-            Of curves: the same, and only whether there are any counts.
+        lines: its text, and the case and contestant whose figures stand beside it; without them, it is a heading.
+            Curves have none beside their axes: there, what counts is whether there are any.
     """
 
     group: Group
@@ -98,7 +98,8 @@ class _Panel:
 def _panel(group: Group) -> _Panel:
     """Contestants under the name of each case; where all cases have the same single one, its name is in the title."""
     curve = all(m.point is not None for m in group)
-    shown = [(m, e) for m in group if curve or m.limit for e in m.entries if e.role != "limit"]
+    drawn = [(m, e) for m in group for e in m.entries if (m.per_unit(e) if curve else m.limit)]
+    shown = [(m, e) for m, e in drawn if e.role != "limit"]
     title = group[0].group
     names = {e.name for _, e in shown}
     if not curve and len(shown) == len(group) and len(names) == 1:
@@ -271,16 +272,14 @@ def _log_axis(axis: Any, low: float, high: float, suffix: str) -> None:
 def _short(count: float) -> str:
     """A count in a few characters, powers of two as people call them.
 
-    >>> [_short(count) for count in (0, 16, 1024, 65536, 2**20, 10_000, 786_432)]
-    ['0', '16', '1k', '64k', '1M', '10k', '0.79M']
+    >>> [_short(count) for count in (0, 16, 1024, 65536, 2**17, 2**20, 10_000, 99_999, 786_432)]
+    ['0', '16', '1k', '64k', '128k', '1M', '10k', '100k', '0.79M']
     """
     whole = int(count)
-    if whole < 1000:
-        return f"{count:g}"
-    base = 1024 if whole & (whole - 1) == 0 else 1000
-    if whole < base * 100:
-        return f"{whole / base:.2g}k"
-    return f"{whole // base}k" if base == 1024 and whole < base**2 else f"{whole / base**2:.2g}M"
+    if whole & (whole - 1) == 0 and whole >= 1024:
+        return f"{whole >> 20}M" if whole >= 2**20 else f"{whole >> 10}k"
+    size, unit = (1, "") if whole < 1000 else (1000, "k") if whole < 100_000 else (1_000_000, "M")
+    return f"{float(f'{count / size:.2g}'):g}{unit}" if unit else f"{count:g}"
 
 
 def _finish(axes: Any, label: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
@@ -84,9 +85,9 @@ def _known(name: str) -> type[Scheme]:
 def _own(words: str) -> Any:
     """The class or object of a module, which may lie in the current folder, as for ``python -m``."""
     module, _, name = words.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
         return getattr(import_module(module), name)
     except (Exception, SystemExit) as error:  # whatever the module does as it is imported
         raise _refused(words, error) from error

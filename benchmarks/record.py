@@ -20,7 +20,7 @@ import compared
 from mmpos.bench.machine import MALLOCS
 from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
 from mmpos.bench.suites import SUITES
-from mmpos.cli.bench_tables import number_text, ratio_text, seconds_text
+from mmpos.bench.words import number_text, ratio_text, seconds_text
 from mmpos.files import write_text
 
 HERE = Path(__file__).parent

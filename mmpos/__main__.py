@@ -1,13 +1,15 @@
-"""The program ``mmpos``: runs the command line, and says every error in one line."""
+"""The program ``mmpos``: runs the command line."""
 
 from __future__ import annotations
 
-import io
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from mmpos.errors import MmposError
-from mmpos.extras import needed_for, pip_install
+from mmpos.extras import needed_for
+from mmpos.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,37 +19,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None is the process's own.
 
     Returns:
-        The exit code: 0, 1 if something is missing on this machine, 2 if the command line or its input is wrong,
-        3 if ids that were checked differ.
+        The exit code, one of mmpos.program.EXIT_CODES.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal cannot show is no reason to stop
     words = sys.argv[1:] if arguments is None else arguments
-    try:
-        with needed_for("the command line", extra="server" if words and words[0] == "serve" else "cli"):
-            from mmpos.cli import app
-
-        return int(app(args=arguments, prog_name="mmpos", standalone_mode=False) or 0)
-    except ImportError as error:
-        return _fail(str(error), 1)
-    except MmposError as error:
-        return _fail(str(error), 2)
-    except OSError as error:
-        return _fail(str(error), 1)
-    except Exception as error:
-        # Errors of usage have a message of their own, under whichever base class this typer gives them.
-        message = getattr(error, "format_message", None)
-        if type(error).__module__ == "google.protobuf.runtime_version":
-            return _fail(f"{error} Install what needs protobuf in one command, with {pip_install('server')}", 1)
-        if message is None:
-            raise
-        command = getattr(getattr(error, "ctx", None), "command_path", "mmpos")
-        return _fail(f"{message().strip().rstrip('.')}; {command} --help tells more", 2)
+    return run_program("mmpos", partial(_app, "server" if "serve" in words[:2] else "cli"), arguments)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"mmpos: error: {' '.join(message.split())}", file=sys.stderr)
-    return code
+def _app(extra: str) -> Any:
+    if "_MMPOS_COMPLETE" in os.environ:
+        # typer wraps its help at this width, and fish takes each line of it for a completion.
+        os.environ["TERMINAL_WIDTH"] = "10000"
+    with needed_for("the command line", extra=extra):
+        from mmpos.cli import app
+    return app
 
 
 if __name__ == "__main__":

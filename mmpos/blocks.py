@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.block_contents import Blocks, Bytes, contents
-from mmpos.checks import INT32_MAX, IntArray, int_array, integer, text
+from mmpos.checks import INT32_MAX, IntArray, counted, int_array, integer, text
 from mmpos.errors import InvalidInputError
 from mmpos.parts import GRID, PAD
 from mmpos.positions import PositionTable
@@ -92,7 +92,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
     if positions.num_documents != segments.num_documents:
         got, want = positions.num_documents, segments.num_documents
-        raise InvalidInputError(f"positions: got {got} documents, want {want} as in segments")
+        raise InvalidInputError(f"positions: got {counted(got, 'document')}, want {want} as in segments")
     for name, padding in (("segments", segments.kind == PAD), ("positions", positions.is_padding)):
         if padding.any():
             raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without")
@@ -131,7 +131,7 @@ def _known(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> list[list
         return [[] for _ in range(full.size)]
     found = [_listed(f"known[{d}]", keys) for d, keys in enumerate(_listed("known", known))]
     if len(found) != full.size:
-        raise InvalidInputError(f"known: got lists for {len(found)} documents, want {full.size}")
+        raise InvalidInputError(f"known: got lists for {counted(len(found), 'document')}, want {full.size}")
     for d, keys in enumerate(found):
         if len(keys) > full[d]:
             raise InvalidInputError(f"known[{d}]: got {len(keys)} keys, want at most {full[d]}, one per full block")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+T = TypeVar("T")
 
 IntArray = npt.NDArray[np.int64]
 
@@ -114,6 +116,24 @@ def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
     if value not in options:
         raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
     return value
+
+
+def instance(name: str, value: Any, kind: type[T], source: str) -> T:
+    """The value, if it is of this class; source is the call that gives one."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
+    return value
+
+
+def counted(count: int, noun: str, style: str = "") -> str:
+    """A number in a style of ``format``, and its noun, in the plural unless it is one.
+
+    >>> counted(1, "document"), counted(0, "axis"), counted(2, "property"), counted(4096, "token", ",")
+    ('1 document', '0 axes', '2 properties', '4,096 tokens')
+    """
+    if count != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun[:-2]}es" if noun.endswith("is") else f"{noun}s"
+    return f"{count:{style}} {noun}"
 
 
 def shown(values: IntArray) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.blocks import block_keys
-from mmpos.checks import IntArray, int_array
+from mmpos.checks import IntArray, counted, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.images import ProcessedImage
 from mmpos.markers import MarkerIds
@@ -105,7 +105,8 @@ class InterleavedSequence:
 
     def __repr__(self) -> str:
         patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
-        return f"InterleavedSequence({self.input_ids.size} tokens, {len(self.grid_thw)} images, patches={patches})"
+        tokens, images = counted(self.input_ids.size, "token"), counted(len(self.grid_thw), "image")
+        return f"InterleavedSequence({tokens}, {images}, patches={patches})"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer
+from mmpos.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError
 from mmpos.placeholder_runs import Batch, BoolArray, Runs, read_batch
 from mmpos.spans import span_tokens
@@ -145,7 +145,7 @@ def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEn
     if modality.frames_apart:
         if raw[:, 0].sum() > runs.total:
             raise InvalidInputError(
-                f"{name}: got {raw[:, 0].sum()} frames, want at most {runs.total}, the placeholders"
+                f"{name}: got {counted(int(raw[:, 0].sum()), 'frame')}, want at most {runs.total}, the placeholders"
             )
         owner = np.repeat(owner, raw[:, 0])
         grids = raw[owner]
@@ -229,8 +229,8 @@ def _surplus(batch: Batch, runs: Runs, name: str, done: int, owner: IntArray) ->
     """The message of placeholders that no grid is left for."""
     run = int(runs.of(np.asarray([done]))[0])
     place = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
-    left = f"{runs.total - done} placeholders from {place} on"
-    return f"{name}: got {len(set(owner.tolist()))} grids, want more for {left}"
+    left = f"{counted(runs.total - done, 'placeholder')} from {place} on"
+    return f"{name}: got {counted(len(set(owner.tolist())), 'grid')}, want more for {left}"
 
 
 def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArray, merge: int) -> str:
@@ -249,7 +249,7 @@ def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArra
     place = batch.name(int(document[g]), int(first[g]))
     if not hint and run == merged[g, 2] < tokens[g]:
         hint = "; where a token of its own ends each row, pass row_token_id"
-    return f"{name}[{owner[g]}]: got a run of {run} placeholders at {place}, {want}{hint}"
+    return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {place}, {want}{hint}"
 
 
 def _merge_hint(runs: Runs, grids: IntArray, merge: int) -> str:

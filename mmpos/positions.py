@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import expand, ranges, windows
-from mmpos.checks import IntArray, boolean, first_bad, host_array, int_array, integer, one_of, per_document
+from mmpos.checks import IntArray, boolean, counted, first_bad, host_array, int_array, integer, one_of, per_document
 from mmpos.columns import DELTA, FIRST_SEGMENT, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
 from mmpos.errors import InvalidInputError
 from mmpos.explain import explain
@@ -238,10 +238,9 @@ class PositionTable(Columns):
         return explain(self, integer("token", token, minimum=0, maximum=self.num_tokens - 1))
 
     def __repr__(self) -> str:
-        return (
-            f"PositionTable({self.num_documents} documents, {self.num_segments} segments, "
-            f"{self.num_tokens} tokens, {self.axes} axes, scheme={self.scheme!r})"
-        )
+        documents, segments = counted(self.num_documents, "document"), counted(self.num_segments, "segment")
+        tokens, axes = counted(self.num_tokens, "token"), counted(self.axes, "axis")
+        return f"PositionTable({documents}, {segments}, {tokens}, {axes}, scheme={self.scheme!r})"
 
     def _view(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
         return PositionTable(*ranges.assemble(columns, document, header), self.fractional, self.scheme)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import native, placeholders, spans
-from mmpos.checks import IntArray, boolean, first_bad, host_array, int_array
+from mmpos.checks import IntArray, boolean, counted, first_bad, host_array, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.padding import insert_padding
 from mmpos.parts import GRID, PAD, TEXT, Grid, Text, rationals
@@ -256,7 +256,6 @@ class SegmentTable:
 
     def __repr__(self) -> str:
         grids = int((self.kind == GRID).sum())
-        return (
-            f"SegmentTable({self.num_documents} documents, {self.kind.size} segments ({grids} grids), "
-            f"{self.num_tokens} tokens)"
-        )
+        segments = f"{counted(self.kind.size, 'segment')} ({counted(grids, 'grid')})"
+        documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
+        return f"SegmentTable({documents}, {segments}, {tokens})"

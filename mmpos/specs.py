@@ -1,18 +1,20 @@
-"""What a command line names a document with: a short spec such as ``3,2x3,2``, a JSON file, or an image file."""
+"""Documents as a command line names them: a short spec such as ``3,2x3,2``, a JSON file, an image file, or ``-``."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmpos.checks import integer
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.parts import Grid, Text
+from mmpos.program import STDIN, read_input
 
-__all__ = ["IMAGE_SUFFIXES", "Document", "read_documents", "to_json"]
+__all__ = ["IMAGE_SUFFIXES", "Document", "Specs", "read_documents", "read_specs", "to_json"]
 
 Document = list[Text | Grid]
 
@@ -22,20 +24,49 @@ _WANT_GRID = "[height, width] or [frames, height, width]"
 _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
 
 
+@dataclass(frozen=True)
+class Specs:
+    """Documents, and how they are to be placed if their files say so.
+
+    Args:
+        documents: in the order of the arguments.
+        scheme: the value of "scheme" in a JSON file.
+        axes: the value of "axes" beside it.
+    """
+
+    documents: list[Document]
+    scheme: str | None = None
+    axes: int | None = None
+
+
 def read_documents(arguments: Sequence[str]) -> list[Document]:
-    """The documents that command-line arguments name, in order.
+    """The documents of ``read_specs`` alone.
 
     >>> read_documents(["3,2x3"])
     [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
+    """
+    return read_specs(arguments).documents
+
+
+def read_specs(arguments: Sequence[str]) -> Specs:
+    """The documents that command-line arguments name, in order, and the scheme that JSON files name.
 
     Args:
-        arguments: each a spec (one document), a .json file (its documents) or an image file (one document:
-            a marker, the patches that a default ImageProcessor makes of it, a marker).
+        arguments: each a spec (one document), a .json file (its documents), an image file (one document: a marker,
+            the patches that a default ImageProcessor makes of it, a marker), or "-", which reads one of them from
+            standard input; specs are there one a line.
 
     Raises:
-        InvalidInputError: naming the argument, what came and what was wanted.
+        InvalidInputError: naming the argument, what came and what was wanted; or files that name different schemes.
     """
-    return [document for argument in arguments for document in _read(argument)]
+    read = [_read(argument) for argument in arguments]
+    named = {
+        (specs.scheme, specs.axes): argument for specs, argument in zip(read, arguments, strict=True) if specs.scheme
+    }
+    if len(named) > 1:
+        schemes = ", ".join(f"{scheme!r} in {argument}" for (scheme, _), argument in named.items())
+        raise InvalidInputError(f"scheme: got {schemes}, want one for all documents")
+    return Specs([document for specs in read for document in specs.documents], *next(iter(named), (None, None)))
 
 
 def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
@@ -43,11 +74,13 @@ def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
     return [[_part_to_json(part) for part in document] for document in documents]
 
 
-def _read(argument: str) -> list[Document]:
+def _read(argument: str) -> Specs:
+    if argument == STDIN:
+        return _input()
     suffix = Path(argument).suffix.lower()
     # What looks like a spec is one, however long: the file system refuses long names.
     if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
-        return [_spec(argument)]
+        return Specs([_spec(argument)])
     if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
         raise InvalidInputError(
             f"SPEC|FILE: got {argument!r}, want a spec such as 3,2x3,2 or a file ending in "
@@ -55,7 +88,27 @@ def _read(argument: str) -> list[Document]:
         )
     if not Path(argument).is_file():
         raise InvalidInputError(f"{argument}: got no such file, want a readable file")
-    return _json_file(argument) if suffix == ".json" else [_image_file(argument)]
+    if suffix != ".json":
+        return Specs([_image(argument, Path(argument))])
+    try:
+        return _json(argument, Path(argument).read_bytes())
+    except OSError as error:
+        raise InvalidInputError(f"{argument}: got {error.strerror}, want a readable file") from None
+
+
+def _input() -> Specs:
+    """Standard input: JSON and lines of specs are text, and an image is not."""
+    name, data = "standard input", read_input()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return Specs([_image(name, data)])
+    if text.lstrip().startswith(("{", "[")):
+        return _json(name, data)
+    specs = [_spec(line.strip()) for line in text.splitlines() if line.strip()]
+    if not specs:
+        raise InvalidInputError(f"{name}: got nothing, want specs, one a line, a JSON file or an image")
+    return Specs(specs)
 
 
 def _spec(argument: str) -> Document:
@@ -73,11 +126,9 @@ def _grid(numbers: list[int], **options: Any) -> Grid:
     return Grid(*numbers[-2:], frames=numbers[0] if len(numbers) == 3 else 1, **options)
 
 
-def _json_file(path: str) -> list[Document]:
+def _json(path: str, data: bytes) -> Specs:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"{path}: got {error.strerror}, want a readable file") from None
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path}: got no valid JSON ({error}), want {_WANT_FILE}") from None
     documents = content.get("documents") if isinstance(content, dict) else None
@@ -89,7 +140,10 @@ def _json_file(path: str) -> list[Document]:
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
         found.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
-    return found
+    scheme, axes = content.get("scheme"), content.get("axes")
+    if scheme is not None and not isinstance(scheme, str):
+        raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
+    return Specs(found, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
 def _part(name: str, part: Any) -> Text | Grid:
@@ -107,12 +161,12 @@ def _part(name: str, part: Any) -> Text | Grid:
     return _named(name, _grid, numbers, **options)
 
 
-def _image_file(path: str) -> Document:
+def _image(name: str, source: Path | bytes) -> Document:
     from mmpos.images import ImageProcessor
 
     processor = ImageProcessor(backend="pillow")
-    size = _named(path, processor.inspect, Path(path))
-    return [Text(1), _named(path, processor.grid, size.height, size.width), Text(1)]
+    size = _named(name, processor.inspect, source)
+    return [Text(1), _named(name, processor.grid, size.height, size.width), Text(1)]
 
 
 def _part_to_json(part: Text | Grid) -> dict[str, Any]:

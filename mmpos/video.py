@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, written
+from mmpos.checks import INT32_MAX, IntArray, counted, written
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.parts import Grid, fraction, rational
 from mmpos.timestamps import QWEN3_VL, Timestamp, timestamps
@@ -66,7 +66,7 @@ class Video:
         object.__setattr__(self, "timestamps", timestamps("Video.timestamp", timestamp, seconds))
 
     def __repr__(self) -> str:
-        return f"Video({len(self.frames)} frames, {self.timestamps[0]!r} to {self.timestamps[-1]!r})"
+        return f"Video({counted(len(self.frames), 'frame')}, {self.timestamps[0]!r} to {self.timestamps[-1]!r})"
 
 
 class Plain(NamedTuple):
@@ -116,7 +116,7 @@ def _frames(frames: Any) -> tuple[Any, ...]:
         if flat or isinstance(frame, str | list | tuple | Video):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
-            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {frame.frames} frames, want one of 1")
+            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")
     return found
 
 

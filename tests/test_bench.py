@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pictures import texts
 from record import QUOTING, fill_in, to_markdown
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
@@ -36,6 +39,7 @@ from mmpos.bench.plot import plot_report
 from mmpos.bench.reference import loop_ids
 from mmpos.bench.results import from_json, to_json
 from mmpos.cli import app
+from mmpos.cli.bench_tables import print_report
 from mmpos.parts import Grid, Text
 
 MACHINE = Machine(
@@ -282,10 +286,76 @@ def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
         plot_report(REPORT, tmp_path / "found.pdf")
 
 
+def test_a_picture_says_what_and_where_and_whether_it_is_quick(tmp_path: Path) -> None:
+    for quick in (True, False):
+        plot_report(replace(REPORT, suite="rotary", quick=quick), tmp_path / "found.svg")
+        words = texts(tmp_path / "found.svg")
+        head = {"mmpos bench rotary", "rotations of q and k, forward and backward", str(MACHINE), REPORT.command}
+        assert head <= set(words)
+        assert ("quick: toy sizes, every path once; the figures mean nothing" in words) is quick
+
+
+def test_dots_name_their_contestants_and_their_figures(tmp_path: Path) -> None:
+    plot_report(REPORT, tmp_path / "found.svg")
+    words = texts(tmp_path / "found.svg")
+    for name, time, ratio in (
+        ("mmpos", "3.00 µs", "1.50×"),
+        ("place", "1.00 µs", "0.50×"),
+        ("loop", "60.0 µs", "30.0×"),
+    ):
+        at = words.index(name)
+        assert words[at : at + 3] == [name, time, ratio]
+    assert {"mmpos", "a part of it", "other projects", "times as long as fill", "1×", "10×"} <= set(words)
+
+
+def test_a_group_of_one_contestant_has_a_line_for_each_case(tmp_path: Path) -> None:
+    cases = [replace(MEASUREMENT, name=name, entries=MEASUREMENT.entries[:2]) for name in ("one", "two")]
+    for name, title in (("mmpos", "ids"), ("dense()", "ids: dense()")):
+        entries = (cases[0].entries[0], replace(cases[0].entries[1], name=name))
+        plot_report(
+            replace(REPORT, measurements=tuple(replace(case, entries=entries) for case in cases)), tmp_path / "a.svg"
+        )
+        words = texts(tmp_path / "a.svg")
+        assert title in words
+        assert [words[words.index(case) + 1] for case in ("one", "two")] == ["3.00 µs"] * 2
+
+
+@pytest.mark.parametrize(
+    ("times", "counts", "ticks"),
+    [
+        ((2e-6, 3e-6), (1, 2), ["1", "2", "1", "2", "3", "5"]),
+        ((1e-6, 1e-5), (1, 1024), ["1", "1k", "0.5", "1", "2", "5", "10", "20"]),
+        ((1e-6, 1e-3), (0, 10_000), ["0", "10k", "1", "10", "100", "1,000"]),
+    ],
+)
+def test_axes_have_numbers_where_the_figures_are(
+    times: tuple[float, float], counts: tuple[int, int], ticks: list[str], tmp_path: Path
+) -> None:
+    cases = [
+        replace(MEASUREMENT, name=str(count), entries=(entry("fill", "limit", time), entry("mmpos", "ours", time)))
+        for time, count in zip(times, counts, strict=True)
+    ]
+    curve = [
+        replace(case, point=("tokens", count), work={"tokens": 1}) for case, count in zip(cases, counts, strict=True)
+    ]
+    plot_report(replace(REPORT, measurements=tuple(curve)), tmp_path / "a.svg")
+    assert [word for word in texts(tmp_path / "a.svg") if re.fullmatch(r"[0-9.,]+[kM]?", word)] == ticks
+
+
+def test_less_than_the_limit_is_put_in_words(tmp_path: Path) -> None:
+    out = StringIO()
+    print_report(Console(file=out, width=100), REPORT)
+    assert "limit: fill, one plain call over as many bytes; below 1×: faster than that call\n" in out.getvalue()
+    slower = replace(MEASUREMENT, entries=MEASUREMENT.entries[:2])
+    out = StringIO()
+    print_report(Console(file=out, width=100), replace(REPORT, measurements=(slower,)))
+    assert "limit: fill\n" in out.getvalue()
+
+
 def test_no_two_contestants_look_alike_in_a_picture() -> None:
     many = replace(MEASUREMENT, entries=tuple(entry(f"peer {i}", "peer", 1e-6) for i in range(20)))
-    looks = plot._colours((many,))
-    assert len(set(looks.values())) == len(looks) == 20
+    looks = plot._looks((many,))
+    assert len({tuple(map(repr, look.values())) for look in looks.values()}) == len(looks) == 20
 
 
 def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> None:

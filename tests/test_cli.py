@@ -325,6 +325,8 @@ def test_the_photographs_are_small_and_their_licences_beside_them() -> None:
 WANT_PART = "want a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
 WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg .png .webp .gif"
 
+WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of your own"
+
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
@@ -339,7 +341,8 @@ WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg 
         (["positions", "none.json"], "none.json: got no such file, want a readable file"),
         (["explain", "3", "3"], "token: got 3, want <= 2"),
         (["explain", "3", "x"], None),
-        (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', want one of {', '.join(SCHEMES)}"),
+        (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', {WANT_SCHEME}"),
+        (["positions", "3", "-s", "rope_tie"], f"--scheme: got 'rope_tie' (did you mean 'rope-tie'?), {WANT_SCHEME}"),
         (["positions", "3", "--axes", "3", "-s", "flatten"], "--axes: got 3, want 1 for scheme 'flatten'"),
         (["positions", "3", "--axes", "4"], "RopeTie.axes: got 4, want 2 or 3"),
         (["positions", "3", "--start", "x"], None),
@@ -349,7 +352,7 @@ WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg 
         (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
         (["plot", "ids", "3"], "Missing option '--output' / '-o'; mmpos plot ids --help tells more"),
         (["plot", "3"], "No such command '3'; mmpos plot --help tells more"),
-        (["plot", "ids", "3", "-s", "tie", "-o", "a.svg"], f"--scheme: got 'tie', want one of {', '.join(SCHEMES)}"),
+        (["plot", "ids", "3", "-s", "tie", "-o", "a.svg"], f"--scheme: got 'tie', {WANT_SCHEME}"),
         (
             ["plot", "attention", "3,2x3", "--mrope-section", "1,x", "-o", "a.svg"],
             "--mrope-section: got '1,x', want numbers such as 16,24,24",
@@ -359,6 +362,12 @@ WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg 
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
         (["positions"], "Missing argument 'SPEC|FILE...'; mmpos positions --help tells more"),
         (["bogus"], "No such command 'bogus'; mmpos --help tells more"),
+        (["help", "bogus"], "No such command 'bogus'; mmpos --help tells more"),
+        (["positon"], "No such command 'positon'. Did you mean 'positions'? mmpos --help tells more"),
+        (
+            ["positions", "3", "--jsn"],
+            "No such option: --jsn (Possible options: --json); mmpos positions --help tells more",
+        ),
         (["positions", "3", "--bogus"], None),
     ],
 )
@@ -434,7 +443,7 @@ def test_errors_of_specs_are_of_the_librarys_tree() -> None:
 def test_a_missing_extra_is_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == missing or name.startswith("mmpos.cli")]:
+    for name in [name for name in sys.modules if name.startswith((missing, "mmpos.cli", "mmpos.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail(capsys, "plot", "ids", "3", "-o", "ids.png")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import mmpos
 from mmpos.__main__ import main
 from mmpos.parts import Grid, Text
+from mmpos.program import EXIT_CODES
 
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
@@ -152,6 +154,15 @@ def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
     assert words.splitlines()[2] == "Cause: seconds_per_frame is forgotten: frames are one second apart."
 
 
+def test_a_config_comes_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(json.dumps(QWEN).encode())))
+    np.save("ids.npy", [[0, 1, 2]] * 3)
+    assert main(["check", "ids.npy", "--spec", "3", "--config", "-"]) == 0
+    assert capsys.readouterr().out == "All 3 tokens of 1 document have the ids of mrope-transformers.\n"
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "line"),
     [
@@ -272,4 +283,4 @@ def test_help_says_what_the_exit_codes_mean() -> None:
         return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", result.stdout).split())
 
     assert "Exit codes: 0 equal, 3 different." in words("check")
-    assert "3 ids that mmpos check found to differ." in words()
+    assert f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}." in words()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mmpos.__main__ import main
+from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -47,7 +50,7 @@ def test_errors_are_printed_as_in_process(server: str, capsys: pytest.CaptureFix
 def test_a_sequence_is_built_of_text_and_a_photo(server: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
     assert (code, err) == (0, "")
-    assert out.startswith("InterleavedSequence(112 tokens, 1 images, patches=uint8 (396, 14, 14, 3))\n")
+    assert out.startswith("InterleavedSequence(112 tokens, 1 image, patches=uint8 (396, 14, 14, 3))\n")
     assert "grid 11×9" in out
 
 
@@ -59,11 +62,76 @@ def test_info_and_health_say_what_the_server_is(server: str, capsys: pytest.Capt
     assert "documents" in out
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "remote", "info", "--server", "127.0.0.1:9", "--timeout", "0.5")
-    assert (code, out) == (2, "")
-    assert err.startswith("mmpos: error: ")
-    assert err.count("\n") == 1
+@pytest.fixture(scope="module")
+def profiles() -> Iterator[str]:
+    """A server whose profiles have other schemes than the command line does by default."""
+    config = """
+        [profiles.floor]
+        scheme = { name = "rope-tie-v2", rounding = "floor" }
+        [profiles.qwen]
+        scheme = "mrope"
+    """
+    with running(ServerConfig.read(config, Path("profiles.toml"))) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("options", "scheme"),
+    [
+        ([], "rope-tie-v2,rounding=floor"),
+        (["--profile", "qwen"], "mrope"),
+        (["--profile", "qwen", "--scheme", "rope-tie"], "rope-tie"),
+        (["--profile", "qwen", "--scheme", "rope-tie-lcm,axes=3"], "rope-tie-lcm,axes=3"),
+    ],
+)
+def test_a_profile_keeps_its_scheme_unless_another_is_asked_for(
+    options: list[str], scheme: str, profiles: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "positions", "3,2x3,2", "--json"
+    there = json.loads(run(capsys, "remote", *asked, *options, "--server", profiles)[1])
+    here = json.loads(run(capsys, *asked, "--scheme", scheme)[1])
+    assert there["position_ids"] == here["position_ids"]
+    assert there["scheme"] == scheme.partition(",rounding")[0]  # all that the table of an answer tells
+
+
+def test_documents_keep_the_scheme_of_their_file_there_too(
+    profiles: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
+    assert run(capsys, "remote", "positions", str(file), "--server", profiles) == run(capsys, "positions", str(file))
+
+
+def test_axes_need_a_scheme_that_they_are_of(profiles: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "remote", "positions", "3", "--axes", "3", "--server", profiles) == (
+        2,
+        "",
+        "mmpos: error: --axes: got 3 without --scheme, want both: the profile has a scheme of its own\n",
+    )
+
+
+@pytest.mark.parametrize("command", [["info"], ["health"], ["positions", "3"], ["build", "a word"]])
+def test_a_server_that_is_down_is_one_sentence_with_the_remedy(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:  # bound, and nobody listens
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        code, out, err = run(capsys, "remote", *command, "--server", address, "--timeout", "20")
+    assert (code, out) == (4, "")
+    want = "want a server there: start one with mmpos serve, or name another with --server"
+    assert re.fullmatch(rf"mmpos: error: {address}: got [A-Za-z, _]+, {want}\n", err)
+
+
+def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert run(capsys, "remote", "info", "--server", address, "--timeout", "0.2") == (
+            4,
+            "",
+            f"mmpos: error: {address}: got no answer in 0.2 s, want one: see that mmpos serve runs there, or give it "
+            "more time with --timeout\n",
+        )
 
 
 def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from io import StringIO
 from itertools import combinations
 from math import cos, log2, sin
 from typing import Any, ClassVar
@@ -482,13 +481,28 @@ def test_the_command_prints_tables_that_fit_and_why() -> None:
     assert max(len(line) for line in lines if "──" in line) <= 100
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_no_title_is_cut_where_a_table_ends(width: int) -> None:
-    console, printing = pytest.importorskip("rich.console"), pytest.importorskip("mmpos.cli.compare")
-    out = console.Console(width=width, file=StringIO())
-    printing._print_tables(out, measure_encodings(["alibi"]))
-    words = out.file.getvalue().split()
-    assert {"length-", "independent", "extrapolates", "deterministic"} <= set(words)
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_a_matrix_is_printed_as_tables_that_fit(width: int) -> None:
+    matrix = measure_encodings(["alibi"])
+    lines = matrix.to_text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).split()
+    assert words.count("alibi") == words.count("encoding") == {40: 4, 80: 2, 100: 2}[width]
+    assert {"length-", "independent", "extrapolates", "deterministic", "0.0039"} <= set(words)
+
+
+def test_print_shows_a_matrix_as_a_table_and_a_notebook_as_markdown() -> None:
+    matrix = measure(["rope-tie"]).part(["rope-tie"])
+    assert str(matrix).splitlines()[:4] == [
+        "                  text                              length-       linear              delta",
+        "scheme     axes   is RoPE-1D   symmetric   unique   independent   shift    relative   0",
+        "───────────────────────────────────────────────────────────────────────────────────────────",
+        "rope-tie   2      ✓            ✓           ✓        ✓             ✓        ✓          ✗",
+    ]
+    assert str(matrix) == matrix.to_text()
+    assert repr(matrix) == "Matrix(1 scheme, 13 properties)"
+    assert repr(matrix.properties[0]) == "Property(name='axes', title='axes')"
+    assert matrix._repr_markdown_() == matrix.to_markdown()
 
 
 def test_json_and_markdown_hold_the_same() -> None:
@@ -503,9 +517,9 @@ def test_json_and_markdown_hold_the_same() -> None:
 
 
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "tie"]) == 2
+    assert main(["compare", "alibby"]) == 2
     assert capsys.readouterr().err.startswith(
-        "mmpos: error: NAME: got 'tie', want one of rope-tie, rope-tie-fractional"
+        "mmpos: error: NAME: got 'alibby' (did you mean 'alibi'?), want one of rope-tie, rope-tie-fractional"
     )
 
 

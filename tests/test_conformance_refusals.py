@@ -69,7 +69,7 @@ ILLEGAL = {
     "runs of the wrong lengths whose sum is right": Silent(
         Layout(np.array([[1, IMAGE, 2, IMAGE, IMAGE, IMAGE]]), images=[[1, 2, 6], [1, 2, 2]]),
         [[0, 1, 1, 1, 4, 5]],
-        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 1, want 3 for 1x1x3 after merging",
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 3 for 1x1x3 after merging",
     ),
     "sides that merging does not divide": Silent(
         Layout(np.array([[1, IMAGE, 2]]), images=[[1, 3, 2]]),
@@ -137,19 +137,19 @@ BOTH = {
         Layout(np.array([[1, IMAGE, 2, IMAGE]]), images=[[1, 2, 2]]),
         StopIteration,
         "^$",
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on",
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on",
     ),
     "no grids": Wordless(
         Layout(np.array([[1, IMAGE, 2]])),
         TypeError,
         "'NoneType' object is not an iterator",
-        "image_grid_thw: got 0 grids, want more for 1 placeholders from document 0, token 1 on",
+        "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on",
     ),
     "a run longer than its grid": Wordless(
         Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4]]),
         RuntimeError,
         "expanded size of the tensor",
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on",
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on",
     ),
     "a row without tokens": Wordless(
         Layout(np.array([[1, 2], [1, 2]]), np.array([[1, 1], [0, 0]])),

@@ -66,7 +66,7 @@ def test_a_packed_batch_in_full() -> None:
     assert batch.grid_thw.tolist() == [[1, 1, 2]]
     assert (batch.image_spans.tolist(), batch.feature_spans.tolist()) == ([[3, 5]], [[0, 2]])
     assert (batch.packed, batch.fill, batch.shifted, batch.world_size) == (True, 10 / 12, False, 1)
-    assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 images, fill=0.833, device=cpu)"
+    assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
 def test_a_left_padded_batch_in_full() -> None:

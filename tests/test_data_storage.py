@@ -152,7 +152,7 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     one = example("one", ["ab"])
     with SequenceWriter(tmp_path / "x.parquet") as writer:
         writer.write(one)
-        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axes, want 2 as before it"):
+        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as before it"):
             writer.write(example("flat", ["a"], "flatten"))
         with pytest.raises(InvalidInputError, match="one: positions: got 2 documents, want one"):
             writer.write(replace(one, sequence=replace(one.sequence, positions=two)))

@@ -173,7 +173,7 @@ def test_columns_are_those_of_the_table_and_its_decoding() -> None:
 
 
 REFUSED: list[tuple[Callable[[PositionTable], dict[str, Any]], str]] = [
-    (lambda table: {"mm_position_ids": table.window([0], [0], [24])}, "got 1 documents of .* want 2 of one length"),
+    (lambda table: {"mm_position_ids": table.window([0], [0], [24])}, "got 1 document of .* want 2 of one length"),
     (lambda table: {"mm_position_ids": place(SEGMENTS).pad()}, "got padding behind prompt 1, want it before"),
     (lambda table: {"mm_position_ids": place(SEGMENTS)}, r"got 2 documents of \[24, 9\] tokens, want 2 of one length"),
     (

@@ -123,7 +123,7 @@ def test_layer_types_want_a_rotary_each() -> None:
         (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
         (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row: pad the table"),
         (text(16, 16, 16), "got documents of 16 tokens, want 24"),
-        (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axes, want 2"),
+        (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axis, want 2"),
     ],
     ids=range(9),
 )

@@ -133,12 +133,12 @@ def test_text_with_markers_of_its_own_gets_no_others() -> None:
 @pytest.mark.parametrize(
     ("images", "text", "message"),
     [
-        ([WIDE], ["A", "cat"], r"^images: got 1 images, want 0, the placeholders of text$"),
+        ([WIDE], ["A", "cat"], r"^images: got 1 image, want 0, the placeholders of text$"),
         (None, "A [PATCH]", r"^images: got 0 images, want 1, the placeholders of text$"),
         (
             [[WIDE], [WIDE]],
             ["[PATCH][PATCH]", "A"],
-            r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]",
+            r"^images\[0\]: got 1 image, want 2, the placeholders of text\[0\]",
         ),
         ([[WIDE]], ["[PATCH]", "A"], r"^images: got 1 lists, want 2, one for each text$"),
         ([[WIDE], WIDE], ["[PATCH]", "[PATCH]"], r"^images\[1\]: got bytes, want all images in lists, or none$"),
@@ -374,7 +374,7 @@ def test_images_beside_chats_fill_their_blocks_in_order() -> None:
     rows = chat({**said("A"), "image": None}, {"type": "image", "image": None, "url": None, "text": None})
     np.testing.assert_array_equal(made(pixels, rows)["patches"], alone)
     for images, text, message in (
-        ([[WIDE], [], [TALL]], chats, r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"),
+        ([[WIDE], [], [TALL]], chats, r"^images\[0\]: got 1 image, want 2, the placeholders of text\[0\]$"),
         ([WIDE, TALL, TALL], chats, r"^images: got list, want a list of images for each of 3 chats$"),
         (WIDE, held[0], r"^images: got images beside chats that hold theirs, want them in one place$"),
         (None, chats[2], r"^images: got 0 images, want 1, the placeholders of text$"),
@@ -461,7 +461,7 @@ def test_what_users_say_stays_text() -> None:
     assert made.tokenizer.decode(ids[ids.index(END) + 1 :]) == spelled
     # Not so where it was asked for, nor in text, which is the caller's to write.
     told: dict[str, Any] = {"tokenize": True, "return_dict": True, "sanitize_control_tokens": False}
-    with pytest.raises(InvalidInputError, match=r"^images\[0\]: got 1 images, want 2, the placeholders of text\[0\]$"):
+    with pytest.raises(InvalidInputError, match=r"^images\[0\]: got 1 image, want 2, the placeholders of text\[0\]$"):
         made.apply_chat_template(chat(seen(WIDE), said(spelled)), **told)
 
 

@@ -204,10 +204,10 @@ def test_the_first_grid_that_does_not_fit_is_named() -> None:
 
 def test_a_run_does_not_go_on_in_the_next_document() -> None:
     assert refused([1, IMAGE, IMAGE, 1], [[1, 1, 2]], cu_seqlens=[0, 2, 4]) == (
-        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 1, want 2 for 1x1x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
     )
     assert refused([[1, IMAGE], [IMAGE, 1]], [[1, 1, 2]]) == (
-        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 1, want 2 for 1x1x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
     )
 
 
@@ -217,7 +217,7 @@ def test_another_merge_size_is_proposed_where_it_fits() -> None:
         " (fits with spatial_merge_size=2)"
     )
     assert refused([*[IMAGE] * 16, 1], [[1, 4, 4]], spatial_merge_size=2) == (
-        "image_grid_thw: got 1 grids, want more for 12 placeholders from document 0, token 4 on"
+        "image_grid_thw: got 1 grid, want more for 12 placeholders from document 0, token 4 on"
         " (fits with spatial_merge_size=1)"
     )
 
@@ -226,16 +226,16 @@ def test_a_hint_never_hides_the_error() -> None:
     """Without merging this grid is beyond the limit of a segment, which is no reason to speak of it."""
     side = 2**16
     assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
-        "image_grid_thw[0]: got a run of 1 placeholders at document 0, token 0, want 4 for 1x2x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging"
     )
 
 
 def test_missing_and_surplus_grids() -> None:
     assert refused([1, IMAGE, 2, IMAGE], [[1, 1, 1]]) == (
-        "image_grid_thw: got 1 grids, want more for 1 placeholders from document 0, token 3 on"
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on"
     )
     assert refused([1, IMAGE]) == (
-        "image_grid_thw: got 0 grids, want more for 1 placeholders from document 0, token 1 on"
+        "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on"
     )
     assert refused([1, IMAGE], [[1, 1, 1]] * 2) == (
         "image_grid_thw[1]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pictures import pixels, table, texts
 from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.parts import Grid, Text
 from mmpos.plot import (
     PhaseErrors,
     attention_kernel,
@@ -25,9 +27,14 @@ from mmpos.plot import (
 from mmpos.plot.plane import read_plane
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES
+from mmpos.segments import SegmentTable
 
 pytest.importorskip("matplotlib")
 
+SEGMENTS: Any = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
+KERNEL: Any = attention_kernel(table("1,2x2,1"), Rotary(8))
+PLACED: Any = table("2x2")
+OTHER: Any = 8
 BLUE, VERMILLION, TEXT = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x22, 0x22, 0x22)
 
 
@@ -204,17 +211,73 @@ def test_what_cannot_be_drawn(
     ],
 )
 def test_a_title_that_cannot_be_written(tmp_path: Path, title: Any, message: str) -> None:
-    ids, target = np.array([1, 10]), tmp_path / "a.svg"
-    draws: list[Callable[[], None]] = [
-        lambda: plot_positions(table("3"), target, title),
-        lambda: plot_attention([attention_kernel(table("1,2x2,1"), Rotary(8))], target, title),
-        lambda: plot_phase_error(PhaseErrors(ids, *np.ones((3, 2))), target, title),
-        lambda: plot_growth(id_growth(["rope-tie"], [1, 2]), target, title),
-    ]
-    for draw in draws:
+    target = tmp_path / "a.svg"
+    for draw in DRAWS:
         with pytest.raises(InvalidInputError, match=f"^{message}"):
-            draw()
+            draw(target, title)
     assert not target.exists()
+
+
+DRAWS: list[Callable[[Path | None, Any], Any]] = [
+    lambda path, title: plot_positions(table("3,2x3,2"), path, title),
+    lambda path, title: plot_positions([table("3"), table("3", scheme="mrope")], path, title),
+    lambda path, title: plot_attention([attention_kernel(table("1,2x2,1"), Rotary(8))], path, title),
+    lambda path, title: plot_phase_error(PhaseErrors(np.array([1, 10]), *np.ones((3, 2))), path, title),
+    lambda path, title: plot_growth(id_growth(["rope-tie"], [1, 2]), path, title),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_picture_is_a_figure_that_notebooks_show(
+    draw: Callable[[Path | None, Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    from mmpos.plot.picture import Picture
+
+    monkeypatch.chdir(tmp_path)
+    figure = draw(None, "Hello")
+    assert isinstance(figure, Picture)
+    assert list(tmp_path.iterdir()) == []
+    assert draw(Path("a.png"), "Hello").png() == figure.png() == Path("a.png").read_bytes()
+    with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
+        shown = figure._repr_png_()
+    with Image.open(BytesIO(shown)) as small, Image.open("a.png") as large:
+        assert (small.format, small.size) == ("PNG", (large.width // 2, large.height // 2))
+
+
+def test_a_title_is_text_and_no_formula(tmp_path: Path) -> None:
+    for title in ("$\\frac{$", "a $x$ and $y$", "costs 5$"):
+        plot_positions(table("3"), tmp_path / "a.svg", title)
+        assert title in texts(tmp_path / "a.svg")
+
+
+TABLE = "want a PositionTable, as mmpos.place gives it"
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plot_positions(SEGMENTS), f"positions: got SegmentTable, {TABLE}"),
+        (lambda: plot_positions(OTHER), f"positions: got int, {TABLE}"),
+        (lambda: plot_positions([OTHER]), f"positions[0]: got int, {TABLE}"),
+        (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
+        (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
+        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
+        (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
+        (lambda: plot_attention(KERNEL), "kernels: got Kernel, want a list of Kernel"),
+        (
+            lambda: plot_attention([KERNEL, PLACED]),
+            "kernels[1]: got PositionTable, want a Kernel, as attention_kernel gives it",
+        ),
+        (lambda: plot_growth(PLACED), "growth: got PositionTable, want a Growth, as id_growth gives it"),
+        (lambda: plot_phase_error(OTHER), "errors: got int, want a PhaseErrors, as phase_errors gives it"),
+    ],
+)
+def test_things_of_other_kinds_are_refused_by_name(draw: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        draw()
+    assert str(raised.value) == message
 
 
 def test_an_empty_document_of_a_view_is_an_empty_square(tmp_path: Path) -> None:

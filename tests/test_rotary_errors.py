@@ -98,7 +98,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         calls(packed(), rotary=Rotary(16, axes=3)),
         "positions: got 2 axes, want 3 as in rotary",
     ),
-    "axes of ids": (calls(packed(), positions=IDS[:1]), "positions: got 1 axes, want 2 as in rotary"),
+    "axes of ids": (calls(packed(), positions=IDS[:1]), "positions: got 1 axis, want 2 as in rotary"),
     "tokens of a table": (calls(zeros(15, 2, 16)), "positions: got 16 tokens, want 15 as in q"),
     "tokens of ids": (calls(packed(), positions=IDS[:, 1:]), "positions: got 15 tokens, want 16 as in q"),
     "heads of k before seq": (

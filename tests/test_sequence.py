@@ -295,4 +295,4 @@ def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
 
 
 def test_repr_says_what_is_in_it() -> None:
-    assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 tokens, 0 images, patches=None)"
+    assert repr(SequenceBuilder().build(["a"])) == "InterleavedSequence(1 token, 0 images, patches=None)"

@@ -448,7 +448,7 @@ def test_a_sequence_whose_parts_disagree_is_refused() -> None:
     message = sequences_pb2.Sequence()
     sequences.put_sequence(message, BUILDER.build(["ab"]))
     message.input_ids.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[1], data=b"1234"))
-    with pytest.raises(InvalidInputError, match=r"sequence\.input_ids: got 1 tokens, 2 in segments and 2"):
+    with pytest.raises(InvalidInputError, match=r"sequence\.input_ids: got 1 token, 2 in segments and 2"):
         sequences.get_sequence("sequence", message)
 
 

@@ -11,6 +11,7 @@ from mmpos.bench.cases import Case, Contestant, Later, Options, Point, Role
 from mmpos.bench.examples import evenly
 from mmpos.bench.peers.collate_loop import collate_loop
 from mmpos.bench.proofs import equal
+from mmpos.checks import counted
 from mmpos.data.batches.batch import Batch
 from mmpos.data.batches.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Example
@@ -29,7 +30,7 @@ def cases(options: Options) -> Iterator[Later]:
     yield Later("collate", name, partial(_case, "collate", name, make, options))
     for count in (1, 4) if options.quick else (1, 4, 16, 64, 256):
         make = partial(evenly, count, *((64, 2, 4) if options.quick else (2048, 4, 16)))
-        group, name = "collate over documents", f"{count} document{'' if count == 1 else 's'}"
+        group, name = "collate over documents", counted(count, "document")
         yield Later(group, name, partial(_case, group, name, make, options, Point("documents of a batch", count)))
 
 

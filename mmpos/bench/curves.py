@@ -17,6 +17,7 @@ from mmpos.bench.reference import loop_ids
 from mmpos.bench.timing import Budget
 from mmpos.bench.tokens import from_ids
 from mmpos.bench.workloads import Document, counts, workload
+from mmpos.checks import counted
 from mmpos.placing import place
 from mmpos.segments import SegmentTable
 
@@ -52,7 +53,7 @@ def curves(options: Options) -> Iterator[Later]:
         yield _later("from token ids, over tokens", name, partial(_from_ids, shape, point, options))
     for images in first([0, 1, 10, 100, 1000, 10_000]):
         shape, point = Shape(1, million, images, 8), Point(f"images of 8×8 in {million:,} tokens", images)
-        yield _later("from lists, over images", _counted(images, "image"), partial(_whole, shape, point, options))
+        yield _later("from lists, over images", counted(images, "image", ","), partial(_whole, shape, point, options))
     for side in first([2, 4, 8, 16, 32, 64, 128, 256, 512]):
         shape = Shape(1, million, max(1, million // 2 // side**2), side)
         point = Point(f"side of the images that are half of {million:,} tokens", side)
@@ -61,7 +62,9 @@ def curves(options: Options) -> Iterator[Later]:
     for count in first([1, 4, 16, 64, 256, 1024, 4096]):
         shape = Shape(count, million // count, 1, 8)
         point = Point(f"documents of one image of 8×8, {million:,} tokens in all", count)
-        yield _later("from lists, over documents", _counted(count, "document"), partial(_whole, shape, point, options))
+        yield _later(
+            "from lists, over documents", counted(count, "document", ","), partial(_whole, shape, point, options)
+        )
     for scheme, axes in _SCHEMES.items():
         make = partial(_written, Shape(1, million, million // 640, 16), scheme, Point("axes", axes), options)
         yield _later("dense(out=) over axes", f"{axes}: {scheme}", make)
@@ -69,10 +72,6 @@ def curves(options: Options) -> Iterator[Later]:
 
 def _later(group: str, name: str, make: Callable[[str, str], Case]) -> Later:
     return Later(group, name, partial(make, group, name))
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def _from_ids(shape: Shape, point: Point, options: Options, group: str, name: str) -> Case:

@@ -14,6 +14,7 @@ from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.photographs import FRAMES, UINT8, as_pixel_values, expected, photographs
 from mmpos.bench.proofs import close, equal
 from mmpos.bench.timing import Budget
+from mmpos.checks import counted
 from mmpos.images import ImageProcessor
 from mmpos.images.backends import decode_jpeg, resize, torchvision
 from mmpos.images.patches import patchify
@@ -154,7 +155,7 @@ def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
                     equal(got, patches)
 
             work = {"images": len(many), "bytes": sum(patches.nbytes for patches in want)}
-            name, point = f"{count} thread{'s' if count > 1 else ''}", Point("threads", count)
+            name, point = counted(count, "thread"), Point("threads", count)
             contestants = (_copy(want), Contestant("mmpos", run, proof=prove))
             yield Case("JPEG to patches, over threads", name, contestants, work, "images", point, _of(options, _CURVE))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mmpos import native
 from mmpos.about import cores, version, version_of
+from mmpos.checks import counted
 from mmpos.errors import UnsupportedError
 
 __all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
@@ -75,11 +76,11 @@ class Machine:
         >>> Machine("AMD EPYC", 2, None, "", "", "", None, True, "default", {}, None, {}).name
         'amd-epyc-2-cores'
         """
-        words = f"{self.cpu} {self.cores} core{'s' if self.cores > 1 else ''} {self.gpu or ''}"
+        words = f"{self.cpu} {counted(self.cores, 'core')} {self.gpu or ''}"
         return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", words.lower())).strip("-")
 
     def __str__(self) -> str:
-        where = f"{self.cpu}, {self.cores} core{'s' if self.cores > 1 else ''}" + (f", {self.gpu}" if self.gpu else "")
+        where = f"{self.cpu}, {counted(self.cores, 'core')}" + (f", {self.gpu}" if self.gpu else "")
         what = f"mmpos {self.mmpos}" + (f" ({self.commit})" if self.commit else "")
         extension = "with" if self.native else "without"
         parts = [where, f"Python {self.python}", what, f"{extension} the extension in C", f"malloc {self.malloc}"]

@@ -8,6 +8,7 @@ from functools import partial
 
 from mmpos.bench.cases import Case, Later, Options, Point
 from mmpos.bench.timing import Budget
+from mmpos.checks import counted
 from mmpos.extras import needed_for
 
 with needed_for("the rotary suite", extra="all"):
@@ -85,7 +86,7 @@ def _curves(device: str, options: Options) -> Iterator[Later]:
     for count in (1, 2) if options.quick else (1, 2, 8, 64, 512):
         point = Point(f"documents, {tokens:,} tokens in all", count)
         layer = partial(Layer, _SHAPE, interleaved(tokens, count), torch.bfloat16, device)
-        yield _later("in place over documents", _counted(count, "document"), inplace, layer, options, point)
+        yield _later("in place over documents", counted(count, "document"), inplace, layer, options, point)
 
 
 def _over_threads(threads: int, options: Options) -> Iterator[Later]:
@@ -93,7 +94,7 @@ def _over_threads(threads: int, options: Options) -> Iterator[Later]:
     layer = partial(Layer, _SHAPE, interleaved(64 if options.quick else 4096), torch.bfloat16, "cpu")
     for count in sorted({1, threads, *(2**i for i in range(threads.bit_length()) if 2**i <= threads)}):
         torch.set_num_threads(count)
-        name = _counted(count, "thread")
+        name = counted(count, "thread")
         yield _later("in place over threads", name, inplace, layer, options, Point("threads", count))
 
 
@@ -103,10 +104,6 @@ def _fits(shape: Shape, tokens: int, device: str) -> bool:
         return True
     needed = 12 * 4 * tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
     return needed <= torch.cuda.get_device_properties(0).total_memory
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _later(

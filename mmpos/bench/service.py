@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from tempfile import NamedTemporaryFile
 
 from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.timing import Budget
@@ -25,7 +26,7 @@ with needed_for("the service suite", extra="server"):
     from mmpos.bench.serving.orders import OPTIONS, Kind, Order
     from mmpos.bench.serving.processes import ServerProcess, echo, service, started
     from mmpos.bench.serving.questions import Asking, Question
-    from mmpos.bench.serving.sharing import sharing
+    from mmpos.bench.serving.sharing import Sharing
 
 __all__ = ["cases"]
 
@@ -61,11 +62,15 @@ def cases(options: Options) -> Iterator[Case]:
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
     sizes = QUICK if options.quick else Sizes()
     with ExitStack() as stack:
-        commands = [echo(options.malloc), service(options.malloc)]
-        if not options.quick:  # it takes seconds to start; a quick run makes do with one that logs
-            commands.append(service(options.malloc, "--log-level", "warning"))
-        bare, logging, *more = stack.enter_context(started(*commands))
-        quiet = more[0] if more else logging
+        sharing = Sharing(stack.enter_context(NamedTemporaryFile("w", suffix=".toml")))
+        silent = ("--log-level", "warning")
+        if options.quick:  # each takes seconds to start: a quick run makes do with one, which logs
+            commands = [echo(options.malloc), service(options.malloc, *sharing.options)]
+        else:
+            ours = ((*sharing.options, *silent), (), silent)
+            commands = [echo(options.malloc), *(service(options.malloc, *words) for words in ours)]
+        bare, large, *more = stack.enter_context(started(*commands))
+        logging, quiet = more or (large, large)
         channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
         clients = stack.enter_context(Clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
@@ -77,7 +82,7 @@ def cases(options: Options) -> Iterator[Case]:
         if H2Load.found() and not options.quick:
             few = (1, sizes.batch)
             yield from (suite.by_h2load(ask(documents)) for ask in (asking.place, asking.infer) for documents in few)
-    yield from sharing(options.malloc, sizes.tokens, sizes.photographs, sizes.budget)
+        yield from sharing.cases(large, sizes.tokens, sizes.photographs, sizes.budget)
 
 
 @dataclass(frozen=True)

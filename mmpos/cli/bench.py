@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mmpos.bench.machine import MALLOCS
 from mmpos.bench.results import to_json
@@ -20,14 +19,21 @@ from mmpos.cli.bench_tables import print_report
 from mmpos.cli.commands import app
 from mmpos.errors import InvalidInputError
 from mmpos.files import write_text
-from mmpos.plot.canvas import picture_path
 
 _LIST = " ".join(f"[bold]{name}[/bold]: {what}." for name, what in SUITES.items())
 
 
 @app.command(help=f"Measure on this machine: equality first, then ratios to what memory can do.\n\n{_LIST}")
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="|".join(SUITES), help="What to measure.", show_default=False)],
+    suite: Annotated[
+        str,
+        typer.Argument(
+            metavar="|".join(SUITES),
+            help="What to measure.",
+            show_default=False,
+            autocompletion=lambda incomplete: [each for each in SUITES.items() if each[0].startswith(incomplete)],
+        ),
+    ],
     peers: Annotated[bool, typer.Option("--peers", help="Also other projects, those that are installed.")] = False,
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints them alone.")
@@ -41,6 +47,7 @@ def bench(
         typer.Option(
             metavar="|".join(MALLOCS),
             help="The C library's own settings, or those of the server, which keep large blocks.",
+            autocompletion=lambda incomplete: [name for name in MALLOCS if name.startswith(incomplete)],
         ),
     ] = "default",
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
@@ -48,9 +55,11 @@ def bench(
     """Measure on this machine."""
     # What is wrong with the paths is said before minutes are spent.
     for option, path in (("--json", None if json in (None, "-") else Path(json)), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise InvalidInputError(f"{option}: got {str(path)!r}, want a file in a folder that is there")
     if plot is not None:
+        from mmpos.plot.canvas import picture_path
+
         picture_path(plot)
     with _watch() as watch:
         found = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
@@ -73,6 +82,8 @@ def _watch() -> Iterator[Watch]:
     if not err.is_terminal:
         yield _say
         return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("starting", total=None)

@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.text import Text
 
 from mmpos.bench.results import Entry, Measurement, Report
+from mmpos.bench.words import UNITS, number_text, ratio_text, seconds_text
 
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_BELOW = ", one plain call over as many bytes; below 1×: faster than that call"
 
 
 def print_report(out: Console, found: Report) -> None:
     """Machine, command, one table per group, and the peers that were missing."""
-    out.print(f"{found.machine}\n{found.machine.versions}\n")
-    out.print(f"{found.command}; medians and 20th to 80th percentiles, contestants in turn")
+    out.print(f"{found.machine}\n{found.machine.versions}\n", soft_wrap=True)
+    out.print(f"{found.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
     if found.quick:
         out.print("quick: every path once, the figures mean nothing")
     for group in found.groups:
@@ -23,40 +24,15 @@ def print_report(out: Console, found: Report) -> None:
         out.print(f"\n{group}")
         _print_group(out, measurements)
     for name, why in found.missing.items():
-        out.print(f"\nmissing: {name} ({why})")
-
-
-def seconds_text(seconds: float) -> str:
-    """A time with three significant digits.
-
-    >>> seconds_text(0.0012345), seconds_text(7.2e-7), seconds_text(0.0)
-    ('1.23 ms', '720 ns', '0 ns')
-    """
-    size, unit = next(((s, u) for s, u in _UNITS if seconds >= s), _UNITS[-1])
-    value = seconds / size
-    return f"{value:,.{0 if value >= 100 or value == 0 else 1 if value >= 10 else 2}f} {unit}"
+        out.print(f"\nmissing: {name} ({why})", soft_wrap=True)
 
 
 def spread_text(entry: Entry) -> str:
     """The range of a timing, in the unit of its median."""
-    size, _ = next(((s, u) for s, u in _UNITS if entry.timing.median >= s), _UNITS[-1])
+    size, _ = next(((s, u) for s, u in UNITS if entry.timing.median >= s), UNITS[-1])
     low, high = entry.timing.p20 / size, entry.timing.p80 / size
     digits = 0 if low >= 100 else 1 if low >= 10 else 2
     return f"{low:,.{digits}f}–{high:,.{digits}f}"
-
-
-def ratio_text(ratio: float | None) -> str:
-    """A ratio with two or three significant digits, or nothing."""
-    return "" if ratio is None else f"{ratio:,.{0 if ratio >= 100 else 1 if ratio >= 10 else 2}f}×"
-
-
-def number_text(value: float) -> str:
-    """A number beside times, without an exponent where it is large.
-
-    >>> number_text(122975.4), number_text(0.99634)
-    ('122,975', '0.9963')
-    """
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
@@ -77,7 +53,8 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
         for name, value in measurement.facts.items():
             out.out(f"  {name}: {number_text(value)}", highlight=False)
     if limits:
-        out.print(f"limit: {', '.join(limits)}")
+        below = any((m.of_limit(e) or 1) < 1 for m in measurements for e in m.entries)
+        out.print(f"limit: {', '.join(limits)}{_BELOW if below else ''}", soft_wrap=True)
 
 
 def _cells(measurement: Measurement, entry: Entry) -> Iterator[list[str]]:

@@ -6,24 +6,25 @@ import json
 import math
 from enum import StrEnum
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from tokenize import TokenError  # numpy reads headers with it
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Axes, Start, app, make_scheme
-from mmpos.diagnosis import Diagnosis, diagnose
+from mmpos.cli.commands import JSON_FILE, SPECS, Start, app, scheme_words
+from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
 from mmpos.errors import InvalidInputError
-from mmpos.models import from_hf_config
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.program import DIFFERENT, STDIN, read_input
+from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
-from mmpos.specs import read_documents
+from mmpos.specs import Specs, read_specs
 
-DIFFERENT = 3
-"""The exit code when ids differ."""
+if TYPE_CHECKING:
+    from mmpos.diagnosis import Diagnosis
 
 
 class Padding(StrEnum):
@@ -40,17 +41,14 @@ class Padding(StrEnum):
     f"Exit codes: 0 equal, {DIFFERENT} different."
 )
 def check(
-    ids: Annotated[Path, typer.Argument(metavar="IDS.npy", help="The ids of one batch.", show_default=False)],
-    specs: Annotated[
+    ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
+    documents: Annotated[
         list[str],
-        typer.Option("--spec", metavar="SPEC|FILE", help="A document, or a file of them; once for each."),
+        typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each."),
     ],
-    scheme: Annotated[
-        str | None,
-        typer.Option("--scheme", "-s", metavar="NAME", help=f"One of {', '.join(SCHEMES)}.", show_default="rope-tie"),
-    ] = None,
+    scheme: SchemeName = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="config.json", help="A model's config, for its scheme.", show_default=False)
+        Path | None, typer.Option(metavar="config.json|-", help="A model's config, for its scheme.", show_default=False)
     ] = None,
     start: Start = 0,
     axes: Axes = None,
@@ -59,22 +57,28 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare ids in a file with a scheme."""
-    segments = SegmentTable.from_documents(read_documents(specs))
-    how = _scheme(scheme, axes, config)
+    from mmpos.diagnosis import diagnose
+
+    specs = read_specs(documents)
+    segments = SegmentTable.from_documents(specs.documents)
+    how = _scheme(specs, scheme, axes, config)
     found = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
     typer.echo(_json(found) if as_json else "\n".join(found.sentences))
     if not found.equal:
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme(name: str | None, axes: int | None, config: Path | None) -> Scheme:
+def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> Scheme:
     """The scheme that is named, or that of a model."""
+    from mmpos.models import from_hf_config
+
     if config is None:
-        return make_scheme(name or "rope-tie", axes)
+        name, axes = scheme_words(specs, name, axes)
+        return make_scheme(DEFAULT if name is None else name, axes)
     if name is not None or axes is not None:
         raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
     try:
-        told = json.loads(config.read_text(encoding="utf-8"))
+        told = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
     except OSError as error:
         got = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
@@ -85,11 +89,20 @@ def _scheme(name: str | None, axes: int | None, config: Path | None) -> Scheme:
 
 
 def _read(path: Path) -> npt.NDArray[Any]:
+    if path == Path(STDIN):
+        with NamedTemporaryFile() as file:
+            file.write(read_input())
+            file.flush()
+            return _mapped(Path(file.name), "standard input")
+    return _mapped(path, str(path))
+
+
+def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
+    """The array of a file, mapped, so that a header that promises more than the file has costs nothing."""
     try:
         with path.open("rb") as file:
             beginning = file.read(6)
         if beginning == b"\x93NUMPY":
-            # Mapped, so that a header that promises more than the file has costs nothing.
             found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             return found
         got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
@@ -97,7 +110,7 @@ def _read(path: Path) -> npt.NDArray[Any]:
         got = error.strerror or str(error)
     except (ValueError, TypeError, EOFError, OverflowError, SyntaxError, TokenError) as error:
         got = str(error)
-    raise InvalidInputError(f"{path}: got {got}, want an array saved with numpy.save")
+    raise InvalidInputError(f"{name}: got {got}, want an array saved with numpy.save")
 
 
 def _json(found: Diagnosis) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +12,14 @@ from typer.core import TyperGroup
 
 from mmpos import about
 from mmpos.cli import report
+from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
 from mmpos.errors import InvalidInputError
+from mmpos.extras import needed_for
 from mmpos.placing import place
 from mmpos.positions import PositionTable
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.program import EXIT_CODES, STDIN, write_output
 from mmpos.segments import SegmentTable
-from mmpos.specs import Document, read_documents
+from mmpos.specs import Document, Specs, read_specs
 
 _ORDER = (
     "demo",
@@ -31,57 +33,64 @@ _ORDER = (
     "serve",
     "remote",
     "preprocess",
+    "bench",
 )
 
 
 class _Group(TyperGroup):
-    """The commands, those first with which one begins."""
+    """The commands, those first with which one begins; that of the server is imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "serve":
+            try:
+                with needed_for("mmpos serve", extra="server"):
+                    from mmpos_server.options import app as server
+            except ImportError:
+                if not ctx.resilient_parsing:  # a shell that completes a line wants no error in it
+                    raise
+            else:
+                command = typer.main.get_command(server)
+        return name, command, rest
 
 
 app = typer.Typer(
     name="mmpos",
     cls=_Group,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Exit codes: {'; '.join(f'[bold]{code}[/bold] {meaning}' for code, meaning in EXIT_CODES.items())}.",
 )
 
 SPECS = (
     "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
     "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
-    "marker, its patches and a marker."
+    "marker, its patches and a marker; - reads one of all these from standard input, specs one a line."
 )
 JSON_FILE = (
     'A .json file holds {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}; a video is '
-    '{"grid": [4, 2, 3], "seconds_per_frame": 0.5}.'
+    '{"grid": [4, 2, 3], "seconds_per_frame": 0.5}. Its "scheme", if there is one, is that of its documents, unless '
+    "--scheme is given."
 )
 
-Specs = Annotated[
+Documents = Annotated[
     list[str], typer.Argument(metavar="SPEC|FILE...", help="Documents, as specs or files.", show_default=False)
 ]
-SchemeName = Annotated[str, typer.Option("--scheme", "-s", metavar="NAME", help=f"One of {', '.join(SCHEMES)}.")]
 Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
-Axes = Annotated[
-    int | None,
-    typer.Option(help="2 or 3 for the Tie schemes; 3 has a frame axis, for videos.", show_default="the scheme's own"),
-]
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
 ) -> None:
     """Position ids for text with images and video, exact and by many schemes.
 
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
-
-    Exit codes: 0 done, 1 something is missing on this machine,
-    2 a wrong argument or input, 3 ids that [bold]mmpos check[/bold] found to differ.
     """
     if show_version:
         typer.echo(f"mmpos {about.version()}")
@@ -94,46 +103,56 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, .png or .svg.")] = Path(
         "mmpos-demo.png"
     ),
-    scheme: SchemeName = "rope-tie",
+    scheme: SchemeName = None,
 ) -> None:
     """Two photographs in a sentence: the sequence, its ids, and a picture of them."""
     from mmpos.cli.demo import run_demo
 
-    run_demo(report.console(), make_scheme(scheme, None), output)
+    run_demo(report.console(), make_scheme(DEFAULT if scheme is None else scheme), output)
 
 
 @app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{JSON_FILE}")
 def positions(
-    documents: Specs,
-    scheme: SchemeName = "rope-tie",
+    documents: Documents,
+    scheme: SchemeName = None,
     start: Start = 0,
     axes: Axes = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all ids.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.npy", help="Write (axes, tokens) ids there, too, by numpy.save."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.npy|-",
+            help="Write (axes, tokens) ids there, too, by numpy.save; - writes them alone, to standard output.",
+        ),
     ] = None,
 ) -> None:
     """Print the ids of documents."""
-    read, segments, placed = place_specs(documents, scheme, start, axes)
+    placed = place_specs(read_specs(documents), scheme, start, axes)
+    if output == Path(STDIN):
+        if json:
+            raise InvalidInputError("--output: got - beside --json, want one of them on standard output")
+        write_output(report.npy(placed.positions))
+        return
     if output is not None:
-        report.save_ids(output, placed)
+        report.save_ids(output, placed.positions)
     if json:
-        typer.echo(report.to_json_text(read, placed))
+        typer.echo(report.to_json_text(placed.documents, placed.positions, placed.scheme))
     else:
-        report.print_positions(report.console(), segments, placed)
+        report.print_positions(report.console(), placed.segments, placed.positions)
 
 
 @app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS}")
 def explain(
-    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="Documents.", show_default=False)],
+    document: Annotated[str, typer.Argument(metavar="SPEC|FILE|-", help="Documents.", show_default=False)],
     token: Annotated[int, typer.Argument(metavar="TOKEN", help="The token, counted from 0.", show_default=False)],
-    scheme: SchemeName = "rope-tie",
+    scheme: SchemeName = None,
     start: Start = 0,
     axes: Axes = None,
 ) -> None:
     """Say in one sentence why a token has its position."""
-    typer.echo(place_specs([document], scheme, start, axes)[2].explain(token))
+    typer.echo(place_specs(read_specs([document]), scheme, start, axes).positions.explain(token))
 
 
 @app.command()
@@ -153,24 +172,47 @@ def info() -> None:
         typer.echo(f"mmpos: warning: {warning.message}", err=True)
 
 
-def place_specs(
-    arguments: list[str], scheme: str, start: int, axes: int | None
-) -> tuple[list[Document], SegmentTable, PositionTable]:
-    """The documents that arguments name, their segments, and the table of a scheme."""
-    documents = read_documents(arguments)
-    segments = SegmentTable.from_documents(documents)
-    return documents, segments, place(segments, make_scheme(scheme, axes), start)
+def _complete_command(incomplete: str) -> list[str]:
+    return [name for name in _ORDER if name.startswith(incomplete)]
 
 
-def make_scheme(name: str, axes: int | None) -> Scheme:
-    """The scheme of this name, with other axes where it has a choice of them."""
-    if name not in SCHEMES:
-        raise InvalidInputError(f"--scheme: got {name!r}, want one of {', '.join(SCHEMES)}")
-    scheme = SCHEMES[name]
-    own = scheme().axes
-    if axes in (None, own):
-        return scheme()
-    choice = {field.name: field.type for field in dataclasses.fields(scheme)}  # type: ignore[arg-type]
-    if "axes" not in choice:
-        raise InvalidInputError(f"--axes: got {axes}, want {own} for scheme {name!r}")
-    return scheme(axes=axes)  # type: ignore[call-arg]
+@app.command("help", hidden=True)
+def show_help(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMMAND...]", autocompletion=_complete_command)
+    ] = None,
+) -> Any:
+    """Show what a command does, as its --help does."""
+    return app(args=[*(command or ()), "--help"], prog_name="mmpos", standalone_mode=False)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Documents of a command line in a scheme.
+
+    Args:
+        documents: as they were named.
+        segments: their segments.
+        positions: where the scheme places them.
+        scheme: the words that name the scheme.
+    """
+
+    documents: list[Document]
+    segments: SegmentTable
+    positions: PositionTable
+    scheme: str
+
+
+def place_specs(specs: Specs, scheme: str | None, start: int, axes: int | None) -> Placed:
+    """Place documents in the scheme of an option, else of their files, else rope-tie."""
+    segments = SegmentTable.from_documents(specs.documents)
+    words, axes = scheme_words(specs, scheme, axes)
+    words = DEFAULT if words is None else words
+    return Placed(specs.documents, segments, place(segments, make_scheme(words, axes), start), words)
+
+
+def scheme_words(specs: Specs, scheme: str | None, axes: int | None) -> tuple[str | None, int | None]:
+    """The scheme and axes that options name; where they name no scheme, those of the files."""
+    if scheme is not None or specs.scheme is None:
+        return scheme, axes
+    return specs.scheme, specs.axes if axes is None else axes

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmpos.cli.commands import SPECS, Axes, Specs, Start, app, make_scheme, place_specs
+from mmpos.cli.commands import SPECS, Documents, Start, app, place_specs
+from mmpos.cli.scheme_options import DEFAULT, Axes, make_scheme, scheme_option
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
-from mmpos.rotary import Rotary
-from mmpos.rotary.allocation import ALLOCATIONS
-from mmpos.schemes import SCHEMES
+from mmpos.program import STDIN, write_output
+from mmpos.specs import read_specs
+
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
 
 plot = typer.Typer(name="plot", invoke_without_command=True)
 app.add_typer(plot)
 
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to, .png or .svg.")]
-SchemeNames = Annotated[
-    list[str] | None,
+Output = Annotated[
+    Path,
     typer.Option(
-        "--scheme",
-        "-s",
-        metavar="NAME",
-        help=f"Give several to compare them. Of {', '.join(SCHEMES)}.",
-        show_default="rope-tie",
+        "--output", "-o", metavar="FILE|-", help="Where to, .png or .svg; - writes a .png to standard output."
     ),
 ]
+SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Give several to compare them. ")]
 Title = Annotated[str | None, typer.Option(help="Above the picture.", show_default="what is drawn")]
 HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two to a pair.")]
 Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
+
+
+def _complete_allocation(incomplete: str) -> list[str]:
+    from mmpos.rotary.allocation import ALLOCATIONS
+
+    return [name for name in ALLOCATIONS if name.startswith(incomplete)]
 
 
 @plot.callback()
@@ -42,7 +48,7 @@ def root(context: typer.Context) -> None:
 
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")
 def ids(
-    documents: Specs,
+    documents: Documents,
     output: Output,
     scheme: SchemeNames = None,
     start: Start = 0,
@@ -56,8 +62,8 @@ def ids(
     from mmpos.plot import plot_positions
 
     tables = _tables(documents, scheme, start, axes)
-    plot_positions(tables[0] if len(tables) == 1 else tables, output, title, same_scale=not own_scale)
-    typer.echo(output)
+    drawn = tables[0] if len(tables) == 1 else tables
+    _write(output, lambda path: plot_positions(drawn, path, title, same_scale=not own_scale))
 
 
 @plot.command(
@@ -79,8 +85,9 @@ def attention(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help=f"Which axis drives a pair; several to compare. Of {', '.join(ALLOCATIONS)}.",
+            help="Which axis drives a pair, such as interleaved, split, axial or sections; several to compare.",
             show_default="interleaved",
+            autocompletion=_complete_allocation,
         ),
     ] = None,
     mrope_section: Annotated[
@@ -91,6 +98,7 @@ def attention(
 ) -> None:
     """Draw what one patch sees by its position alone."""
     from mmpos.plot import attention_kernel, plot_attention
+    from mmpos.rotary import Rotary
 
     section = None if mrope_section is None else _section(mrope_section)
     names = allocation or ["interleaved"]
@@ -104,38 +112,48 @@ def attention(
         for table in _tables([document], scheme, 0, axes)
         for name in names
     ]
-    plot_attention(kernels, output, title)
-    typer.echo(output)
+    _write(output, lambda path: plot_attention(kernels, path, title))
 
 
 @plot.command()
 def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0, title: Title = None) -> None:
     """Draw how far phases are from the truth, over ids: float32 angles, those of Transformers, and integer turns."""
     from mmpos.plot import phase_errors, plot_phase_error
+    from mmpos.rotary import Rotary
 
-    plot_phase_error(phase_errors(Rotary(head_dim, theta, axes=1)), output, title)
-    typer.echo(output)
+    errors = phase_errors(Rotary(head_dim, theta, axes=1))
+    _write(output, lambda path: plot_phase_error(errors, path, title))
 
 
 @plot.command()
 def growth(
     output: Output,
     scheme: Annotated[
-        list[str] | None,
-        typer.Option("--scheme", "-s", metavar="NAME", help="Give several.", show_default="all with a next position"),
+        list[str] | None, scheme_option("all with a next position", "Give several to compare them. ")
     ] = None,
     title: Title = None,
 ) -> None:
     """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
     from mmpos.plot import id_growth, plot_growth
 
-    plot_growth(id_growth([make_scheme(name, None) for name in scheme] if scheme else None), output, title)
-    typer.echo(output)
+    found = id_growth([make_scheme(words) for words in scheme] if scheme else None)
+    _write(output, lambda path: plot_growth(found, path, title))
 
 
-def _tables(documents: list[str], names: list[str] | None, start: int, axes: int | None) -> list[PositionTable]:
+def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
+    """Draw into a file and print its name, or write the picture to standard output."""
+    if output == Path(STDIN):
+        write_output(draw(None).png())
+    else:
+        draw(output)
+        typer.echo(output)
+
+
+def _tables(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[PositionTable]:
     """The documents under every scheme."""
-    return [place_specs(documents, name, start, axes)[2] for name in names or ["rope-tie"]]
+    specs = read_specs(documents)
+    asked: list[str | None] = [*schemes] if schemes else [None]
+    return [place_specs(specs, words, start, axes).positions for words in asked]
 
 
 def _section(words: str) -> list[int]:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from mmpos.checks import counted
 from mmpos.cli import report
-from mmpos.cli.commands import SchemeName, app
+from mmpos.cli.commands import app
+from mmpos.cli.scheme_options import DEFAULT, SchemeName, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.extras import needed_for
 
@@ -57,7 +59,12 @@ def preprocess(
     format_name: Annotated[
         str,
         typer.Option(
-            "--format", "-f", metavar="NAME", help=f"Of the records: {', '.join(FORMATS)}.", show_default=False
+            "--format",
+            "-f",
+            metavar="NAME",
+            help=f"Of the records: {', '.join(FORMATS)}.",
+            show_default=False,
+            autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
     ],
     format_options: Annotated[
@@ -86,7 +93,7 @@ def preprocess(
             show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
     ] = None,
-    scheme: SchemeName = "rope-tie",
+    scheme: SchemeName = None,
     no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False,
     on_error: Annotated[OnError, typer.Option(help="What to do about a broken record.")] = OnError.RAISE,
     engine: Annotated[Engine, typer.Option(help="Processes of this machine, or a cluster.")] = Engine.LOCAL,
@@ -104,7 +111,7 @@ def preprocess(
     try:
         from mmpos.data import shards, write_sequences
 
-        builder = _builder(tokenizer, image_options or (), markers or (), scheme)
+        builder = _builder(tokenizer, image_options or (), markers or (), DEFAULT if scheme is None else scheme)
         callable_ = _callable(format_name, format_options or (), images_from, builder)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
         with _reporting() as tell:
@@ -132,7 +139,9 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
     from mmpos.data.formats.resolve import Images
 
     if name not in FORMATS:
-        raise InvalidInputError(f"--format: got {name!r}, want one of {', '.join(FORMATS)}")
+        raise InvalidInputError(
+            f"--format: got {name!r}{did_you_mean(name, FORMATS)}, want one of {', '.join(FORMATS)}"
+        )
     if images_from is not None and not images_from.is_dir():
         raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
     found = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
@@ -146,7 +155,7 @@ def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str
     processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
     images = _assigned("--image-option", processor, image_options)
     special = _assigned("--marker", Markers(), markers)
-    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=scheme, markers=special)
+    return SequenceBuilder(_tokenizer(tokenizer), images=images, scheme=make_scheme(scheme), markers=special)
 
 
 def _tokenizer(name: str) -> Any:
@@ -226,14 +235,15 @@ class _Lines:
 
     def __call__(self, progress: Progress) -> None:
         if progress.done == progress.shards or time.monotonic() - self._said > _PAUSE:
-            typer.echo(f"{progress.done}/{progress.shards} shards  {_counted(progress)}", err=True)
+            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}", err=True)
             self._said = time.monotonic()
 
 
 def _counted(progress: Progress) -> str:
     counts = progress.counts
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
-    return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.images:,} images{skipped}"
+    images = counted(counts.images, "image", ",")
+    return f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')}, {images}{skipped}"
 
 
 def _print(summary: Summary, folder: Path) -> None:
@@ -244,9 +254,9 @@ def _print(summary: Summary, folder: Path) -> None:
     if counts.skipped:
         files = [output.quarantine for output in summary.outputs if output.counts.skipped]
         skipped += f", see {files[0]}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
-    rate = f"{fill.rate:.1%} of {fill.packs:,} packs of {fill.max_tokens:,} tokens"
+    rate = f"{fill.rate:.1%} of {counted(fill.packs, 'pack', ',')} of {counted(fill.max_tokens, 'token', ',')}"
     if fill.longer:
-        rate += f"; {fill.longer:,} longer documents left out"
+        rate += f"; {counted(fill.longer, 'longer document', ',')} left out"
     speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
     table = report.new_table("", "")
     table.show_header = False

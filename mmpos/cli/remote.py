@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import Axes, SchemeName, Specs, Start, app, make_scheme
-from mmpos.errors import ServiceUnavailableError
-from mmpos.extras import needed_for
+from mmpos.cli.commands import Documents, Start, app, scheme_words
+from mmpos.cli.scheme_options import Axes, make_scheme, scheme_option
+from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments import SegmentTable
-from mmpos.specs import IMAGE_SUFFIXES, read_documents
+from mmpos.specs import IMAGE_SUFFIXES, read_specs
 
 if TYPE_CHECKING:
     from mmpos.client import Client
@@ -43,17 +45,12 @@ TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _HERE = "localhost:50051"
+_TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def serve(context: typer.Context) -> Any:
-    """Serve positions, sequences and rotations over gRPC; [bold]mmpos serve --help[/bold] lists the options."""
-    with needed_for("mmpos serve", extra="server"):
-        from mmpos_server.options import app as server
-    return server(args=context.args, prog_name="mmpos serve", standalone_mode=False)
+@app.command()
+def serve() -> None:
+    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
 
 
 @remote.callback()
@@ -73,9 +70,9 @@ def health(
     tls_key: TlsKey = None,
 ) -> None:
     """Say whether the server takes calls."""
-    with _client(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
+    with _asking(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         if not client.healthy():
-            raise ServiceUnavailableError(f"{server}: got no answer or NOT_SERVING, want a server that takes calls")
+            raise ServiceUnavailableError("no answer, or NOT_SERVING")
         typer.echo(f"{server} is serving")
 
 
@@ -89,7 +86,7 @@ def info(
     tls_key: TlsKey = None,
 ) -> None:
     """Print the server's version, profiles and limits."""
-    with _client(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
+    with _asking(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         found = client.info()
     out = report.console()
     out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
@@ -109,8 +106,8 @@ def info(
 
 @remote.command()
 def positions(
-    documents: Specs,
-    scheme: SchemeName = "rope-tie",
+    documents: Documents,
+    scheme: Annotated[str | None, scheme_option("that of the profile")] = None,
     start: Start = 0,
     axes: Axes = None,
     json: Json = False,
@@ -123,12 +120,15 @@ def positions(
     tls_key: TlsKey = None,
 ) -> None:
     """Print the ids of documents, as [bold]mmpos positions[/bold] does."""
-    read = read_documents(documents)
-    segments = SegmentTable.from_documents(read)
-    with _client(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
-        placed = client.place(segments, make_scheme(scheme, axes), start)
+    specs = read_specs(documents)
+    words, axes = scheme_words(specs, scheme, axes)
+    if words is None and axes is not None:
+        raise InvalidInputError(f"--axes: got {axes} without --scheme, want both: the profile has a scheme of its own")
+    segments = SegmentTable.from_documents(specs.documents)
+    with _asking(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
+        placed = client.place(segments, None if words is None else make_scheme(words, axes), start)
     if json:
-        typer.echo(report.to_json_text(read, placed))
+        typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if words is None else words))
     else:
         report.print_positions(report.console(), segments, placed)
 
@@ -149,14 +149,15 @@ def build(
 ) -> None:
     """Build the sequence of texts and images, and print its segments and ids."""
     given = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
-    with _client(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
+    with _asking(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         sequence = client.build(given)
     out = report.console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)
 
 
-def _client(
+@contextmanager
+def _asking(
     server: str,
     profile: str | None,
     timeout: float,
@@ -164,9 +165,25 @@ def _client(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
-) -> Client:
+) -> Iterator[Client]:
+    """A client of the server; where no answer comes, the error says what to do about it."""
     from mmpos.client import Client, Tls
 
     addresses = server.split(",")
     tls = Tls(ca, cert, key) if ca or cert or key else None
-    return Client(addresses if len(addresses) > 1 else server, profile=profile, timeout=timeout, tls=tls, token=token)
+    client = Client(addresses if len(addresses) > 1 else server, profile=profile, timeout=timeout, tls=tls, token=token)
+    try:
+        with client:
+            yield client
+    except ServiceUnavailableError as error:
+        got = str(error)
+        if got.startswith(_TRANSPORT):  # its last words are the reason
+            got = got.rpartition(": ")[2].rstrip("]")
+        raise ServiceUnavailableError(
+            f"{server}: got {got}, want a server there: start one with mmpos serve, or name another with --server"
+        ) from error
+    except ServiceTimeoutError as error:
+        raise ServiceTimeoutError(
+            f"{server}: got no answer in {timeout:g} s, want one: see that mmpos serve runs there, or give it more "
+            "time with --timeout"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mmpos.checks import counted
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
 from mmpos.consuming import ids_consumed
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
@@ -54,6 +56,8 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:
     """A table of segments per document, all ids of short ones, next position and delta."""
+    if not positions.num_documents:
+        out.print("no documents")
     for d in range(min(positions.num_documents, _MAX_DOCUMENTS)):
         if d:
             out.print()
@@ -66,15 +70,15 @@ def print_positions(out: Console, segments: SegmentTable, positions: PositionTab
             if max(map(len, rows)) <= out.width:
                 out.print("", *rows, sep="\n")
         out.print(f"\n{_ending(positions, d)}")
-    if positions.num_documents > _MAX_DOCUMENTS:
-        out.print(f"\n… and {positions.num_documents - _MAX_DOCUMENTS} more documents (--json prints them all)")
+    if (more := positions.num_documents - _MAX_DOCUMENTS) > 0:
+        out.print(f"\n… and {counted(more, 'more document')} (--json prints them all)")
 
 
 def heading(positions: PositionTable, document: int) -> str:
     """Tokens, scheme and axes of a document."""
     length = int(positions.lengths[document])
     axes = ", ".join(axis_names(positions.axes))
-    return f"{length:,} token{'' if length == 1 else 's'}, scheme {positions.scheme}, positions ({axes})"
+    return f"{counted(length, 'token', ',')}, scheme {positions.scheme}, positions ({axes})"
 
 
 def segment_table(
@@ -122,8 +126,8 @@ def schemes_table() -> Table:
     return table
 
 
-def to_json_text(documents: Sequence[Document], positions: PositionTable) -> str:
-    """Everything about a batch as a JSON object, one key per line.
+def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme: str) -> str:
+    """Everything about a batch as a JSON object, one key per line, with the words that name its scheme.
 
     Raises:
         LimitExceededError: more tokens than a JSON text should hold.
@@ -132,7 +136,7 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable) -> str
         raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
     known = not (positions.documents[NEXT_POSITION] == NO_POSITION).any()
     found: dict[str, Any] = {
-        "scheme": positions.scheme,
+        "scheme": scheme,
         "axes": positions.axes,
         "documents": to_json(documents),
         "position_ids": positions.dense().tolist(),
@@ -161,6 +165,13 @@ def save_ids(path: Path, positions: PositionTable) -> None:
         raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
     with whole_file(path) as file:
         np.save(file, positions.dense())
+
+
+def npy(positions: PositionTable) -> bytes:
+    """The dense ids of a batch as the bytes of a .npy file."""
+    found = BytesIO()
+    np.save(found, positions.dense())
+    return found.getvalue()
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:

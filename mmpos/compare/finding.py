@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import getdoc
 from typing import Any
 
@@ -55,7 +55,7 @@ class Property:
 
     name: str
     title: str
-    measure: Callable[[Any], Finding]
+    measure: Callable[[Any], Finding] = field(repr=False)
 
     @property
     def definition(self) -> str:

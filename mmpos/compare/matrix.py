@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmpos.checks import one_of
+from mmpos.checks import counted, one_of
 from mmpos.compare.finding import Finding, Property
 from mmpos.errors import InvalidInputError
 
@@ -23,6 +24,8 @@ class Matrix:
     (True, 24)
     >>> print(matrix["naive-2d", "symmetric"].why)
     1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
+
+    Printed, it is a table, and a notebook shows it as one.
 
     Args:
         subject: "scheme" or "encoding".
@@ -65,12 +68,35 @@ class Matrix:
             for name, findings in self.rows.items()
         }
 
+    def to_text(self, width: int = 100) -> str:
+        """The table in plain text: as many below each other as the columns need.
+
+        Args:
+            width: of the text, in characters; a column has a table of its own where two are wider.
+        """
+        names = ["", self.subject, *self.rows]
+        tables: list[list[list[str]]] = []
+        for i, each in enumerate(self.properties):
+            column = [*_title(each), *(findings[i].cell for findings in self.rows.values())]
+            if not tables or max(map(len, _lines([*tables[-1], column]))) > width:
+                tables.append([names])
+            tables[-1].append(column)
+        return "\n\n".join("\n".join(_lines(columns)) for columns in tables)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"Matrix({counted(len(self.rows), self.subject)}, {counted(len(self.properties), 'property')})"
+
     def to_markdown(self) -> str:
         """A table with a row per scheme or encoding; ✓ holds, ✗ does not, – does not apply."""
         head = [self.subject, *(each.title for each in self.properties)]
         rows = [[f"`{name}`", *(finding.cell for finding in findings)] for name, findings in self.rows.items()]
         lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+    _repr_markdown_ = to_markdown
 
 
 def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:
@@ -87,3 +113,18 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     if not rows:
         raise InvalidInputError(f"{subject}s: got none, want at least one")
     return Matrix(subject, tuple(properties), rows)
+
+
+def _title(each: Property) -> list[str]:
+    """Two lines, cut at a space or after a hyphen; the first is empty where there is none."""
+    words = re.split(r" |(?<=-)(?=[a-z])", each.title, maxsplit=1)
+    return words if len(words) == 2 else ["", *words]
+
+
+def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the title in two lines, a rule, and the rows."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    lines = ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "─" * (sum(widths) + 3 * (len(widths) - 1))
+    return [*filter(None, lines[:2]), rule, *lines[2:]]

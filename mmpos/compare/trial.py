@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmpos.checks import counted
 from mmpos.compare.batch import Mask
 from mmpos.compare.family import STILLS
 from mmpos.compare.finding import Finding
@@ -69,4 +70,4 @@ class Trial:
             for name, shape in _SHAPES.items()
             if all(shape(grid) == passed for grid, passed in tried)
         )
-        return Finding(False, f"{self._words}; holds for {holds} of {len(tried)} images{next(shapes, '')}")
+        return Finding(False, f"{self._words}; holds for {holds} of {counted(len(tried), 'image')}{next(shapes, '')}")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from mmpos.checks import counted
+
 __all__ = ["Diagnosis"]
 
 
@@ -50,15 +52,15 @@ class Diagnosis:
     @property
     def sentences(self) -> tuple[str, ...]:
         """That all is well; or the first difference, the count, the cause and what to do."""
-        documents = _count(self.num_documents, "document")
+        documents = counted(self.num_documents, "document")
         if self.equal:
-            return (f"All {_count(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
+            return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
         got, want = _position(self.got or ()), _position(self.want or ())
         first = (
             f"documents[{self.document}], token {self.token}, is {self.what}: got {got}, want {want} in {self.scheme}."
         )
         count = (
-            f"{self.different_tokens} of {_count(self.num_tokens, 'token')} differ, "
+            f"{self.different_tokens} of {counted(self.num_tokens, 'token')} differ, "
             f"in {self.different_documents} of {documents}."
         )
         if self.cause is None:
@@ -71,10 +73,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _position(values: Sequence[Fraction | int | float]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmpos.checks import counted
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
@@ -134,7 +135,7 @@ def _restarts(table: PositionTable, rows: Rows, given: Mapping[str, Any]) -> dic
 
 def _check_table(ids: DevicePositions, rows: Rows, axes: int) -> None:
     if ids.axes != axes:
-        raise InvalidInputError(f"mm_position_ids: got {ids.axes} axes, want {axes} as in rotary")
+        raise InvalidInputError(f"mm_position_ids: got {counted(ids.axes, 'axis')}, want {axes} as in rotary")
     if ids.num_tokens != rows.batch * rows.seq:
         want = f"{rows.batch * rows.seq} in {rows.batch} rows of {rows.seq}"
         raise InvalidInputError(f"mm_position_ids: got {ids.num_tokens} tokens, want {want}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.checks import IntArray
+from mmpos.checks import IntArray, counted
 from mmpos.errors import InvalidInputError
 from mmpos.markers import MarkerIds
 from mmpos.segments import SegmentTable
@@ -146,7 +146,7 @@ def _check_counts(found: IntArray, images: int, given: IntArray | None) -> None:
         if wrong.any():
             i = int(wrong.argmax())
             raise InvalidInputError(
-                f"images[{i}]: got {given[i]} images, want {found[i]}, the placeholders of text[{i}]"
+                f"images[{i}]: got {counted(given[i], 'image')}, want {found[i]}, the placeholders of text[{i}]"
             )
     elif found.sum() != images:
-        raise InvalidInputError(f"images: got {images} images, want {found.sum()}, the placeholders of text")
+        raise InvalidInputError(f"images: got {counted(images, 'image')}, want {found.sum()}, the placeholders of text")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmpos.checks import counted
 from mmpos.errors import InvalidInputError
 from mmpos.hf.positions import check_length
 from mmpos.positions import PositionTable
@@ -80,7 +81,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     lengths = table.lengths[held]
     if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
-            f"mm_position_ids: got {len(lengths)} documents of {lengths.tolist()} tokens, "
+            f"mm_position_ids: got {counted(len(lengths), 'document')} of {lengths.tolist()} tokens, "
             f'want {batch} of one length: pad the table with side="left"'
         )
     last = table.cu_seqlens[1:][held] - 1

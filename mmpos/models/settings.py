@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from mmpos.checks import int_array
+from mmpos.checks import counted, int_array
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.markers import Markers
 from mmpos.models.video_tokens import tell_videos_apart
@@ -67,7 +67,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if self.rotary.axes != self.scheme.axes:
             got, want = self.rotary.axes, self.scheme.axes
-            raise InvalidInputError(f"rotary: got {got} axes, want {want} for scheme {self.scheme.name!r}")
+            raise InvalidInputError(f"rotary: got {counted(got, 'axis')}, want {want} for scheme {self.scheme.name!r}")
         if self.image_token_id is not None and self.image_token_id == self.video_token_id:
             raise InvalidInputError(f"video_token_id: got {self.video_token_id}, want another than image_token_id")
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmpos.checks import instance
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.kernel import Cosines, Kernel
+
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
 
 _MAX_KERNELS = 6
 # Inches: of the page; of the maps, their margins, and the bar of colours; of the curves.
@@ -20,13 +24,18 @@ _TALLEST, _CURVES, _CURVES_TOP, _FOOT, _TITLE, _BAND = 2.9, 2.1, 0.12, 0.5, 0.66
 _KEY, _LETTER = 0.24, 0.07  # of a line of the legend; of a letter of 10 points
 
 
-def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: str | None = None) -> None:
+def plot_attention(
+    kernels: Sequence[Kernel], path: str | PathLike[str] | None = None, title: str | None = None
+) -> Picture:
     """Draw kernels of the same document: maps side by side on one scale of colours, all curves below them.
 
     Args:
         kernels: 1 to 6, of ``attention_kernel``.
-        path: where to write; ends in .png or .svg.
+        path: where to write; ends in .png or .svg. None writes nothing.
         title: above the picture; None says what is drawn.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
         InvalidInputError: no kernel, or another suffix.
@@ -35,16 +44,21 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str], title: 
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)
+    if isinstance(kernels, Kernel) or not isinstance(kernels, Sequence):
+        raise InvalidInputError(f"kernels: got {type(kernels).__name__}, want a list of Kernel")
     if not kernels:
         raise InvalidInputError("kernels: got none, want at least one to draw")
     if len(kernels) > _MAX_KERNELS:
         raise LimitExceededError(f"kernels: got {len(kernels)}, want at most {_MAX_KERNELS}")
+    for i, kernel in enumerate(kernels):
+        instance(f"kernels[{i}]", kernel, Kernel, "attention_kernel")
     layout = _layout(kernels)
     with canvas(target, _WIDTH, layout.height) as figure:
         _titles(figure, title, layout.height)
         _maps(figure, kernels, layout)
         if layout.curves:
             _curves(figure, kernels, layout.height)
+    return figure
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
 def _titles(figure: Any, title: str | None, height: float) -> None:
     heading = title or "What a patch sees by its position alone"
     figure.text(0.12 / _WIDTH, 1 - 0.3 / height, heading, fontsize=13, color=INK)
-    words = "mean over pairs of cos(phase of the patch × − phase of the other token)"
+    words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
     figure.text(0.12 / _WIDTH, 1 - 0.54 / height, words, fontsize=9, color="#555555")
 
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.checks import text
 from mmpos.errors import InvalidInputError
 from mmpos.extras import needed_for
 from mmpos.files import whole_file
+
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
 
 SUFFIXES = (".png", ".svg")
 """What a picture's file may end in."""
@@ -22,21 +25,15 @@ INK, FAINT = "#222222", "#8a8a8a"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
 _MARKERS = "osD^vPX"
 
-# Fixed element ids, so that the same data gives the same bytes; the text of an SVG stays text.
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",
-    "svg.fonttype": "none",
-    "font.size": 10.0,
-    "font.family": "sans-serif",
-}
 
-
-def picture_path(path: str | PathLike[str]) -> Path:
-    """The path, if a picture can have it.
+def picture_path(path: str | PathLike[str] | None) -> Path | None:
+    """The path, if a picture can have it; None is no file.
 
     Raises:
         InvalidInputError: another suffix than .png or .svg.
     """
+    if path is None:
+        return None
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
@@ -55,7 +52,7 @@ def picture_title(title: str | None) -> str | None:
         raise InvalidInputError(f"title: got {type(title).__name__}, want text")
     if any(ord(character) < 32 and character not in "\t\n\r" for character in text("title", title)):
         raise InvalidInputError(f"title: got {title!r}, want text without control characters")
-    return title
+    return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
 
 
 def line_style(i: int) -> dict[str, Any]:
@@ -80,11 +77,11 @@ def quiet_axes(axes: Any) -> None:
 
 
 @contextmanager
-def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
+def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
     """A figure to draw on, which is written when the block ends without an error.
 
     Args:
-        target: of `picture_path`.
+        target: of `picture_path`; None writes nothing.
         width: inches.
         height: inches.
 
@@ -92,20 +89,21 @@ def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
-    with needed_for("plots", extra="cli"):
-        import matplotlib
-        from matplotlib.figure import Figure
-    with matplotlib.rc_context():
-        # A reader's own matplotlibrc must not change the picture.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=(width, height), facecolor="white")
+    try:
+        with needed_for("plots", extra="cli"):
+            from mmpos.plot.picture import Picture, style
+    except ValueError as error:  # settings of its own that it refuses, as in MPLBACKEND
+        raise ImportError(f"matplotlib cannot be imported: {error}") from error
+    with style():
+        figure = Picture(figsize=(width, height), facecolor="white")
         yield figure
-        _save(figure, target)
+        if target is not None:
+            _save(figure, target)
 
 
-def _save(figure: Any, target: Path) -> None:
+def _save(figure: Picture, target: Path) -> None:
+    from mmpos.plot.picture import DPI, METADATA
+
     kind = target.suffix.lower()[1:]
-    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
     with whole_file(target) as file:
-        figure.savefig(file, format=kind, dpi=200, metadata=metadata)
+        figure.savefig(file, format=kind, dpi=DPI, metadata=METADATA[kind])

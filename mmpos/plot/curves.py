@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from os import PathLike
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import IntArray
+from mmpos.checks import IntArray, instance
 from mmpos.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.growth import Growth
 from mmpos.plot.precision import PhaseErrors
 from mmpos.rotary.frequencies import Float64Array
 
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
+
 _WIDTH = 8.0
 
 
-def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str], title: str | None = None) -> None:
+def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
     """Draw the largest errors of phases over ids.
 
     Args:
         errors: of ``phase_errors``.
-        path: where to write; ends in .png or .svg.
+        path: where to write; ends in .png or .svg. None writes nothing.
         title: above the picture; None says what is drawn.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
         InvalidInputError: another suffix.
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
+    instance("errors", errors, PhaseErrors, "phase_errors")
     target, title = picture_path(path), picture_title(title)
     height = 4.4
     with canvas(target, _WIDTH, height) as figure:
@@ -61,6 +68,7 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str], title: str 
         axes.set_xlabel("position id")
         axes.set_ylabel("error in rad")
         axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.3), frameon=False, fontsize=9)
+    return figure
 
 
 def _note(axes: Any, ids: IntArray, values: Float64Array, at: int) -> None:
@@ -74,19 +82,23 @@ def _note(axes: Any, ids: IntArray, values: Float64Array, at: int) -> None:
         axes.annotate(f"{value} rad at id {at:,}", (at, values[i]), **words)
 
 
-def plot_growth(growth: Growth, path: str | PathLike[str], title: str | None = None) -> None:
+def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
     """Draw the ids that images consume over their patches, squares to the left and strips to the right.
 
     Args:
         growth: of ``id_growth``.
-        path: where to write; ends in .png or .svg.
+        path: where to write; ends in .png or .svg. None writes nothing.
         title: above the picture; None says what is drawn.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
         InvalidInputError: another suffix.
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
+    instance("growth", growth, Growth, "id_growth")
     target, title = picture_path(path), picture_title(title)
     labels = [fill(", ".join(growth.schemes[i] for i in group), 58, break_on_hyphens=False) for group in growth.alike]
     lines = [max(1, label.count("\n") + 1) for label in labels]
@@ -116,8 +128,13 @@ def plot_growth(growth: Growth, path: str | PathLike[str], title: str | None = N
             else:
                 axes.set_ylabel("ids consumed")
         handles, names = axes.get_legend_handles_labels()
-        place = {"loc": "lower left", "bbox_to_anchor": (0.2 / _WIDTH, 0.05 / height), "borderaxespad": 0}
+        place: dict[str, Any] = {
+            "loc": "lower left",
+            "bbox_to_anchor": (0.2 / _WIDTH, 0.05 / height),
+            "borderaxespad": 0,
+        }
         figure.legend(handles, names, **place, ncols=2, frameon=False, fontsize=9, handlelength=3.4)
+    return figure
 
 
 def _log_log(axes: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, integer
+from mmpos.checks import IntArray, counted, instance, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
@@ -61,12 +61,14 @@ def attention_kernel(
             that is no patch.
         LimitExceededError: more than 65,536 tokens.
     """
+    instance("positions", positions, PositionTable, "mmpos.place")
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     if positions.num_documents != 1:
-        raise InvalidInputError(f"positions: got {positions.num_documents} documents, want 1")
+        raise InvalidInputError(f"positions: got {counted(positions.num_documents, 'document')}, want 1")
     if positions.num_tokens > MAX_TOKENS:
-        raise LimitExceededError(f"positions: got {positions.num_tokens} tokens, want at most {MAX_TOKENS}")
+        raise LimitExceededError(f"positions: got {counted(positions.num_tokens, 'token')}, want at most {MAX_TOKENS}")
     if positions.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {positions.axes} axes, want {rotary.axes} as in rotary")
+        raise InvalidInputError(f"positions: got {counted(positions.axes, 'axis')}, want {rotary.axes} as in rotary")
     token, segment = _query(positions, token)
     height, width = int(positions.height[segment]), int(positions.width[segment])
     frame, index = divmod(token - int(positions.offset[segment]), height * width)

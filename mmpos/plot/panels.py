@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,13 +13,16 @@ from mmpos.plot.plane import Plane, Points, read_plane
 from mmpos.plot.planes import draw_plane
 from mmpos.positions import PositionTable
 
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
+
 MAX_PANELS = 9
 _MAX_NAMED = 4
 # Inches: of the page, around a panel, and below all.
 _WIDTH, _LEFT, _RIGHT, _ABOVE, _BELOW, _LEGEND, _TITLE = 8.0, 0.6, 0.2, 0.68, 0.5, 0.38, 0.4
 
 
-def draw_panels(tables: Sequence[PositionTable], target: Path, title: str | None, same_scale: bool) -> None:
+def draw_panels(tables: Sequence[PositionTable], target: Path | None, title: str | None, same_scale: bool) -> Picture:
     """Draw every document of every table: those of one document stand together.
 
     Args:
@@ -47,6 +50,7 @@ def draw_panels(tables: Sequence[PositionTable], target: Path, title: str | None
         if title:
             figure.text(0.12 / _WIDTH, 1 - 0.3 / height, title, fontsize=13, color=INK)
         _legend(figure, planes, height, frames=any(table.axes == 3 for table in tables))
+    return figure
 
 
 def _shared(plane: Plane, planes: Sequence[Plane]) -> Points:

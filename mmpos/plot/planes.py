@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.checks import counted
 from mmpos.plot.canvas import COLOURS, FAINT, INK, quiet_axes
 from mmpos.plot.plane import Image, Plane, Points
 
@@ -31,16 +32,17 @@ def draw_plane(
     if plane.text.size:
         size = float(np.clip(0.4 * scale, 2.4, 4))
         axes.plot(*plane.text, "o", color=INK, markersize=size, markeredgewidth=0, zorder=3)
-        axes.plot([], [], "o", color=INK, markersize=4, label=f"text: {plane.text.shape[1]:,} tokens")
+        axes.plot([], [], "o", color=INK, markersize=4, label=f"text: {counted(plane.text.shape[1], 'token', ',')}")
     for i, image in enumerate(plane.images):
         colour = COLOURS[i % len(COLOURS)]
         covered = plane.diagonal and _underlay(axes, image, colour, next(pictures, None) if pictures else None)
         gap = image.spacing * scale
-        note = _patches(axes, image, colour, 0.7 * gap if covered else gap, thin=plane.diagonal)
+        edge = 0.6 if covered else 0.0  # white: points stand out from any picture
+        note = _patches(axes, image, colour, 0.7 * gap if covered else gap, thin=plane.diagonal, edge=edge)
         if i < _MAX_NAMED:
             axes.plot([], [], "o", color=colour, markersize=6, label=f"image {i + 1}: {image.label}{note}")
     if len(plane.images) > _MAX_NAMED:
-        axes.plot([], [], " ", label=f"and {len(plane.images) - _MAX_NAMED} more images")
+        axes.plot([], [], " ", label=f"and {counted(len(plane.images) - _MAX_NAMED, 'more image')}")
     if any(image.square for image in plane.images):
         axes.plot([], [], "--", color=FAINT, linewidth=1, label="from the text before\nto the text after")
     if plane.end.size:
@@ -52,7 +54,7 @@ def _frame(axes: Any, plane: Plane, side: float, bounds: Points) -> float:
     """Limits and names of the axes; gives the points of the page per unit of x."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    margin = np.maximum(0.04 * (bounds[:, 1] - bounds[:, 0]), 0.8)
+    margin = np.maximum(0.05 * (bounds[:, 1] - bounds[:, 0]), 0.8)
     (left, right), (low, high) = (bounds + np.stack([-margin, margin], axis=1)).tolist()
     axes.set_xlim(left, right)
     axes.set_ylim(*((high, low) if plane.diagonal else (low, high)))
@@ -79,7 +81,7 @@ def _underlay(axes: Any, image: Image, colour: str, picture: npt.NDArray[np.uint
     return True
 
 
-def _patches(axes: Any, image: Image, colour: str, gap: float, *, thin: bool) -> str:
+def _patches(axes: Any, image: Image, colour: str, gap: float, *, thin: bool, edge: float) -> str:
     """The points of an image, fewer where they would melt together; gives a note on that for the legend."""
     every = max(1, int(np.ceil(2 / gap))) if thin else 1
     # An image that is small on the page stays whole: a few points would show another size.
@@ -89,7 +91,8 @@ def _patches(axes: Any, image: Image, colour: str, gap: float, *, thin: bool) ->
         return ""
     points = image.points if every == 1 else image.thinned(every)
     size = float(np.clip(0.5 * gap * every, 0.9 if thin else 2.4, 5.5))
-    axes.plot(*points, "o", color=colour, markersize=size, markeredgewidth=0, zorder=2)
+    style = {"markersize": size + edge, "markeredgewidth": edge, "markeredgecolor": "white"}
+    axes.plot(*points, "o", color=colour, zorder=2, **style)
     return f"\n(1 in {every} rows and columns)" if points.shape < image.points.shape else ""
 
 

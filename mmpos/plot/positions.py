@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.checks import counted, instance
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.plot.canvas import canvas, picture_path, picture_title
 from mmpos.plot.panels import MAX_PANELS, draw_panels
 from mmpos.plot.plane import read_plane
 from mmpos.plot.planes import draw_plane
 from mmpos.positions import PositionTable
+
+if TYPE_CHECKING:
+    from mmpos.plot.picture import Picture
 
 _MAX_DOCUMENTS, _MAX_TOKENS = 8, 2**20
 # Inches: a square for the ids with the legend to its right; 8 in all, 800 pixels where a page shows it.
@@ -24,13 +28,13 @@ _WIDTH, _SIDE, _LEFT, _BOTTOM, _TOP = 8.0, 4.7, 0.75, 0.6, 0.5
 
 def plot_positions(
     positions: PositionTable | Sequence[PositionTable],
-    path: str | PathLike[str],
+    path: str | PathLike[str] | None = None,
     title: str | None = None,
     *,
     pictures: Sequence[npt.NDArray[np.uint8]] = (),
     same_scale: bool = True,
-) -> None:
-    """Draw the ids of every document into a file.
+) -> Picture:
+    """Draw the ids of every document.
 
     Schemes of one axis: ids over token indexes. All others: row ids over column ids. The same tables give the
     same bytes.
@@ -38,10 +42,13 @@ def plot_positions(
     Args:
         positions: one table of up to 8 documents, drawn one below the other; or several, such as one batch
             under several schemes, whose documents are drawn side by side, 9 in all. Up to 1,048,576 tokens.
-        path: where to write; ends in .png or .svg.
+        path: where to write; ends in .png or .svg. None writes nothing.
         title: above the first document, or above all panels; None names the scheme and counts the tokens.
         pictures: (height, width, 3) pixels to lay under the first images of one table, in order.
         same_scale: whether panels of one kind, side by side, show the same ids.
+
+    Returns:
+        The figure, which a notebook shows.
 
     Raises:
         InvalidInputError: no document, pictures under several tables, or another suffix.
@@ -50,25 +57,24 @@ def plot_positions(
         ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)
-    if isinstance(positions, PositionTable):
-        _check_size(positions, "positions")
-        _plot_one(positions, target, title, pictures)
-        return
+    if isinstance(positions, PositionTable) or not isinstance(positions, Sequence):
+        _check_table(positions, "positions")
+        return _plot_one(positions, target, title, pictures)
     for i, table in enumerate(positions):
-        _check_size(table, f"positions[{i}]")
+        _check_table(table, f"positions[{i}]")
     panels = sum(table.num_documents for table in positions)
     if not panels:
         raise InvalidInputError("positions: got no table, want at least one to draw")
     if panels > MAX_PANELS:
-        raise LimitExceededError(f"positions: got {panels} documents in all, want at most {MAX_PANELS}")
+        raise LimitExceededError(f"positions: got {counted(panels, 'document')} in all, want at most {MAX_PANELS}")
     if pictures:
         raise InvalidInputError(f"pictures: got {len(pictures)} beside several tables, want none")
-    draw_panels(positions, target, title, same_scale)
+    return draw_panels(positions, target, title, same_scale)
 
 
 def _plot_one(
-    positions: PositionTable, target: Path, title: str | None, pictures: Sequence[npt.NDArray[np.uint8]]
-) -> None:
+    positions: PositionTable, target: Path | None, title: str | None, pictures: Sequence[npt.NDArray[np.uint8]]
+) -> Picture:
     """Every document with a legend of its own to the right."""
     count, height = positions.num_documents, _TOP + _SIDE + _BOTTOM
     remaining = iter(pictures)
@@ -76,7 +82,7 @@ def _plot_one(
         for d in range(count):
             bottom = (count - 1 - d) * height + _BOTTOM
             box = (_LEFT / _WIDTH, bottom / (height * count), _SIDE / _WIDTH, _SIDE / (height * count))
-            heading = f"{positions.scheme}: {positions.lengths[d]:,} tokens"
+            heading = f"{positions.scheme}: {counted(positions.lengths[d], 'token', ',')}"
             heading = f"document {d + 1}, {heading}" if count > 1 else heading
             axes, plane = figure.add_axes(box), read_plane(positions, d)
             draw_plane(axes, plane, _SIDE, plane.bounds, remaining)
@@ -84,6 +90,7 @@ def _plot_one(
             if positions.axes == 3:
                 axes.plot([], [], " ", label="(frame ids are not drawn)")
             _legend(axes)
+    return figure
 
 
 def _legend(axes: Any) -> None:
@@ -91,10 +98,11 @@ def _legend(axes: Any) -> None:
     axes.legend(**place, frameon=False, fontsize=9, labelspacing=0.9, handletextpad=0.6)
 
 
-def _check_size(positions: PositionTable, name: str) -> None:
+def _check_table(positions: PositionTable, name: str) -> None:
+    instance(name, positions, PositionTable, "mmpos.place")
     if positions.num_documents == 0:
         raise InvalidInputError(f"{name}: got no document, want at least one to draw")
     if positions.num_documents > _MAX_DOCUMENTS:
         raise LimitExceededError(f"{name}: got {positions.num_documents} documents, want at most {_MAX_DOCUMENTS}")
     if positions.num_tokens > _MAX_TOKENS:
-        raise LimitExceededError(f"{name}: got {positions.num_tokens} tokens, want at most {_MAX_TOKENS}")
+        raise LimitExceededError(f"{name}: got {counted(positions.num_tokens, 'token')}, want at most {_MAX_TOKENS}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmpos.checks import one_of
+from mmpos.checks import counted, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.extras import missing
 from mmpos.rotary import norm_operator, operator, phases
@@ -194,7 +194,7 @@ def check_positions(source: Source, rotary: Rotary, q: Tensor) -> None:
     if source.positions.device != q.device:
         raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {q.device} as q")
     if source.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {source.axes} axes, want {rotary.axes} as in rotary")
+        raise InvalidInputError(f"positions: got {counted(source.axes, 'axis')}, want {rotary.axes} as in rotary")
     if source.tokens != batch * seq:
         hint = "; heads and seq would fit if they were exchanged, see layout" if source.tokens == batch * heads else ""
         raise InvalidInputError(f"positions: got {source.tokens} tokens, want {batch * seq} as in q{hint}")

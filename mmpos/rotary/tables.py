@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mmpos.checks import one_of
+from mmpos.checks import counted, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.extras import needed_for
 
@@ -62,7 +62,7 @@ def _source(rotary: Rotary, positions: Positions, device: torch.device | str | N
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
     source = source_of(positions, torch.device(device))
     if source.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {source.axes} axes, want {rotary.axes} as in rotary")
+        raise InvalidInputError(f"positions: got {counted(source.axes, 'axis')}, want {rotary.axes} as in rotary")
     return source
 
 

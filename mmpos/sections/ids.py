@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, integer, per_document
+from mmpos.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer, per_document
 from mmpos.columns import FIRST_TOKEN
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import PositionTable
@@ -39,7 +39,9 @@ def request_positions(
         LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cache.
     """
     if isinstance(positions, PositionTable) and positions.num_documents != 1:
-        raise InvalidInputError(f"positions: got {positions.num_documents} documents, want 1; see batch_positions")
+        raise InvalidInputError(
+            f"positions: got {counted(positions.num_documents, 'document')}, want 1; see batch_positions"
+        )
     (found,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
     return found
 
@@ -132,7 +134,9 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
     if not isinstance(sections, Sections):
         raise InvalidInputError(f"sections: got {type(sections).__name__}, want Sections")
     if positions.axes != sections.rotary.axes:
-        raise InvalidInputError(f"positions: got {positions.axes} axes, want {sections.rotary.axes} as in rotary")
+        raise InvalidInputError(
+            f"positions: got {counted(positions.axes, 'axis')}, want {sections.rotary.axes} as in rotary"
+        )
     if positions.fractional:
         raise UnsupportedError(
             f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "

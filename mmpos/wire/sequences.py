@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX
+from mmpos.checks import INT32_MAX, counted
 from mmpos.errors import InvalidInputError
 from mmpos.queries import PositionsResult
 from mmpos.rpc.v1 import sequences_pb2 as pb
@@ -61,7 +61,7 @@ def get_sequence(
     if positions is None or not input_ids.size == positions.num_tokens == segments.num_tokens:
         got = None if positions is None else positions.num_tokens
         raise InvalidInputError(
-            f"{path(name, 'input_ids')}: got {input_ids.size} tokens, {segments.num_tokens} in segments and "
+            f"{path(name, 'input_ids')}: got {counted(input_ids.size, 'token')}, {segments.num_tokens} in segments and "
             f"{got} in positions, want the same"
         )
     patches = None

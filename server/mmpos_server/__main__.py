@@ -1,12 +1,13 @@
-"""The program ``python -m mmpos_server``: serves, and says every error in one line."""
+"""The program ``python -m mmpos_server``: serves."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from mmpos.errors import MmposError
-from mmpos.extras import needed_for, pip_install
+from mmpos.extras import needed_for
+from mmpos.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,32 +17,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None is the process's own.
 
     Returns:
-        The exit code: 0, 1 if something is missing on this machine, 2 if the command line or a setting is wrong.
+        The exit code, one of mmpos.program.EXIT_CODES.
     """
-    try:
-        with needed_for("mmpos_server", extra="server"):
-            from mmpos_server.options import app
-
-        return int(app(args=arguments, prog_name="mmpos_server", standalone_mode=False) or 0)
-    except ImportError as error:
-        return _fail(str(error), 1)
-    except MmposError as error:
-        return _fail(str(error), 2)
-    except OSError as error:
-        return _fail(str(error), 1)
-    except Exception as error:
-        # Errors of usage have a message of their own, under whichever base class this typer gives them.
-        message = getattr(error, "format_message", None)
-        if type(error).__module__ == "google.protobuf.runtime_version":
-            return _fail(f"{error} Install what needs protobuf in one command, with {pip_install('server')}", 1)
-        if message is None:
-            raise
-        return _fail(f"{message().strip().rstrip('.')}; mmpos_server --help tells more", 2)
+    return run_program("mmpos_server", _app, arguments)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"mmpos_server: error: {' '.join(message.split())}", file=sys.stderr)
-    return code
+def _app() -> Any:
+    with needed_for("mmpos_server", extra="server"):
+        from mmpos_server.options import app
+    return app
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def serve(
 ) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health says NOT_SERVING, calls that have come are answered, then the server ends. A
-    second signal ends it at once.
+    SIGTERM and SIGINT drain: health says NOT_SERVING, calls that have come are answered, then the server ends.
+    A second signal ends it at once.
     """
     options = Options(
         listen=Listen(

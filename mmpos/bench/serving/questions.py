@@ -14,6 +14,7 @@ import numpy as np
 from mmpos.bench.proofs import NotEqualError, equal, holds
 from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.workloads import workload
+from mmpos.checks import counted
 from mmpos.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments import GRID, SegmentTable
@@ -24,7 +25,7 @@ from mmpos_server.config import load
 from mmpos_server.inference import open_inference_pb2
 from mmpos_server.profiles import Profiles
 
-__all__ = ["Asking", "Question", "counted"]
+__all__ = ["Asking", "Question"]
 
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -95,7 +96,8 @@ class Asking:
 
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
         """Positions of so many documents."""
-        name = f"{'StreamPlace, items of' if stream else 'Place,'} {counted(documents)}{', dense ids' if dense else ''}"
+        call = "StreamPlace, items of" if stream else "Place,"
+        name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
         segments = self.segments(documents)
         query = PositionsQuery(segments, dense=Dense() if dense else None)
         request: Any = (positions_pb2.StreamPlaceRequest if stream else positions_pb2.PlaceRequest)()
@@ -123,7 +125,7 @@ class Asking:
             [table] = open_inference_pb2.ModelInferResponse.FromString(raw).raw_output_contents
             equal(np.frombuffer(table, "<i8").reshape(wanted.table.shape), wanted.table)
 
-        name = f"ModelInfer, {counted(documents)}"
+        name = f"ModelInfer, {counted(documents, 'document')}"
         return self._question(name, _INFER, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
@@ -148,7 +150,10 @@ class Asking:
             for result, want in zip(results, wanted, strict=True):
                 _same("sequence", get_sequence("sequence", result.sequence), want)
 
-        name, tokens = f"Build, {counted(len(documents))} {what}", sum(want.input_ids.size for want in wanted)
+        name, tokens = (
+            f"Build, {counted(len(documents), 'document')} {what}",
+            sum(want.input_ids.size for want in wanted),
+        )
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(
@@ -171,11 +176,6 @@ def _spans(segments: SegmentTable) -> tuple[Any, Any, Any, Any]:
         segments.extents.T[grid],
         document[grid],
     )
-
-
-def counted(documents: int) -> str:
-    """As people say it."""
-    return "1 document" if documents == 1 else f"{documents} documents"
 
 
 def _ask(channel: grpc.Channel, path: str, sent: bytes) -> bytes:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from mmpos.bench.cases import Case, Contestant, Role
 from mmpos.bench.proofs import equal, holds
-from mmpos.bench.serving.processes import service, started
-from mmpos.bench.serving.questions import counted
+from mmpos.bench.serving.processes import ServerProcess
 from mmpos.bench.timing import Budget
+from mmpos.checks import counted
 from mmpos.client import Client
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
@@ -23,34 +21,42 @@ from mmpos.segments import SegmentTable
 from mmpos_server.config import load
 from mmpos_server.profiles import Profiles
 
-__all__ = ["sharing"]
+__all__ = ["Sharing"]
 
 _BYTES = 2**29
 _GROUP = "large tensors, one call at a time"
 _PHOTOS = Path(__file__).parents[2] / "photos"
 
 
-def sharing(malloc: str, tokens: int, documents: int, budget: Budget) -> Iterator[Case]:
+class Sharing:
     """Rotations of a model's q and k, and sequences with photographs.
 
     Args:
-        malloc: of the server.
-        tokens: of q and k.
-        documents: with two photographs each.
-        budget: of every contestant.
+        settings: a file for those of the server, which takes larger requests than others.
     """
-    prefix = f"mmpos-bench-{os.getpid()}-"
-    with ExitStack() as stack:
-        settings = stack.enter_context(NamedTemporaryFile("w", suffix=".toml"))
+
+    def __init__(self, settings: IO[str]) -> None:
         settings.write(f"[limits]\nrequest_bytes = {_BYTES}\n")
         settings.flush()
-        options = ("--log-level", "warning", "--config", settings.name, "--shared-memory", prefix)
-        (server,) = stack.enter_context(started(service(malloc, *options)))
-        plain = stack.enter_context(Client(server.address, timeout=120))
-        shares = stack.enter_context(Client(server.address, timeout=120, shared_memory=_BYTES))
-        if find_spec("torch") is not None:
-            yield _rotate(plain, shares, tokens, budget)
-        yield _build(plain, shares, documents, budget)
+        prefix = f"mmpos-bench-{os.getpid()}-"
+        self.options = ("--config", settings.name, "--shared-memory", prefix)
+
+    def cases(self, server: ServerProcess, tokens: int, documents: int, budget: Budget) -> Iterator[Case]:
+        """Every case.
+
+        Args:
+            server: started with these options.
+            tokens: of q and k.
+            documents: with two photographs each.
+            budget: of every contestant.
+        """
+        with (
+            Client(server.address, timeout=120) as plain,
+            Client(server.address, timeout=120, shared_memory=_BYTES) as shares,
+        ):
+            if find_spec("torch") is not None:
+                yield _rotate(plain, shares, tokens, budget)
+            yield _build(plain, shares, documents, budget)
 
 
 def _rotate(plain: Client, shares: Client, tokens: int, budget: Budget) -> Case:
@@ -91,7 +97,7 @@ def _build(plain: Client, shares: Client, documents: int, budget: Budget) -> Cas
     patches = sum(sequence.patches.nbytes for sequence in want if sequence.patches is not None)
     work = {"calls": 1, "documents": documents, "bytes": sum(map(len, photographs)) * documents + patches}
     calls = (partial(plain.build_batch, asked), partial(shares.build_batch, asked))
-    name = f"Build, {counted(documents)} with 2 photographs"
+    name = f"Build, {counted(documents, 'document')} with 2 photographs"
     return _case(name, partial(builder.build_batch, asked), calls, prove, work, budget)
 
 

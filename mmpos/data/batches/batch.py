@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import IntArray, boolean, one_of
+from mmpos.checks import IntArray, boolean, counted, one_of
 from mmpos.data.batches.masks import MaskMod, mask_mod, whole_images
 from mmpos.data.batches.ranks import PER_TOKEN, shard, shift_labels
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -72,7 +72,7 @@ class Batch:
         shape = tuple(self.input_ids.shape)
         if self.input_ids.numel() != self.positions.num_tokens:
             got, want = self.input_ids.numel(), self.positions.num_tokens
-            raise InvalidInputError(f"input_ids: got {got} tokens, want {want} as in positions")
+            raise InvalidInputError(f"input_ids: got {counted(got, 'token')}, want {want} as in positions")
         for name in PER_TOKEN:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
@@ -255,7 +255,7 @@ class Batch:
 
     def __repr__(self) -> str:
         kind = "packed" if self.packed else "padded"
-        return (
-            f"Batch({kind}, {self.positions.num_documents} documents, {self.positions.num_tokens} tokens, "
-            f"{len(self.grid_thw)} images, fill={self.fill:.3f}, device={self.device})"
-        )
+        positions = self.positions
+        documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
+        images = counted(len(self.grid_thw), "image")
+        return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, integer, one_of
+from mmpos.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.data.batches.batch import Batch
 from mmpos.data.batches.packing import Pack
 from mmpos.data.examples import IGNORE_INDEX, Example
@@ -56,7 +56,8 @@ class PackedCollator:
         rest = 0 if self.length is None else self.length - positions.num_tokens
         if rest < 0:
             raise InvalidInputError(
-                f"examples: got {positions.num_tokens} tokens in {len(examples)} documents, want at most {self.length}"
+                f"examples: got {positions.num_tokens} tokens in {counted(len(examples), 'document')}, "
+                f"want at most {self.length}"
             )
         if rest:
             positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
@@ -207,7 +208,9 @@ def _read(examples: Any) -> Sequence[Example]:
             raise InvalidInputError(f"{_name(found, i)}: got no tokens, want at least one")
         if example.sequence.positions.axes != axes:
             got = example.sequence.positions.axes
-            raise InvalidInputError(f"{_name(found, i)}: positions: got {got} axes, want {axes} as in the first")
+            raise InvalidInputError(
+                f"{_name(found, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
+            )
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from mmpos.checks import IntArray, integer
+from mmpos.checks import IntArray, counted, integer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
@@ -77,7 +77,9 @@ class SequenceWriter:
         row = to_row(example)
         axes = example.sequence.positions.axes
         if self._axes not in (None, axes):
-            raise InvalidInputError(f"{example.key}: positions: got {axes} axes, want {self._axes} as before it")
+            raise InvalidInputError(
+                f"{example.key}: positions: got {counted(axes, 'axis')}, want {self._axes} as before it"
+            )
         self._axes = axes
         self._rows.append(row)
         self._bytes += sum(len(value) if isinstance(value, bytes) else 8 * np.size(value) for value in row.values())

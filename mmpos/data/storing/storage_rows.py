@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mmpos.checks import IntArray, text
+from mmpos.checks import IntArray, counted, text
 from mmpos.columns import AXES
 from mmpos.data.examples import Example
 from mmpos.errors import InvalidInputError, LimitExceededError
@@ -63,7 +63,7 @@ def to_row(example: Example) -> dict[str, Any]:
     if segments.num_documents != 1 or positions.num_documents != 1:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
-        raise InvalidInputError(f"{example.key}: {name}: got {got} documents, want one")
+        raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
     row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,

@@ -1,0 +1,50 @@
+"""The figure on which pictures are drawn; this module alone imports matplotlib at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+__all__ = ["DPI", "METADATA", "Picture", "style"]
+
+DPI = 200
+"""Pixels per inch of a file."""
+
+METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+"""What is left out of each kind of file, so that the same data gives the same bytes."""
+
+# Fixed element ids, likewise; the text of an SVG stays text.
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "mmpos",
+    "svg.fonttype": "none",
+    "font.size": 10.0,
+    "font.family": "sans-serif",
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw as if there were no matplotlibrc: a reader's own must not change the picture."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+class Picture(Figure):
+    """A figure that notebooks show, also where pyplot was never imported."""
+
+    def png(self, dpi: float = DPI) -> bytes:
+        """The bytes of a .png file."""
+        data = BytesIO()
+        with style():
+            self.savefig(data, format="png", dpi=dpi, metadata=METADATA["png"])
+        return data.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png(dpi=100)

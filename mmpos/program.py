@@ -1,0 +1,129 @@
+"""The frame of the programs ``mmpos`` and ``mmpos_server``: an error is one line on stderr, its kind the exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceUnauthenticatedError
+from mmpos.extras import pip_install
+
+__all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "read_input", "run_program", "write_output"]
+
+STDIN = "-"
+"""The name of standard input and standard output in place of a file's."""
+
+MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
+
+EXIT_CODES: Mapping[int, str] = MappingProxyType(
+    {
+        0: "done",
+        MISSING: "this machine lacks something: a package, memory, room on a disk, a reader of the output",
+        WRONG: "a wrong argument, option or input",
+        DIFFERENT: "ids differ, as mmpos check says",
+        NO_ANSWER: "a server gave no answer: it is down, too busy or too slow",
+        INTERRUPTED: "stopped by Ctrl-C",
+    }
+)
+"""What the exit codes of both programs mean."""
+
+
+def run_program(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) -> int:
+    """Run one command of a program.
+
+    Args:
+        name: the program, as its messages call it.
+        load: imports the typer app; what it needs may be missing.
+        arguments: what follows the program's name; None is the process's own.
+
+    Returns:
+        The exit code, one of EXIT_CODES.
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by who started this
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a dash that the terminal cannot show is no reason to stop
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: _say(name, "warning", str(message))
+        return _run(name, load, arguments)
+
+
+def _run(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) -> int:
+    try:
+        code = int(load()(args=arguments, prog_name=name, standalone_mode=False) or 0)
+        sys.stdout.flush()  # a full disk, or a pipe that was closed, is met here and not after the last line of Python
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _settle_output()
+        return MISSING
+    except ImportError as error:
+        return _fail(name, str(error), MISSING)
+    except MmposError as error:
+        answered = not isinstance(error, ServiceError) or isinstance(error, ServiceUnauthenticatedError)
+        return _fail(name, str(error), WRONG if answered else NO_ANSWER)
+    except OSError as error:
+        _settle_output()
+        words = error.strerror or str(error)
+        return _fail(name, words if error.filename is None else f"{error.filename}: {words}", MISSING)
+    except MemoryError as error:
+        return _fail(name, str(error) or "not enough memory", MISSING)
+    except Exception as error:
+        if type(error).__module__ == "google.protobuf.runtime_version":
+            said = f"{error} Install what needs protobuf in one command, with {pip_install('server')}"
+            return _fail(name, said, MISSING)
+        # Errors of usage have a message of their own, under whichever base class this typer gives them.
+        if not hasattr(error, "format_message"):
+            raise
+        said = error.format_message().strip().rstrip(".")
+        command = getattr(getattr(error, "ctx", None), "command_path", name)
+        return _fail(name, f"{said}{'' if said.endswith('?') else ';'} {command} --help tells more", WRONG)
+
+
+def read_input() -> bytes:
+    """All of standard input.
+
+    Raises:
+        InvalidInputError: the process has none.
+    """
+    if sys.stdin is None:
+        raise InvalidInputError(f"{STDIN}: got no standard input, want one to read from")
+    return sys.stdin.buffer.read()
+
+
+def write_output(data: bytes) -> None:
+    """Write bytes to standard output.
+
+    Raises:
+        InvalidInputError: it is a terminal, which they would upset.
+    """
+    if sys.stdout.isatty():
+        raise InvalidInputError(f"{STDIN}: got a terminal as standard output, want a pipe or a file")
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _settle_output() -> None:
+    """Write what is still to be written; where nobody can take it, send it nowhere, or Python complains at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(name: str, message: str, code: int) -> int:
+    _say(name, "error", message)
+    return code
+
+
+def _say(name: str, kind: str, message: str) -> None:
+    with suppress(OSError):  # the exit code stays, where nobody can read why
+        print(f"{name}: {kind}: {' '.join(message.split())}", file=sys.stderr)

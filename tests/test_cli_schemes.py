@@ -1,0 +1,179 @@
+"""Schemes as a command line names them: with parameters, of one's own, or in the file of the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmpos.__main__ import main
+from mmpos.compare.labels import label
+from mmpos.compare.schemes import every_scheme
+from mmpos.errors import InvalidInputError
+from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
+
+pytest.importorskip("typer")
+
+from mmpos.cli.scheme_options import make_scheme
+
+OWN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmpos.schemes import Placement, Scheme
+
+
+@dataclass(frozen=True)
+class Wide(Scheme):
+    """Columns a stride apart."""
+
+    name: ClassVar[str] = "wide"
+    stride: int = 2
+    axes = 2
+
+    def advance(self, grids):
+        return grids.width * self.stride
+
+    def place(self, grids, cursor):
+        return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, self.stride])
+
+
+WIDER = Wide(stride=3)
+NUMBER = 3
+
+
+class Half(Scheme):
+    name = "half"
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with modules of its own; those of other tests are forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("own", "broken", "ends"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("syntax error")
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)")
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_every_scheme_is_made_again_of_its_label() -> None:
+    schemes = [*every_scheme(), RopeTieV2(3, "floor"), Grid2D("merged", 2), MRopeQwen25(Fraction(25, 6))]
+    assert [make_scheme(label(scheme)) for scheme in schemes] == schemes
+
+
+@pytest.mark.parametrize(
+    ("words", "axes", "scheme"),
+    [
+        ("rope-tie", None, RopeTie()),
+        ("rope-tie", 3, RopeTie(3)),
+        ("rope-tie,axes=3", None, RopeTie(3)),
+        (" rope-tie-v2 , axes = 3 , rounding = 'floor' ", None, RopeTieV2(3, "floor")),
+        ("rope-tie-v2,rounding=None", 2, RopeTieV2()),
+        ("rope-tie-v2,rounding=floor", 3, RopeTieV2(3, "floor")),
+        ("mrope-qwen2.5,tokens_per_second=1/2", None, MRopeQwen25(Fraction(1, 2))),
+        ("mmpos.schemes:RopeTie,axes=3", None, RopeTie(3)),
+    ],
+)
+def test_names_take_parameters(words: str, axes: int | None, scheme: object) -> None:
+    assert make_scheme(words, axes) == scheme
+
+
+WANT = "want package.module:Class of a Scheme that is made so"
+
+
+@pytest.mark.parametrize(
+    ("words", "axes", "message"),
+    [
+        ("rope-tie,axes", None, "--scheme: got 'axes', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,axes=", None, "--scheme: got 'axes=', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,", None, "--scheme: got '', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,stride=2", None, "--scheme: got 'stride' of 'rope-tie', want axes"),
+        ("flatten,axes=2", None, "--scheme: got 'axes' of 'flatten', want no parameter"),
+        ("grid-2d,side=2", None, "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size"),
+        ("rope-tie,axes=4", None, "RopeTie.axes: got 4, want 2 or 3"),
+        ("v2pe,stride=x", None, "V2PE.stride: got 'x', want an integer"),
+        ("flatten", 2, "--axes: got 2, want 1 for scheme 'flatten'"),
+        ("own:Wide", 3, "--axes: got 3, want 2 for scheme 'wide'"),
+        ("no.such:Thing", None, f"--scheme: got 'no.such:Thing' (ModuleNotFoundError: No module named 'no'), {WANT}"),
+        (
+            "own:Thing",
+            None,
+            f"--scheme: got 'own:Thing' (AttributeError: module 'own' has no attribute 'Thing'), {WANT}",
+        ),
+        ("broken:X", None, f"--scheme: got 'broken:X' (SyntaxError: invalid syntax (broken.py, line 1)), {WANT}"),
+        ("ends:X", None, f"--scheme: got 'ends:X' (SystemExit: 0), {WANT}"),
+        (":", None, f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
+        ("own:NUMBER", None, "--scheme: got 'own:NUMBER', which is int, want a Scheme"),
+        ("own:Wide,step=1", None, "--scheme: got 'step' of 'own:Wide', want stride"),
+        ("own:Half", None, None),
+    ],
+)
+def test_mistakes_in_words_are_named(words: str, axes: int | None, message: str | None) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        make_scheme(words, axes)
+    assert str(raised.value) == message or (
+        message is None and str(raised.value).startswith("--scheme: got 'own:Half' (TypeError: Can't instantiate")
+    )
+
+
+def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(run(capsys, "positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
+    assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
+    assert printed["scheme"] == "own:Wide,stride=5"
+    assert run(capsys, "explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
+    assert "wide, stride=3 " in run(capsys, "compare", "own:WIDER")
+    assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
+    run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
+    assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
+
+
+@pytest.mark.slow  # the processes that do the work import torch
+def test_own_schemes_reach_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    words = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
+    assert re.search(r"^documents +2$", run(capsys, *words), re.MULTILINE)
+
+
+def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    first = run(capsys, "positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor", "--axes", "3", "--json")
+    (folder / "first.json").write_text(first)
+    assert run(capsys, "positions", "first.json", "--json") == first
+    assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
+    np.save("ids.npy", json.loads(first)["position_ids"])
+    assert run(capsys, "check", "ids.npy", "--spec", "first.json").endswith("have the ids of rope-tie-v2.\n")
+    assert "in rope-tie-v2" not in run(capsys, "explain", "first.json", "3", "-s", "mrope")
+    assert run(capsys, "plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
+    assert "rope-tie-v2" in (folder / "a.svg").read_text()
+
+
+def test_files_must_agree_on_a_scheme(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    for name in ("mrope", "rows"):
+        (folder / f"{name}.json").write_text(json.dumps({"documents": [[{"text": 1}]], "scheme": name}))
+    assert main(["positions", "mrope.json", "rows.json"]) == 2
+    assert capsys.readouterr().err == (
+        "mmpos: error: scheme: got 'mrope' in mrope.json, 'rows' in rows.json, want one for all documents\n"
+    )
+    (folder / "rows.json").write_text('{"documents": [[{"text": 1}]], "scheme": 3}')
+    assert main(["positions", "rows.json"]) == 2
+    assert capsys.readouterr().err == "mmpos: error: rows.json: scheme: got 3, want a name\n"
+
+
+def test_a_parameter_keeps_the_others() -> None:
+    assert make_scheme("rope-tie-v2,rounding=floor", 3) == replace(RopeTieV2(rounding="floor"), axes=3)

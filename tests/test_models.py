@@ -15,6 +15,7 @@ from model_configs import CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_
 
 import mmpos
 from mmpos.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.rotary.hf_models import OTHER_ROTATIONS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
@@ -59,7 +60,7 @@ def row_of(model: str) -> str:
 
 def test_the_page_lists_every_model_type() -> None:
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
-    alone = TEXT_TYPES - {"emu3", "gemma3"}
+    alone = TEXT_TYPES - {"emu3_text_model", "gemma3_text"}
     table = [
         "| model_type | scheme | rotation | what is special |",
         "|---|---|---|---|",
@@ -69,6 +70,8 @@ def test_the_page_lists_every_model_type() -> None:
     assert page.partition("<!-- models -->\n")[2].partition("<!-- /models -->")[0].splitlines() == table
     refused = [f"- `{model}`: {reason}." for model, reason in UNSUPPORTED_TYPES.items()]
     assert page.partition("<!-- refused -->\n")[2].partition("<!-- /refused -->")[0].splitlines() == refused
+    others = [f"- `{model}`: {reason}." for model, reason in sorted(OTHER_ROTATIONS.items())]
+    assert page.partition("<!-- rotations -->\n")[2].partition("<!-- /rotations -->")[0].splitlines() == others
 
 
 def test_seconds_reach_the_scheme() -> None:
@@ -157,9 +160,6 @@ def test_unknown_model_types_are_refused_with_all_that_are_known() -> None:
     assert str(caught.value) == f"config.model_type: got 'qwen2_vl_text', want one of {known}"
 
 
-LEFT_OUT = "want an integer; a config.json may leave out what its class sets, the config object has it"
-
-
 def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
     """The mapping of a config without one field, or with others."""
     told: dict[str, Any] = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
@@ -182,20 +182,17 @@ def ernie_with(section: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         ({}, "config.model_type: got none, want the name of a model type"),
-        (without("qwen2_vl", "image_token_id"), f"config.image_token_id: got none, {LEFT_OUT}"),
+        ({**HUNYUAN, "image_token_id": None}, "config.image_token_id: got none, want an integer"),
+        (
+            {**HUNYUAN, "attention_head_dim": None},
+            "config.attention_head_dim: got none, want an integer",
+        ),
+        (without("llava", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
+        (without("llava", "text_config"), "config.text_config: got none, want the config of the language model"),
         (without("qwen2_vl", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
         (
-            without("qwen2_vl", "vision_config", "spatial_merge_size"),
-            f"config.vision_config.spatial_merge_size: got none, {LEFT_OUT}",
-        ),
-        (
-            without("qwen2_5_vl", "vision_config", "tokens_per_second"),
-            f"config.vision_config.tokens_per_second: got none, {LEFT_OUT}",
-        ),
-        (without("qwen2_vl", "text_config", "model_type"), "config.text_config.model_type: got none, want the name"),
-        (
             without("qwen2_vl", text_config={"model_type": "llama"}),
-            "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl",
+            "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text",
         ),
         (without("qwen2_vl", video_token_id=151655), "video_token_id: got 151655, want another than image_token_id"),
         (
@@ -219,16 +216,13 @@ def ernie_with(section: Any) -> dict[str, Any]:
         (without("mistral", head_dim=2**31), "head_dim: got 2147483648, want <= 65536"),
         (without("mistral", head_dim=None, hidden_size=2**40), "head_dim: got 34359738368, want <= 65536"),
         (without("mistral", head_dim=None, num_attention_heads=0), "num_attention_heads: got 0, want >= 1"),
-        (without("mistral", partial_rotary_factor="x"), "partial_rotary_factor: got 'x', want a finite number >= 0"),
-        (without("mistral", rotary_dim=[64]), "rotary_dim: got [64], want an integer"),
-        (without("mistral", rope_interleave="no"), "rope_interleave: got 'no', want True or False"),
         (
-            without("mistral", rope_parameters={"rope_type": "yarn"}, max_position_embeddings="long"),
+            without("mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0}, max_position_embeddings="long"),
             "max_position_embeddings: got 'long', want a finite number",
         ),
         (
             without("mistral", rope_parameters={"rope_theta": 10**400}),
-            "theta: got 1000",
+            "rope_theta: got 1000",
         ),
         (
             ernie_with([24, 16, 24]),
@@ -274,6 +268,21 @@ def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
     told |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
     told["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
     assert mmpos.from_hf_config(told) == settings_of("qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "same"),
+    [
+        ("qwen2_vl", ("image_token_id",), {}),
+        ("qwen2_vl", ("text_config", "model_type"), {}),
+        ("qwen2_vl", ("vision_config", "spatial_merge_size"), {}),
+        ("qwen2_5_vl", ("vision_config", "tokens_per_second"), {}),
+        ("mistral3", ("spatial_merge_size",), {"spatial_merge_size": 2}),
+        ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
+    ],
+)
+def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: Any, same: dict[str, Any]) -> None:
+    assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

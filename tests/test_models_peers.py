@@ -140,8 +140,9 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
     turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
 
 
-@pytest.mark.parametrize("model", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))
-def test_positions_and_rotations_are_those_of_the_encoder(model: str) -> None:
+@pytest.mark.parametrize("encoder", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))
+def test_positions_and_rotations_are_those_of_the_encoder(encoder: str) -> None:
+    model = encoder.removesuffix("_vision")
     settings, vision, module = settings_of(model), config_of(model).vision_config, modeling(model)
     assert settings.vision_scheme is not None
     assert settings.vision_rotary is not None
@@ -172,14 +173,11 @@ def test_positions_and_rotations_are_those_of_pixtral() -> None:
     turned(settings.vision_rotary, positions, module, cos[None], sin[None], "apply_rotary_pos_emb")
 
 
-def text_config(model: str) -> Any:
-    return CONFIGS["emu3"]().text_config if model == "emu3" else CONFIGS[model]()
-
-
-@pytest.mark.parametrize("model", sorted(TEXT_TYPES - {"gemma3"}))
+@pytest.mark.parametrize("model", sorted(TEXT_TYPES - {"emu3_text_model", "gemma3_text"} | {"emu3"}))
 def test_rotations_are_those_of_every_text_model(model: str) -> None:
-    told = text_config(model)
-    settings = mmpos.from_hf_config({"model_type": "emu3", "text_config": told} if model == "emu3" else told)
+    told = CONFIGS[model]()
+    settings = mmpos.from_hf_config(told)
+    told = getattr(told, "text_config", told)
     ids = torch.tensor([[TEXT] * 9])
     positions = settings.place(settings.segments(ids))
     assert positions.dense().tolist() == [list(range(9))]
@@ -202,7 +200,6 @@ TINY_TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320
 TINY_TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TINY_VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
 WITH_IMAGES = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 1 and name not in TEXT_TYPES]
-WITH_IMAGES = [*(name for name in WITH_IMAGES if name != "gemma3_text"), "emu3", "gemma3"]
 
 
 def tiny(model: str) -> Any:

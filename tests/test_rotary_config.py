@@ -17,7 +17,6 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.models import from_hf_config
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
-from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MODELS, OTHER_ROTATIONS, SECTIONS
 from mmpos.rotary.scaling import NTK, SCALINGS, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN, scaling_from_dict
 
 
@@ -329,31 +328,120 @@ def test_for_length_changes_only_scalings_that_depend_on_it() -> None:
 
 # What configs say.
 
-SIZES = {"hidden_size": 512, "num_attention_heads": 8}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8}
+
+
+def text_of(model: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": model, **fields}
+
+
+UNKNOWN: dict[str, Any] = {"head_dim": 64, "rope_theta": 1e6, "rotary_dim": 64, "rope_interleave": False}
+"""What a config of an unknown model type must say, at the least."""
+
+
+def refused(config: Any, layer_type: str | None = None) -> str:
+    with pytest.raises((InvalidInputError, UnsupportedError)) as caught:
+        Rotary.from_hf_config(config, layer_type=layer_type)
+    return str(caught.value)
 
 
 def test_an_old_config_has_rope_theta_and_rope_scaling() -> None:
-    rotary = Rotary.from_hf_config({**SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    rotary = Rotary.from_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
     assert rotary == Rotary(64, theta=5e5, scaling=Linear(4))
 
 
 def test_a_new_config_has_rope_parameters() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = {**SIZES, "head_dim": 128, "rope_parameters": {**rope, "original_max_position_embeddings": 8192}}
+    config = {**LLAMA, "head_dim": 128, "rope_parameters": {**rope, "original_max_position_embeddings": 8192}}
     assert Rotary.from_hf_config(config) == Rotary(128, theta=5e5, scaling=Llama3(8, 1, 4, 8192))
 
 
-def test_a_config_without_a_word_on_rope_is_the_default_of_llama() -> None:
-    assert Rotary.from_hf_config(SIZES) == Rotary(64)
+def test_rope_scaling_is_read_before_rope_parameters_as_transformers_does() -> None:
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}}
+    assert Rotary.from_hf_config({**LLAMA, **both}) == Rotary(64, scaling=Linear(2))
+    assert Rotary.from_hf_config({**LLAMA, **both, "rope_scaling": None}) == Rotary(64, theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, Rotary(128)),
+        (LLAMA, Rotary(64)),
+        (text_of("gemma", hidden_size=2048, num_attention_heads=8), Rotary(256)),
+        (text_of("cohere", hidden_size=1024, num_attention_heads=8), Rotary(128, theta=5e5, pairing="adjacent")),
+        (text_of("smollm3", hidden_size=2048, num_attention_heads=16), Rotary(128, theta=2e6)),
+        (text_of("stablelm", hidden_size=2048, num_attention_heads=32), Rotary(64, rotary_dim=16)),
+        (text_of("gpt_neox", hidden_size=2048, num_attention_heads=32, rotary_emb_base=5e4, rotary_pct=0.5),
+         Rotary(64, theta=5e4, rotary_dim=32)),
+        (text_of("gptj", n_embd=1024, n_head=8), Rotary(128, rotary_dim=64, pairing="adjacent")),
+        (text_of("jetmoe", hidden_size=1024, kv_channels=64), Rotary(64)),
+        (text_of("zamba2", hidden_size=512, num_attention_heads=8), Rotary(128)),
+        (text_of("qwen3_vl", text_config={"head_dim": 128}), Rotary(128, theta=5e5, allocation="mrope-interleaved")),
+    ],
+)  # fmt: skip
+def test_what_a_file_leaves_out_is_the_default_of_its_class(config: dict[str, Any], expected: Rotary) -> None:
+    assert Rotary.from_hf_config(config) == expected
+
+
+GEMMA_3_12B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
+}
+"""Fields of rotation as its config.json has them."""
+
+
+def test_gemma_3_as_released_scales_and_bases_its_layer_types_apart() -> None:
+    full, sliding = (Rotary.from_hf_config(GEMMA_3_12B, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
+    assert full == Rotary(256, theta=1e6, scaling=Linear(8))
+    assert sliding == Rotary(256, theta=1e4)
+    text = {**GEMMA_3_12B["text_config"], "rope_theta": 5e5, "rope_local_base_freq": 5e3}  # type: ignore[dict-item]
+    full, sliding = (Rotary.from_hf_config(text, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
+    assert (full, sliding) == (Rotary(256, theta=5e5, scaling=Linear(8)), Rotary(256, theta=5e3))
+
+
+def test_a_null_is_what_its_class_makes_of_it_or_refused() -> None:
+    assert Rotary.from_hf_config({**LLAMA, "head_dim": None}) == Rotary(64)
+    assert refused({**LLAMA, "num_attention_heads": None}) == (
+        "head_dim: got none in the config, want it, or hidden_size and num_attention_heads"
+    )
+    want = "config.head_dim: got null, want a number; left out it is 128"
+    assert refused({**LLAMA, "model_type": "qwen3", "head_dim": None}) == want
+
+
+def test_of_an_unknown_model_type_all_that_its_class_may_set_is_told_or_asked_for() -> None:
+    config = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
+    assert refused(config) == (
+        "model_type: got 'internlm9', which is not known, and a config without head_dim, theta, rotary_dim, pairing, "
+        "want them told: Rotary.from_hf_config(config, head_dim=…, theta=…, rotary_dim=…, pairing=…)"
+    )
+    assert "without rotary_dim, pairing, want" in refused({**config, "head_dim": 64, "rope_theta": 1e6})
+    told = Rotary.from_hf_config({**config, "rope_theta": 1e6}, head_dim=64, rotary_dim=64, pairing="half")
+    assert told == Rotary(64, theta=1e6)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    whole = {**config, "head_dim": 64, "rope_parameters": rope, "rope_interleave": True}
+    assert Rotary.from_hf_config(whole) == Rotary(64, theta=1e6, rotary_dim=32, scaling=Linear(2), pairing="adjacent")
+    layered = {**config, "head_dim": 64, "rope_parameters": {"full_attention": rope}, "rope_interleave": False}
+    assert Rotary.from_hf_config(layered, layer_type="full_attention").theta == 1e6
+    assert refused({"head_dim": 64}).startswith("model_type: got '', which is not known")
 
 
 @pytest.mark.parametrize(
     ("rope", "scaling"),
     [
         ({"type": "dynamic", "factor": 2.0}, DynamicNTK(2, 8192)),
-        ({"type": "dynamic", "factor": 1.0, "alpha": 1000.0}, NTK(1000)),
+        ({"type": "dynamic", "factor": 2.0, "alpha": 1000.0}, DynamicNTK(2, 8192)),
         ({"type": "yarn", "factor": 4.0}, YaRN(4, 8192)),
-        ({"type": "yarn", "original_max_position_embeddings": 2048}, YaRN(4, 2048)),
+        ({"type": "yarn", "factor": None, "original_max_position_embeddings": 2048}, YaRN(4, 2048)),
         (
             {"rope_type": "yarn", "factor": 4.0, "beta_fast": None, "beta_slow": 2.0, "mscale": 0.7},
             YaRN(4, 8192, 32, 2, mscale=0.7),
@@ -373,24 +461,41 @@ def test_a_config_without_a_word_on_rope_is_the_default_of_llama() -> None:
     ],
 )
 def test_every_rope_type_is_read(rope: dict[str, Any], scaling: Any) -> None:
-    config = {**SIZES, "max_position_embeddings": 8192, "rope_scaling": rope}
+    config = {**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}
     assert Rotary.from_hf_config(config) == Rotary(64, scaling=scaling)
 
 
+def test_alpha_is_read_where_the_code_of_the_model_reads_it() -> None:
+    rope = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    config = text_of("hunyuan_v1_dense", head_dim=64, rope_theta=1e4, rope_scaling=rope)
+    assert Rotary.from_hf_config(config) == Rotary(64, scaling=NTK(1000))
+
+
+def test_phi_3_calls_longrope_yarn() -> None:
+    lists = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config = text_of("phi3", max_position_embeddings=8192, rope_scaling={"type": "yarn", **lists})
+    assert Rotary.from_hf_config(config) == Rotary(96, scaling=LongRoPE([1] * 48, [2] * 48, 4096, 2))
+
+
 def test_an_unknown_rope_type_is_named() -> None:
-    config = {**SIZES, "rope_scaling": {"type": "abf"}}
-    with pytest.raises(UnsupportedError, match="rope_type: got 'abf', want one of 'default', 'linear', 'dynamic'"):
-        Rotary.from_hf_config(config)
+    config = {**LLAMA, "rope_scaling": {"type": "abf"}}
+    assert refused(config).startswith("rope_type: got 'abf', want one of 'default', 'linear', 'dynamic'")
     assert Rotary.from_hf_config(config, scaling=NTK(2)) == Rotary(64, scaling=NTK(2))
 
 
-def test_a_field_that_a_rope_type_needs_is_named() -> None:
-    with pytest.raises(InvalidInputError, match=r"Linear.factor: got None"):
-        Rotary.from_hf_config({**SIZES, "rope_scaling": {"type": "linear"}})
-    with pytest.raises(InvalidInputError, match=r"LongRoPE.short_factor: got None, want a list of numbers"):
-        Rotary.from_hf_config({**SIZES, "rope_scaling": {"type": "longrope"}})
-    with pytest.raises(InvalidInputError, match="head_dim: got none in the config"):
-        Rotary.from_hf_config({"hidden_size": 64})
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"type": "linear"}, "factor"),
+        ({"type": "dynamic"}, "factor"),
+        ({"type": "yarn", "original_max_position_embeddings": 2048}, "factor"),
+        ({"type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
+        ({"type": "longrope", "long_factor": [1.0] * 32}, "short_factor"),
+    ],
+)
+def test_a_field_that_a_rope_type_needs_is_named_as_transformers_asks_for_it(rope: dict[str, Any], name: str) -> None:
+    want = f"rope_parameters.{name}: got none, want it for rope_type {rope['type']!r}"
+    assert refused({**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}) == want
 
 
 @pytest.mark.parametrize("config", ["config.json", Path("config.json"), None], ids=["str", "path", "none"])
@@ -401,84 +506,187 @@ def test_a_config_is_not_read_from_a_file(config: object) -> None:
             read(config)
 
 
-def test_partial_rotation_is_read_wherever_it_stands() -> None:
-    expected = Rotary(64, rotary_dim=16)
-    assert Rotary.from_hf_config({**SIZES, "partial_rotary_factor": 0.25}) == expected
-    assert Rotary.from_hf_config({**SIZES, "rotary_pct": 0.25}) == expected
-    assert Rotary.from_hf_config({**SIZES, "rope_parameters": {"partial_rotary_factor": 0.25}}) == expected
-    gptj = {"n_embd": 512, "n_head": 8, "rotary_dim": 16, "model_type": "gptj"}
-    assert Rotary.from_hf_config(gptj) == Rotary(64, rotary_dim=16, pairing="adjacent")
+def test_part_of_a_head_turns_where_the_code_of_the_model_heeds_it() -> None:
+    for told in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
+        assert Rotary.from_hf_config({**LLAMA, **told}) == Rotary(64)
+        assert Rotary.from_hf_config({**LLAMA, **told, "model_type": "phi"}) == Rotary(64, rotary_dim=16)
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.25}
+    assert Rotary.from_hf_config({**LLAMA, **scaled}) == Rotary(64, rotary_dim=16, scaling=Linear(2))
+    assert Rotary.from_hf_config({**LLAMA, "model_type": "minimax_m2", "head_dim": 64, "rotary_dim": 32}) == Rotary(
+        64, theta=5e6, rotary_dim=32
+    )
+    minimax = text_of("minimax_m3_vl_text", rotary_dim=64)
+    assert Rotary.from_hf_config(minimax) == Rotary(128, theta=5e6)
+
+
+def test_blt_pairs_neighbours_in_each_of_its_parts() -> None:
+    parts = ("blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher")
+    assert {Rotary.from_hf_config(text_of(part)).pairing for part in parts} == {"adjacent"}
+    assert refused(text_of("blt")) == (
+        "config: got that of a whole 'blt', want one of its decoder_config, encoder_config, global_config, "
+        "patcher_config"
+    )
 
 
 def test_the_rotated_part_of_latent_attention_is_a_head_of_its_own() -> None:
-    config = {
-        **SIZES,
-        "qk_rope_head_dim": 32,
-        "head_dim": 96,
-        "partial_rotary_factor": 0.5,
-        "model_type": "deepseek_v3",
-    }
+    config = text_of("deepseek_v3", qk_rope_head_dim=32, head_dim=96, partial_rotary_factor=0.5)
     assert Rotary.from_hf_config(config) == Rotary(32, pairing="adjacent")
     assert Rotary.from_hf_config({**config, "rope_interleave": False}) == Rotary(32)
+    assert refused({**config, "rope_interleave": "no"}) == "rope_interleave: got 'no', want True or False"
+    stray = {"rope_interleave": True, "qk_rope_head_dim": 32, "rotary_dim": 16}
+    assert Rotary.from_hf_config({**LLAMA, **stray}) == Rotary(64)
 
 
 def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
     rope = {"type": "mrope", "mrope_section": [8, 12, 12]}
     sections = Rotary(64, allocation="sections", mrope_section=[8, 12, 12])
-    text = {**SIZES, "rope_scaling": rope}
+    text = {**LLAMA, "rope_scaling": rope}
     assert Rotary.from_hf_config(text) == sections
     assert Rotary.from_hf_config({"hidden_size": 7, "text_config": text}) == sections
     assert Rotary.from_hf_config({"thinker_config": {"text_config": text}}) == sections
     interleaved = {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
     expected = Rotary(64, allocation="mrope-interleaved", mrope_section=[12, 10, 10])
-    assert Rotary.from_hf_config({**SIZES, "rope_parameters": interleaved}) == expected
+    assert Rotary.from_hf_config({**LLAMA, "rope_parameters": interleaved}) == expected
 
 
 def test_overrides_replace_what_the_config_says() -> None:
-    config = {**SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+    config = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
     assert Rotary.from_hf_config(config, allocation="interleaved", axes=2) == Rotary(64, theta=5e5)
-    assert Rotary.from_hf_config(SIZES, pairing="adjacent", precision="hf") == Rotary(
+    assert Rotary.from_hf_config(LLAMA, pairing="adjacent", precision="hf") == Rotary(
         64, pairing="adjacent", precision="hf"
     )
-    assert Rotary.from_hf_config({**SIZES, "rope_theta": 5e5}, inv_freq=[1.0] * 32) == Rotary(64, inv_freq=[1.0] * 32)
+    assert Rotary.from_hf_config({**LLAMA, "rope_theta": 5e5}, inv_freq=[1.0] * 32) == Rotary(64, inv_freq=[1.0] * 32)
+    assert Rotary.from_hf_config(text_of("phi", partial_rotary_factor=0.5), head_dim=32) == Rotary(32, rotary_dim=16)
 
 
-def test_rope_parameters_per_layer_type_need_the_layer_type() -> None:
+def test_a_layer_type_is_one_of_the_config() -> None:
     rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    config = {**SIZES, "rope_parameters": rope}
-    assert Rotary.from_hf_config(config, layer_type="full_attention") == Rotary(64, theta=1e6)
-    with pytest.raises(
-        InvalidInputError, match="layer_type: got None, want one of 'full_attention', 'sliding_attention'"
-    ):
-        Rotary.from_hf_config(config)
-    with pytest.raises(UnsupportedError, match="rope_parameters: got a second base beside it"):
-        Rotary.from_hf_config({**SIZES, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
+    config = text_of("gemma3_text", rope_parameters=rope)
+    assert Rotary.from_hf_config(config, layer_type="full_attention") == Rotary(256, theta=1e6)
+    for layer_type in (None, "sliding"):
+        want = f"layer_type: got {layer_type!r}, want one of 'full_attention', 'sliding_attention'"
+        assert refused(config, layer_type) == want
+    assert refused(LLAMA, "full_attention") == "layer_type: got 'full_attention', want None: all layers turn alike"
+    qwen = text_of("qwen2", layer_types=["sliding_attention", "full_attention"])
+    assert Rotary.from_hf_config(qwen, layer_type="sliding_attention") == Rotary(128)
+    want = "layer_type: got 'chunked_attention', want one of 'full_attention', 'sliding_attention'"
+    assert refused(qwen, "chunked_attention") == want
+    assert (
+        refused(text_of("beam"), "full_attention")
+        == "layer_type: got 'full_attention', want one of 'sliding_attention'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        (
+            text_of("zaya", rope_theta=1e6),
+            "rope_theta: got 1000000.0 for all layers of 'zaya', want rope_parameters with an entry for each of "
+            "'hybrid', 'hybrid_sliding'",
+        ),
+        (
+            text_of("zaya", rope_scaling={"type": "linear", "factor": 2.0}),
+            "rope_scaling: got {'type': 'linear', 'factor': 2.0} for all layers of 'zaya', want rope_parameters",
+        ),
+        (
+            text_of("mellum", partial_rotary_factor=0.5),
+            "partial_rotary_factor: got 0.5 for all layers of 'mellum', want rope_parameters with an entry",
+        ),
+        (
+            text_of("gemma3_text", rope_scaling={"type": "linear", "factor": 2.0}),
+            "rope_scaling.rope_type: got none for 'gemma3_text', want it, whatever type says",
+        ),
+        (
+            text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
+            "truncate: got False for a layer type, where Transformers does not read it, want none",
+        ),
+        (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got one for 'cohere2_moe'"),
+        (text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "rope_theta: got none in the config"),
+        (text_of("llama", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
+        (text_of("llama", rope_theta=[1e4, 1e6]), "rope_theta: got [10000.0, 1000000.0], want a finite number >= 1"),
+        (text_of("phi", partial_rotary_factor="x"), "partial_rotary_factor: got 'x', want a finite number >= 0"),
+        (text_of("gptj", rotary_dim=[64]), "rotary_dim: got [64], want an integer"),
+        (
+            text_of("gptj", n_embd=1024, hidden_size=512),
+            "config.hidden_size: got hidden_size 512 and n_embd 1024, two names of one field, want the same",
+        ),
+        (text_of("llama", layer_types="full_attention"), "layer_types: got 'full_attention', want a list of names"),
+        (text_of("llama", per_layer_config=[1]), "per_layer_config: got [1], want fields by the index of their layer"),
+        (text_of("granite_swa", layer_rope_theta=["x"]), "layer_rope_theta[0]: got 'x', want a finite number >= 0"),
+        (
+            text_of("internlm9", **UNKNOWN, rope_scaling={"type": "dynamic", "factor": 2.0}),
+            "max_position_embeddings: got none in the config, want it for rope_type 'dynamic'",
+        ),
+        (
+            text_of("my_vision", **UNKNOWN, rope_parameters={"rope_type": "axial"}),
+            "model_type: got 'my_vision', which is not known, and a config without allocation, want them told",
+        ),
+        (text_of("gemma3"), "config.text_config: got none, want the config of the language model"),
+    ],
+)
+def test_what_a_config_cannot_mean_is_refused_by_the_field(config: dict[str, Any], want: str) -> None:
+    layer_types = {"gemma3_text": "full_attention", "lfm3": "hybrid", "mellum": "full_attention", "zaya": "hybrid"}
+    assert refused(config, layer_types.get(config["model_type"])).startswith(want)
+
+
+def test_layers_that_turn_apart_are_refused_where_no_layer_type_tells_them_apart() -> None:
+    granite = text_of("granite_swa", rope_theta=1e6, layer_rope_theta=[1e6, 0, 1e4])
+    assert refused(granite) == "layer_rope_theta: got 10000.0 beside rope_theta 1000000.0, want one, or theta told"
+    assert Rotary.from_hf_config(granite, theta=1e4) == Rotary(128)
+    assert Rotary.from_hf_config({**granite, "layer_rope_theta": [1e6, 0]}) == Rotary(128, theta=1e6)
+    scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}, "num_hidden_layers": 3}
+    molmo = text_of("molmo2_text", **scaled, rope_scaling_layers=[0, 2])
+    assert refused(molmo).startswith("rope_scaling_layers: got [0, 2], want all of 3 layers, or scaling told")
+    assert Rotary.from_hf_config(molmo, scaling=None) == Rotary(128)
+    assert Rotary.from_hf_config({**molmo, "rope_scaling_layers": [0, 1, 2]}) == Rotary(128, scaling=Linear(2))
+
+
+def test_phimoe_has_an_attention_factor_of_its_own() -> None:
+    rope = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    config = text_of("phimoe", original_max_position_embeddings=4096, rope_theta=1e4)
+    rotary = Rotary.from_hf_config({**config, "rope_scaling": {**rope, "short_mscale": 1.25, "long_mscale": 1.25}})
+    assert rotary == Rotary(128, scaling=LongRoPE([1] * 64, [2] * 64, 4096, None, 1.25))
+    assert refused({**config, "rope_scaling": {**rope, "short_mscale": 1.0, "long_mscale": 1.25}}) == (
+        "rope_parameters: got 'longrope' with short_mscale 1.0 and long_mscale 1.25 for 'phimoe', want 'longrope' with "
+        "the same of both"
+    )
+
+
+def test_layers_with_a_head_of_their_own_need_a_layer_type() -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
+    gemma = text_of("gemma4_text", **kinds)
+    assert Rotary.from_hf_config(gemma, layer_type="sliding_attention") == Rotary(64)
+    full = {"theta": 1e6, "scaling": PRoPE(0.25)}
+    assert Rotary.from_hf_config(gemma, layer_type="full_attention") == Rotary(512, **full)  # type: ignore[arg-type]
+    told = {**gemma, "global_head_dim": 128}
+    assert Rotary.from_hf_config(told, layer_type="full_attention") == Rotary(128, **full)  # type: ignore[arg-type]
+    told = {**gemma, "per_layer_config": {"01": {"head_dim": 32}}}
+    assert Rotary.from_hf_config(told, layer_type="full_attention") == Rotary(32, **full)  # type: ignore[arg-type]
+    del told["layer_types"]
+    assert refused(told, "full_attention").startswith("config.layer_types: got none, want the type of each layer")
+    for index, got in {"0": "32, 64", "1": "64, 32"}.items():
+        llama = text_of("llama", per_layer_config={index: {"head_dim": 32}}, head_dim=64)
+        assert refused(llama).startswith(f"head_dim: got {got} in per_layer_config, want one for all layers")
 
 
 def test_rotations_that_rotary_does_not_describe_are_refused_by_model_type() -> None:
-    with pytest.raises(
-        UnsupportedError, match="model_type: got 'nanochat', want another: it turns the other way round"
-    ):
-        Rotary.from_hf_config({**SIZES, "model_type": "nanochat"})
-    vision: dict[str, Any] = {**SIZES, "patch_size": 16, "num_channels": 3, "model_type": "gemma4_vision"}
-    with pytest.raises(
-        UnsupportedError, match="model_type: got 'gemma4' with axial rotation, want allocation and pairing"
-    ):
-        Rotary.from_hf_config(vision)
-    assert Rotary.from_hf_config(vision, allocation="axial", pairing="half") == Rotary(64, allocation="axial")
+    assert refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it turns the other way round"
+    vision = text_of("gemma4_vision", hidden_size=768, num_attention_heads=12)
+    assert refused(vision) == (
+        "model_type: got 'gemma4_vision', want another: it pairs channels within the half of each axis"
+    )
 
 
 def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:
     vision = {"embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "in_chans": 3, "patch_size": 14}
-    assert Rotary.from_hf_config({**vision, "model_type": "qwen2_vl"}) == Rotary(80, allocation="axial")
-    pixtral = {
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "patch_size": 16,
-        "num_channels": 3,
-        "model_type": "pixtral",
-    }
+    assert Rotary.from_hf_config(text_of("qwen2_vl_vision", **vision)) == Rotary(80, allocation="axial")
+    pixtral = text_of("pixtral", hidden_size=1024, num_attention_heads=16)
     assert Rotary.from_hf_config(pixtral) == Rotary(64, allocation="pixtral")
+    assert Rotary.from_hf_config(
+        {"model_type": "my_vision", "hidden_size": 64},
+        head_dim=64, rotary_dim=64, theta=100.0, allocation="axial", pairing="half",
+    ) == Rotary(64, theta=100.0, allocation="axial")  # fmt: skip
 
 
 # What the code of Transformers does.
@@ -530,49 +738,6 @@ def test_angles_are_those_of_the_module_in_transformers(model: str, config: str,
     assert cos.shape == (50, rotary.rotary_dim)
     assert torch.equal(cos[:, place], angle.cos())
     assert torch.equal(sin[:, place], angle.sin())
-
-
-def sources() -> dict[str, str]:
-    transformers = pytest.importorskip("transformers")
-    folder = Path(transformers.__file__).parent / "models"
-    return {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
-
-
-def test_adjacent_models_are_those_whose_code_rotates_adjacent_channels() -> None:
-    # Not language models with a head of their own, or rotated on other axes than positions.
-    elsewhere = {"dots3_note", "edgetam_video", "efficientloftr", "inkling2", "lightglue", "musicflamingo"}
-    elsewhere |= {"sam2_video", "sam3", "sam3_tracker_video", "deepseek_v4"}
-    adjacent = set()
-    for model, source in sources().items():
-        spread = re.search(
-            r"def rotate_(half\w*|every_two|pairwise)\((?:(?!\ndef ).)*?x\[[:., ]*0?::2\]", source, re.DOTALL
-        )
-        complex_numbers = "freqs_cis" in source and "view_as_complex" in source
-        if spread or complex_numbers or "def apply_rotary_pos_emb_interleave" in source:
-            adjacent.add(model)
-    assert adjacent - elsewhere == ADJACENT_MODELS - {"openai_privacy_filter", "roformer"}
-
-
-def test_axial_models_lay_out_rows_then_columns() -> None:
-    found = set()
-    for model, source in sources().items():
-        if "compute_axial_rope_parameters" in source:
-            lines = "freq_h, freq_w = freq[:, 0], freq[:, 1]", "return torch.cat([freq_hw, freq_hw], dim=-1)"
-            if all(line in source for line in (*lines, "spatial_dim = dim // 2")):
-                found.add(model)
-    assert found >= AXIAL_MODELS
-
-
-def test_default_sections_are_those_of_the_code() -> None:
-    texts = sources()
-    for model, section in SECTIONS.items():
-        assert f'.get("mrope_section", {list(section)})' in texts[model]
-        interleaves = "self.mrope_section[dim] * 3" in texts[model]
-        assert interleaves == (model in INTERLEAVED_MODELS)
-
-
-def test_every_model_type_of_the_tables_exists() -> None:
-    assert ADJACENT_MODELS | AXIAL_MODELS | INTERLEAVED_MODELS | OTHER_ROTATIONS.keys() <= sources().keys()
 
 
 def test_every_rope_type_of_transformers_is_known() -> None:

@@ -32,7 +32,8 @@ def test_a_config_says_how_its_model_is_served() -> None:
     assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
     text = {key: CONFIG[key] for key in ("hidden_size", "num_attention_heads", "rope_theta", "rope_scaling")}
     nested = {key: value for key, value in CONFIG.items() if key not in text}
-    assert ServedModel.from_config({**nested, "model_type": "qwen3_vl", "text_config": text}, 100) == served
+    qwen3 = {**nested, "model_type": "qwen3_vl", "text_config": {**text, "head_dim": 16}}  # 128 unless told
+    assert ServedModel.from_config(qwen3, 100) == served
     ready = ServedModel.from_config(PERMUTED, 7)
     assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.hf_config import hf_arguments
+from mmpos.rotary.hf_config import hf_pairing
 
 __all__ = ["APPLY", "Anatomy", "dissect", "rotaries_of", "turning_forward"]
 
@@ -133,9 +133,8 @@ def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str |
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"{name}: got {type(rotary).__name__}, want a Rotary")
     model = getattr(anatomy.base.config, "model_type", "")
-    pairing = hf_arguments(anatomy.base.config, layer_type=layer_type)["pairing"]
-    if pairing != "half":
-        raise UnsupportedError(f"model: got {model!r}, which pairs channels {pairing!r}, want pairing 'half'")
+    if hf_pairing(anatomy.base.config) == "adjacent":
+        raise UnsupportedError(f"model: got {model!r}, which pairs channels 'adjacent', want pairing 'half'")
     head_dim = anatomy.attentions[anatomy.layer_types.index(layer_type)].head_dim
     rotary_dim, attention_factor = anatomy.turned(layer_type)
     # Transformers has its factor in float32 at times.

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.models.fields import Fields
 from mmpos.models.known import ENCODER_ORDERS, MODEL_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.hf_config import check_config, hf_arguments
+from mmpos.rotary.hf_config import hf_arguments
+from mmpos.rotary.hf_fields import Fields
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
 
 __all__ = ["from_hf_config"]
@@ -38,31 +38,32 @@ def from_hf_config(
         InvalidInputError: the config does not say what is needed, or contradicts itself; the message names the field.
     """
     one_of("engine", engine, ("transformers", "serving"))
-    check_config(config)
-    told = Fields("config", config)
-    known = _known(told.model_type())
+    told = Fields.of(config)
+    known = _known(told)
     vision = told.part("vision_config")
-    scheme = _scheme(known, engine, told)
+    if vision is None and "vision_config" in told.parts:
+        raise told.missing("vision_config", "the config of the encoder")
+    scheme = _scheme(known, engine, vision)
     many_axes = scheme.axes > 1
+    settings: dict[str, Any] = {"spatial_merge_size": told.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
-        model_type=told.model_type(),
+        model_type=told.model_type,
         scheme=scheme,
         rotary=_rotary(told, known, scheme, layer_type),
         image_token_id=told.integer("image_token_id", "image_token_index", needed=many_axes),
         video_token_id=told.integer("video_token_id", "video_token_index"),
         image_markers=_pair(told, known.markers),
-        row_markers=None if vision is None or _encoder_type(told, vision) != "pixtral" else known.row_markers,
+        row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         video_markers=_pair(told, known.video_markers),
-        spatial_merge_size=_merge(told, scheme),
-        temporal_merge_size=_side(told, "temporal_merge_size") if known.merges_frames else 1,
-        patch_size=None if vision is None else vision.integer("patch_size", minimum=1),
-        temporal_patch_size=None if vision is None else vision.integer("temporal_patch_size", minimum=1),
         frames_apart=known.frames_apart,
-        **_encoder(told, vision),
+        **(settings if vision is None else settings | _encoder(known, scheme, vision)),
     )
 
 
-def _known(model: str) -> ModelType:
+def _known(told: Fields) -> ModelType:
+    model = told.model_type
+    if not model:
+        raise told.missing("model_type", "the name of a model type")
     if model in UNSUPPORTED_TYPES:
         raise UnsupportedError(f"config.model_type: got {model!r}, want another: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
@@ -74,17 +75,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _side(told: Fields, name: str) -> int:
-    """A size that the config of the encoder must say."""
-    vision = told.part("vision_config")
-    if vision is None:
-        raise told.missing("vision_config", "the config of the encoder")
-    return vision.integer(name, needed=True, minimum=1)
-
-
-def _scheme(known: ModelType, engine: str, told: Fields) -> Scheme:
-    if known.timed:
-        rate = _side(told, "tokens_per_second")
+def _scheme(known: ModelType, engine: str, vision: Fields | None) -> Scheme:
+    if known.timed and vision is not None:
+        rate = vision.integer("tokens_per_second", needed=True, minimum=1)
         return MRopeTransformers(rate) if engine == "transformers" else MRopeQwen25(rate)
     scheme = get_scheme(known.scheme if engine == "transformers" else known.serving)
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
@@ -92,23 +85,16 @@ def _scheme(known: ModelType, engine: str, told: Fields) -> Scheme:
 
 def _rotary(told: Fields, known: ModelType, scheme: Scheme, layer_type: str | None) -> Rotary:
     text = told.part("text_config") or told
-    if not known.text & {text.model_type(), text.part_type()}:
-        got = f"{text.model_type()!r} inside {told.model_type()!r}"
+    inside = text.own("model_type")
+    if inside not in {None, told.model_type, *known.text}:
+        got = f"{inside!r} inside {told.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(known.text)}")
     overrides: dict[str, Any] = {}
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and has its own word for head_dim
-        overrides["scaling"] = None
-        head_dim = told.integer("attention_head_dim", minimum=2)
-        if head_dim is not None:
-            overrides |= {"head_dim": head_dim, "rotary_dim": head_dim}
-    arguments = hf_arguments(told.config, layer_type=layer_type, overrides=overrides)
+        head_dim = told.integer("attention_head_dim", needed=True, minimum=2)
+        overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
+    arguments = hf_arguments(told, layer_type=layer_type, overrides=overrides)
     return Rotary(**{"axes": scheme.axes, **arguments})
-
-
-def _merge(told: Fields, scheme: Scheme) -> int:
-    if scheme.axes == 3:
-        return _side(told, "spatial_merge_size")
-    return told.integer("spatial_merge_size", minimum=1) or 1
 
 
 def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
@@ -123,21 +109,15 @@ def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None
     return begin, end
 
 
-def _encoder_type(told: Fields, vision: Fields) -> str:
-    """The model type of the encoder, without _vision."""
-    # The first config.json of Qwen2-VL and Qwen2.5-VL do not name their encoders, which are always their own.
-    return told.model_type() if vision.get("model_type") is None else vision.part_type()
-
-
-def _encoder(told: Fields, vision: Fields | None) -> dict[str, Any]:
-    """Positions and rotation of an encoder whose rows and columns turn."""
-    if vision is None:
-        return {}
-    encoder = _encoder_type(told, vision)
-    if encoder not in ENCODER_ORDERS:
-        return {}
-    order = ENCODER_ORDERS[encoder]
-    side = 1 if order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
-    allocation = "pixtral" if encoder == "pixtral" else "axial"
-    rotary = Rotary.from_hf_config(vision.config, allocation=allocation, pairing="half")
-    return {"vision_scheme": Grid2D(order, side), "vision_rotary": rotary}
+def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
+    """Sizes of an encoder, and its positions and rotation if its rows and columns turn."""
+    settings: dict[str, Any] = {name: vision.integer(name, minimum=1) for name in ("patch_size", "temporal_patch_size")}
+    if known.merges_frames:
+        settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)
+    if scheme.axes == 3:
+        settings["spatial_merge_size"] = vision.integer("spatial_merge_size", needed=True, minimum=1)
+    if vision.model_type in ENCODER_ORDERS:
+        order = ENCODER_ORDERS[vision.model_type]
+        side = 1 if order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
+        settings |= {"vision_scheme": Grid2D(order, side), "vision_rotary": Rotary(**hf_arguments(vision))}
+    return settings

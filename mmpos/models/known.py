@@ -17,10 +17,10 @@ def _names(text: str) -> frozenset[str]:
 
 
 TEXT_TYPES = _names("""
-    cohere emu3 gemma gemma2 gemma3 glm4 gpt_oss granite llama ministral3 mistral mixtral olmo2 persimmon phi3
-    qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
+    cohere emu3_text_model gemma gemma2 gemma3_text glm4 gpt_oss granite llama ministral3 mistral mixtral olmo2
+    persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
 """)
-"""Language models (without _text) with one id per token, from zero: models by themselves, and parts of others."""
+"""Language models with one id per token, from zero: models by themselves, and parts of others."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ModelType:
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
         serving: name of the scheme in the serving engines.
-        text: types of language model (without _text) that may stand inside.
+        text: types of language model that may stand inside.
         markers: fields of the config with the ids before and after an image.
         video_markers: fields with the ids around a video, where its placeholders are those of images.
         timed: frames are placed in seconds, at vision_config.tokens_per_second.
@@ -81,34 +81,38 @@ _SLIDING = "two rotations: pass layer_type"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "qwen2_vl": ModelType(
-            "mrope-transformers", "mrope", _names("qwen2_vl"), _VISION, note="text after a video: see engine"
+            "mrope-transformers", "mrope", _names("qwen2_vl_text"), _VISION, note="text after a video: see engine"
         ),
         "qwen2_5_vl": ModelType(
             "mrope-transformers",
             "mrope-qwen2.5",
-            _names("qwen2_5_vl"),
+            _names("qwen2_5_vl_text"),
             _VISION,
             timed=True,
             note="videos in seconds; the encoder attends in windows, whose order it undoes",
         ),
-        "qwen3_vl": _frames_apart("qwen3_vl", "timestamps between frames"),
-        "qwen3_vl_moe": _frames_apart("qwen3_vl_moe", "timestamps between frames"),
-        "qwen3_5": _frames_apart("qwen3_5", _QWEN35),
-        "qwen3_5_moe": _frames_apart("qwen3_5_moe", _QWEN35),
-        "glm4v": _glm("glm4v"),
-        "glm4v_moe": _glm("glm4v_moe"),
-        "glm46v": _glm("glm4v glm4v_moe"),
-        "glm_ocr": _glm("glm_ocr"),
+        "qwen3_vl": _frames_apart("qwen3_vl_text", "timestamps between frames"),
+        "qwen3_vl_moe": _frames_apart("qwen3_vl_moe_text", "timestamps between frames"),
+        "qwen3_5": _frames_apart("qwen3_5_text", _QWEN35),
+        "qwen3_5_moe": _frames_apart("qwen3_5_moe_text", _QWEN35),
+        "glm4v": _glm("glm4v_text"),
+        "glm4v_moe": _glm("glm4v_moe_text"),
+        "glm46v": _glm("glm4v_text glm4v_moe_text"),
+        "glm_ocr": _glm("glm_ocr_text"),
         "ernie4_5_vl_moe": ModelType(
             "mrope-transformers",
             "mrope",
-            _names("ernie4_5_vl_moe"),
+            _names("ernie4_5_vl_moe_text"),
             _IMAGE,
             merges_frames=True,
             note="rows and columns alternate, frames have the lowest frequencies; frames of videos are merged",
         ),
         "paddleocr_vl": ModelType(
-            "mrope-transformers", "mrope", _names("paddleocr_vl"), _VISION, note="patches are merged after the encoder"
+            "mrope-transformers",
+            "mrope",
+            _names("paddleocr_vl_text"),
+            _VISION,
+            note="patches are merged after the encoder",
         ),
         "hunyuan_image_3_moe": ModelType(
             "rope-tie-v2",
@@ -129,9 +133,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "janus": _flat(),
         "emu3": _flat("rows end in a token of their own: without grids all tokens count alike"),
         "fuyu": _flat("rows end in a token of their own: without grids all tokens count alike"),
-        "gemma3": _flat(_SLIDING, _names("gemma3"), ("boi_token_id", "eoi_token_id")),
-        **{name: _flat(text=_names(name)) for name in sorted(TEXT_TYPES - _names("emu3 gemma3"))},
-        "gemma3_text": _flat(_SLIDING, _names("gemma3")),
+        "gemma3": _flat(_SLIDING, _names("gemma3_text"), ("boi_token_id", "eoi_token_id")),
+        **{name: _flat(text=_names(name)) for name in sorted(TEXT_TYPES - _names("emu3_text_model gemma3_text"))},
+        "gemma3_text": _flat(_SLIDING, _names("gemma3_text")),
     }
 )
 """Every model type that from_hf_config knows."""
@@ -139,14 +143,15 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 Order = Literal["raster", "merged"]
 
 _MERGED_ENCODERS = _names("""
-    ernie4_5_vl_moe glm4v glm4v_moe glm_ocr qwen2_vl qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+    ernie4_5_vl_moe_vision glm4v_vision glm4v_moe_vision glm_ocr_vision qwen2_vl_vision qwen2_5_vl_vision
+    qwen3_5_vision qwen3_5_moe_vision qwen3_vl_vision qwen3_vl_moe_vision
 """)
-_RASTER_ENCODERS = _names("paddleocr_vl pixtral")
+_RASTER_ENCODERS = _names("paddleocr_vl_vision pixtral")
 
 ENCODER_ORDERS: Mapping[str, Order] = MappingProxyType(
     {name: "merged" if name in _MERGED_ENCODERS else "raster" for name in sorted(_MERGED_ENCODERS | _RASTER_ENCODERS)}
 )
-"""Vision encoders (without _vision) that turn by rows and columns, and the order of their patches."""
+"""Vision encoders that turn by rows and columns, and the order of their patches."""
 
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -154,7 +159,7 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
             ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
             "audio and video share ids by time",
         ),
-        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl"],
+        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl_text"],
         "glm_image": "ids of the images that it generates are set ahead of them",
         "paligemma": "its ids count from one",
     }

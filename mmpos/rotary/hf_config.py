@@ -1,23 +1,60 @@
-"""What a Transformers config says about its rotation, as the arguments of Rotary."""
+"""The rotation that a Transformers config describes, as the arguments of Rotary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
-from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
 from mmpos.checks import boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary.hf_models import ADJACENT_MODELS, AXIAL_MODELS, INTERLEAVED_MODELS, OTHER_ROTATIONS, SECTIONS
+from mmpos.rotary.hf_fields import Fields, read_field
+from mmpos.rotary.hf_models import (
+    ADJACENT,
+    ALPHA,
+    AXIAL,
+    FIXED_THETA,
+    FULL_HEAD_DIM,
+    HEAD_DIM_UNREAD,
+    INTERLEAVED,
+    LAYER_BASES,
+    LAYER_THETA,
+    OLD_NAMES,
+    OTHER_ROTATIONS,
+    PARTIAL,
+    ROTARY_DIM,
+    SCALED_LAYERS,
+    SECTIONS,
+    TEXT_AT_TOP,
+    UNSCALED,
+    WIDTHS,
+)
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
-from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers
+from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers, numbers
 
-__all__ = ["ROPE_TYPES", "check_config", "hf_arguments", "read_field"]
+__all__ = ["ROPE_TYPES", "hf_arguments", "hf_pairing"]
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "axial", "ntk_alpha")
-"""The rope types that are understood, after "mrope" is taken as default and "su" as longrope."""
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+        "proportional": (),
+        "axial": (),
+        "ntk_alpha": ("alpha",),
+    }
+)
+"""The rope types that are understood, and what each must be told; "mrope" is read as default and "su" as longrope."""
+
+
+LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
+"""The rope types that depend on the length that a model was trained with."""
+
+HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
+"""What the size of a head follows from."""
 
 
 def hf_arguments(
@@ -25,160 +62,318 @@ def hf_arguments(
 ) -> dict[str, Any]:
     """The arguments of Rotary for a config, with overrides in their place.
 
-    Read are rope_parameters or rope_theta and rope_scaling, here or in text_config; head_dim, or what it
-    follows from; partial_rotary_factor or rotary_dim; mrope_section. Without mrope_section a config does not
-    speak of axes: they are Rotary's own default, two interleaved, which on text is the RoPE-1D of the model.
-    No config speaks of pairing: it is "adjacent" for ADJACENT_MODELS, or as rope_interleave says, and
-    "half" for every other model type, unknown ones too; pass it where that is wrong. A config object is surer
-    than a config.json, which may leave out what its class sets by default.
+    A config of a model type of Transformers is read as its class and its code read it: what a config.json leaves out
+    is the default of the class, and fields that the code has no eye for change nothing. Of any other model type,
+    what the config does not say must be told in overrides: head_dim, theta, rotary_dim (unless it has a
+    partial_rotary_factor) and pairing. Without mrope_section a config does not speak of axes: they are Rotary's own
+    default, two interleaved, which on text is the RoPE-1D of the model.
 
     Args:
-        config: a config object or the mapping of its config.json; of a vision encoder pass its vision_config.
-        layer_type: which one, where rope_parameters holds one entry per layer type.
+        config: a config object or the mapping of its config.json, read in text_config if it has one; of a vision
+            encoder pass its vision_config.
+        layer_type: which one, where the layers of a model turn in several ways.
         overrides: arguments of Rotary that replace what the config says.
 
     Raises:
         UnsupportedError: a rope type or a model type whose rotation is not known.
         InvalidInputError: the config does not say what is needed.
     """
-    check_config(config)
-    config = _language_model(config)
-    model = _model(config)
+    fields = _language_model(config)
+    model = fields.model_type
+    rope = _rope_parameters(fields, layer_type)
+    fields = _layer(fields, layer_type)
+    if not _known(fields):
+        _check_told(fields, rope, overrides)
+    kind = _rope_type(fields, rope)
+    head_dim = overrides["head_dim"] if "head_dim" in overrides else _head_dim(fields)
+    arguments: dict[str, Any] = {"head_dim": head_dim}
+    if "rotary_dim" not in overrides:
+        arguments["rotary_dim"] = _rotary_dim(fields, rope, kind, integer("head_dim", head_dim))
+    if not overrides.keys() & {"theta", "inv_freq"}:
+        arguments["theta"] = _theta(fields, rope)
+    if kind == "axial":
+        arguments |= {"allocation": "pixtral" if model == "pixtral" else "axial", "pairing": "half"}
+    else:
+        if "pairing" not in overrides:
+            arguments["pairing"] = _pairing(fields)
+        arguments |= _text_layout(model, rope)
+        if not overrides.keys() & {"scaling", "inv_freq"}:
+            arguments["scaling"] = _scaling(fields, rope, kind)
+    if "allocation" in overrides:
+        arguments = {key: arguments[key] for key in arguments if key not in ("allocation", "axes", "mrope_section")}
+    return {**arguments, **overrides}
+
+
+def hf_pairing(config: Any) -> str | None:
+    """How the model of a config pairs channels; None for a model type that is not known.
+
+    Raises:
+        UnsupportedError: a model type that rotates in a way that Rotary does not describe.
+    """
+    fields = _language_model(config)
+    return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
+
+
+def _known(fields: Fields) -> bool:
+    """Whether it is known how this model type rotates."""
+    return "rope_theta" in fields.defaults
+
+
+def _language_model(config: Any) -> Fields:
+    fields = config if isinstance(config, Fields) else Fields.of(config)
+    for name in ("thinker_config", "text_config"):
+        fields = fields.part(name) or fields
+    model = fields.model_type
     if model in OTHER_ROTATIONS:
         raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
-    rope = _rope_parameters(config, layer_type)
-    kind = _rope_type(config, rope)
-    head_dim = _head_dim(config)
-    found: dict[str, Any] = {"head_dim": head_dim, "theta": _theta(config, rope)}
-    found["rotary_dim"] = _rotary_dim(config, rope, kind, head_dim)
-    if kind == "axial":
-        found.update(_vision_layout(model, overrides))
-    else:
-        adjacent = _get(config, "rope_interleave", default=model in ADJACENT_MODELS)
-        found["pairing"] = "adjacent" if boolean("rope_interleave", adjacent) else "half"
-        found.update(_text_layout(model, rope))
-        if not overrides.keys() & {"scaling", "inv_freq"}:
-            found["scaling"] = _scaling(config, rope, kind)
-    if "inv_freq" in overrides:
-        del found["theta"]
-    if "allocation" in overrides:
-        found = {key: value for key, value in found.items() if key not in ("allocation", "axes", "mrope_section")}
-    return {**found, **overrides}
-
-
-def check_config(config: Any) -> None:
-    """Refuse the name of a file or of a checkpoint, which has no fields: nothing is read or fetched here."""
-    if config is None or isinstance(config, str | bytes | PurePath):
-        raise InvalidInputError(
-            f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json, "
-            "json.loads(Path(...).read_text())"
-        )
-
-
-def _get(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these fields that is set."""
-    for name in names:
-        value = read_field(config, name)
-        if value is not None:
-            return value
-    return default
-
-
-def read_field(config: Any, name: str) -> Any:
-    """A field of an object or a mapping; None where it is not there."""
-    try:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    except Exception as error:
-        got = f"{type(error).__name__} ({error})"
-        raise InvalidInputError(f"{name}: got {got} from the config, want a field that can be read") from error
-
-
-def _language_model(config: Any) -> Any:
+    if model in TEXT_AT_TOP:
+        return Fields(fields.name, fields.config, fields.parts["text_config"])
     for name in ("thinker_config", "text_config"):
-        config = _get(config, name, default=config)
-    return config
+        if name in fields.parts:
+            raise fields.missing(name, "the config of the language model")
+    if fields.parts and not _known(fields):
+        names = ", ".join(sorted(fields.parts))
+        raise InvalidInputError(f"{fields.name}: got that of a whole {model!r}, want one of its {names}")
+    return fields
 
 
-def _model(config: Any) -> str:
-    model = str(_get(config, "model_type", default=""))
-    for suffix in ("_text", "_vision", "_vision_encoder", "_vision_model"):
-        model = model.removesuffix(suffix)
-    return model
-
-
-def _rope_parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:
-    rope = _get(config, "rope_parameters", "rope_scaling", default={})
-    if not isinstance(rope, Mapping):
-        raise InvalidInputError(f"rope_parameters: got {rope!r}, want a mapping")
-    kinds = [key for key, value in rope.items() if isinstance(value, Mapping)]
-    if not kinds and _get(config, "rope_local_base_freq", "local_rope_theta") is not None:
-        raise UnsupportedError(
-            "rope_parameters: got a second base beside it, want one entry per layer type (Transformers 5)"
+def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse a config of a model type that is not known, unless all that its class may set is told."""
+    said = {
+        "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
+        "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
+        "rotary_dim": _factor(fields, rope) is not None or fields.own("rotary_dim") is not None,
+        "pairing": fields.own("rope_interleave") is not None,
+        "allocation": rope.get("rope_type") != "axial",
+    }
+    missing = [name for name, is_said in said.items() if not is_said and name not in overrides]
+    if missing:
+        raise InvalidInputError(
+            f"model_type: got {fields.model_type!r}, which is not known, and a config without {', '.join(missing)}, "
+            f"want them told: Rotary.from_hf_config(config, {', '.join(f'{name}=…' for name in missing)})"
         )
-    if not kinds:
-        return dict(rope)
-    if layer_type not in kinds:
-        raise InvalidInputError(f"layer_type: got {layer_type!r}, want one of {', '.join(map(repr, kinds))}")
-    return dict(rope[layer_type])
 
 
-def _rope_type(config: Any, rope: Mapping[str, Any]) -> str:
-    kind = str(_get(rope, "rope_type", "type", default="default"))
+def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
+    """The parameters of the rotation, of one layer type where there are several, wherever the config has them."""
+    model = fields.model_type
+    scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
+    for value in (scaling, parameters):
+        if value is not None and not isinstance(value, Mapping):
+            raise InvalidInputError(f"rope_parameters: got {value!r}, want a mapping")
+    if scaling and model == "cohere2_moe":
+        raise InvalidInputError(f"rope_scaling: got one for {model!r}, whose code does not read it, want none")
+    default = fields.defaults.get("rope_parameters", {})
+    if _by_layer(default) or _by_layer(scaling or parameters or {}):
+        if scaling and _by_layer(scaling):  # a config object has both names for one
+            scaling, parameters = None, scaling
+        return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
+    types = _layer_types(fields)
+    if layer_type is not None and layer_type not in types:
+        want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers turn alike"
+        raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
+    return {} if model in UNSCALED else dict(scaling or parameters or default)
+
+
+def _layer_types(fields: Fields) -> list[str]:
+    """The type of each layer, or all types that the class has; none if it has none."""
+    types = fields.get("layer_types")
+    if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
+        raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
+    return list(types or ())
+
+
+def _by_layer(rope: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in rope.values())
+
+
+def _layer_parameters(
+    fields: Fields, layer_type: str | None, scaling: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The entry of a layer type, or what it is in configs that are older than entries."""
+    model, defaults = fields.model_type, fields.defaults.get("rope_parameters", {})
+    older = model in LAYER_THETA
+    entries = {**defaults, **parameters} if older else parameters or defaults
+    types = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
+    if layer_type is None or layer_type not in types:
+        raise InvalidInputError(f"layer_type: got {layer_type!r}, want one of {_listed(types)}")
+    entry = dict(entries[layer_type])
+    for_all = {} if SCALED_LAYERS.get(model) else {"rope_scaling": scaling}
+    if not older and not parameters:
+        for_all |= {name: fields.own(name) for name in ("rope_theta", "partial_rotary_factors")}
+    if model in PARTIAL and "partial_rotary_factor" not in entry:
+        for_all["partial_rotary_factor"] = fields.own("partial_rotary_factor")
+    for name, value in for_all.items():
+        if value:
+            want = f"rope_parameters with an entry for each of {_listed(types)}"
+            raise InvalidInputError(f"{name}: got {value!r} for all layers of {model!r}, want {want}")
+    if older:
+        entry = _older_entry(fields, layer_type, scaling, parameters.get(layer_type) or {})
+    if entry.get("truncate") is False:
+        raise InvalidInputError("truncate: got False for a layer type, where Transformers does not read it, want none")
+    return entry
+
+
+def _older_entry(
+    fields: Fields, layer_type: str, scaling: Mapping[str, Any], entry: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The entry of a layer type, with the fields that older configs have in its place."""
+    model = fields.model_type
+    default = fields.defaults["rope_parameters"][layer_type]
+    whole = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
+    base = fields.own(LAYER_THETA[model].get(layer_type, ""))
+    if base is not None:
+        whole["rope_theta"] = base
+    whole |= entry
+    if scaling and layer_type in SCALED_LAYERS[model]:
+        if "rope_type" not in scaling:  # Transformers keeps the "default" that it starts from, whatever type says
+            raise InvalidInputError(f"rope_scaling.rope_type: got none for {model!r}, want it, whatever type says")
+        whole |= scaling
+    return whole
+
+
+def _layer(fields: Fields, layer_type: str | None) -> Fields:
+    """The fields of the layers of one type, where layers have some of their own."""
+    config = fields.config
+    if isinstance(config, Mapping):
+        if not config.get("per_layer_config"):
+            return _full_attention(fields) if layer_type == "full_attention" else fields
+        if layer_type is not None and fields.own("layer_types") is None:
+            raise fields.missing("layer_types", "the type of each layer, since per_layer_config has fields of layers")
+        layers = _layers(config)
+    elif getattr(config, "is_heterogeneous", False):
+        layers = list(config.per_layer_config)
+    else:
+        return fields
+    if layer_type is not None:
+        types = _layer_types(fields)
+        layers += layers[-1:] * (len(types) - len(layers))
+        layers = [layer for layer, kind in zip(layers, types, strict=False) if kind == layer_type]
+    for name in HEAD_FIELDS:
+        values = list(dict.fromkeys(read_field(layer, name) for layer in layers))
+        if len(values) > 1:
+            got = ", ".join(map(str, values))
+            raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one for all layers, or layer_type")
+    return Fields(fields.name, layers[0], fields.model_type) if layers else fields
+
+
+def _full_attention(fields: Fields) -> Fields:
+    """The fields of layers of full attention, whose heads may be others."""
+    if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in fields.config:
+        return fields
+    head_dim = fields.own("global_head_dim")
+    head_dim = FULL_HEAD_DIM[fields.model_type] if head_dim is None else head_dim
+    return Fields(fields.name, {**fields.config, "head_dim": head_dim}, fields.model_type)
+
+
+def _layers(config: Mapping[str, Any]) -> list[Any]:
+    """The config of each layer up to the last that per_layer_config names, and of one that it does not."""
+    by_index = config["per_layer_config"]
+    if not isinstance(by_index, Mapping) or not all(
+        str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
+    ):
+        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want fields by the index of their layer")
+    own = {int(index): values for index, values in by_index.items()}
+    return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
+
+
+def _rope_type(fields: Fields, rope: Mapping[str, Any]) -> str:
+    model = fields.model_type
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
-    if kind == "default" and _get(config, "patch_size") and _get(config, "num_channels", "in_channels", "in_chans"):
-        return "axial"
-    return "ntk_alpha" if kind == "dynamic" and rope.get("alpha") else kind
+    if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
+        kind = "longrope"
+    if kind == "default" and (model in AXIAL or model == "pixtral"):
+        kind = "axial"
+    if kind == "dynamic" and rope.get("alpha") and (model in ALPHA or not _known(fields)):
+        kind = "ntk_alpha"
+    return kind
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(fields: Fields) -> int:
+    model, head_dim = fields.model_type, None
     # The rotated part of a latent-attention head is a tensor of its own, whatever head_dim says.
-    told = _get(config, "qk_rope_head_dim", "head_dim")
-    if told is not None:
-        return integer("head_dim", told, minimum=2, maximum=MAX_HEAD_DIM)
-    width = _get(config, *(("embed_dim",) if _get(config, "patch_size") else ()), "hidden_size", "n_embd", "d_model")
-    heads = _get(config, "num_attention_heads", "n_head", "num_heads")
-    if width is None or heads is None:
-        raise InvalidInputError("head_dim: got none in the config, want it, or hidden_size and num_attention_heads")
-    found = integer("hidden_size", width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
-    return integer("head_dim", found, minimum=2, maximum=MAX_HEAD_DIM)
+    if "qk_rope_head_dim" in fields.defaults or not _known(fields):
+        head_dim = fields.size("qk_rope_head_dim")
+    if head_dim is None and model not in HEAD_DIM_UNREAD:
+        head_dim = fields.size("head_dim")
+    if head_dim is None:
+        name, times = WIDTHS.get(model, ("hidden_size", 1))
+        width, heads = fields.get(name), fields.get("num_attention_heads")
+        if width is None or heads is None:
+            raise InvalidInputError(f"head_dim: got none in the config, want it, or {name} and num_attention_heads")
+        head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
+    return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
 
 
-def _theta(config: Any, rope: Mapping[str, Any]) -> float:
-    default = _get(config, "default_theta")
-    default = default if isinstance(default, Real) else 10000.0
-    theta: float = _get(rope, "rope_theta", default=_get(config, "rope_theta", "rotary_emb_base", default=default))
+def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
+    base = _own_theta(fields, rope)
+    base = fields.defaults.get("rope_theta") if base is None else base
+    if base is None:
+        raise InvalidInputError("rope_theta: got none in the config, want it, or theta told beside the config")
+    theta = finite("rope_theta", base, minimum=1)
+    if fields.model_type in LAYER_BASES:
+        bases = numbers("layer_rope_theta", fields.own("layer_rope_theta") or (), 0)
+        others = {base for base in bases if base} - {theta}
+        if others:
+            got = ", ".join(map(str, sorted(others)))
+            raise InvalidInputError(f"layer_rope_theta: got {got} beside rope_theta {theta}, want one, or theta told")
     return theta
 
 
-def _rotary_dim(config: Any, rope: Mapping[str, Any], kind: str, head_dim: int) -> int:
-    if kind in ("proportional", "axial") or _get(config, "qk_rope_head_dim") is not None:
+def _own_theta(fields: Fields, rope: Mapping[str, Any]) -> Any:
+    """The base that the config itself, or the code of its model type, sets."""
+    if fields.model_type in FIXED_THETA:
+        return FIXED_THETA[fields.model_type]
+    base = rope.get("rope_theta")
+    return base if base is not None else fields.own(*_old_names(fields, "rope_theta", "rotary_emb_base"))
+
+
+def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
+    return (OLD_NAMES.get(fields.model_type, {}).get(name, name),) if _known(fields) else (name, old)
+
+
+def _factor(fields: Fields, rope: Mapping[str, Any]) -> Any:
+    """The partial_rotary_factor that is told, or set by the class."""
+    factor = rope.get("partial_rotary_factor")
+    if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
+        factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
+    return fields.defaults.get("partial_rotary_factor") if factor is None else factor
+
+
+def _rotary_dim(fields: Fields, rope: Mapping[str, Any], kind: str, head_dim: int) -> int:
+    model = fields.model_type
+    heeded = kind != "default" or model in PARTIAL or model in ROTARY_DIM or not _known(fields)
+    if kind in ("proportional", "axial") or not heeded or model == "mistral4":  # whose factor is of another head
         return head_dim
-    factor = _get(rope, "partial_rotary_factor", default=_get(config, "partial_rotary_factor", "rotary_pct"))
+    factor = _factor(fields, rope)
+    if factor is None and (model in ROTARY_DIM or not _known(fields)):
+        rotary_dim = fields.get("rotary_dim")
+        if rotary_dim is not None:
+            return integer("rotary_dim", rotary_dim)
     if factor is None:
-        return integer("rotary_dim", _get(config, "rotary_dim", default=head_dim))
+        factor = PARTIAL.get(model, 1.0) if kind == "default" else 1.0
     return int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
 
 
-def _vision_layout(model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    if model in AXIAL_MODELS:
-        return {"allocation": "axial", "pairing": "half"}
-    if model == "pixtral":
-        return {"allocation": "pixtral", "pairing": "half"}
-    if {"allocation", "pairing"} <= overrides.keys():
-        return {}
-    raise UnsupportedError(f"model_type: got {model!r} with axial rotation, want allocation and pairing told for it")
+def _pairing(fields: Fields) -> str:
+    adjacent = fields.model_type in ADJACENT
+    if "rope_interleave" in fields.defaults or not _known(fields):
+        adjacent = boolean("rope_interleave", fields.get("rope_interleave"))
+    return "adjacent" if adjacent else "half"
 
 
 def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    told = _get(rope, "mrope_section", default=SECTIONS.get(model))
-    if told is None:
+    pairs = rope.get("mrope_section")
+    pairs = SECTIONS.get(model) if pairs is None else pairs
+    if pairs is None:
         return {}
-    section = integers("mrope_section", told, maximum=MAX_HEAD_DIM)
-    if model == "ernie4_5_vl_moe":  # (rows, columns, frames): rows and columns alternate, then frames
+    section = integers("mrope_section", pairs, maximum=MAX_HEAD_DIM)
+    if model == "ernie4_5_vl_moe_text":  # (rows, columns, frames): rows and columns alternate, then frames
         if len(section) != 3 or section[0] != section[1]:
             raise InvalidInputError(f"mrope_section: got {list(section)}, want as many rows as columns, then frames")
         return {"axes": 3, "allocation": [1, 2] * section[0] + [0] * section[2]}
-    interleaved = model in INTERLEAVED_MODELS or rope.get("mrope_interleaved") or rope.get("interleaved")
+    interleaved = model in INTERLEAVED or rope.get("mrope_interleaved") or rope.get("interleaved")
     return {
         "axes": len(section),
         "allocation": "mrope-interleaved" if interleaved else "sections",
@@ -186,15 +381,29 @@ def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scaling(config: Any, rope: Mapping[str, Any], kind: str) -> Scaling | None:
-    longest = _number(config, "max_position_embeddings")
-    original = _number(config, "original_max_position_embeddings")
-    original = _number(rope, "original_max_position_embeddings", longest) if original is None else original
-    factor: Any = rope.get("factor")
-    if factor is None and kind in ("yarn", "longrope") and longest and original:
-        factor = longest / original
+def _scaling(fields: Fields, rope: Mapping[str, Any], kind: str) -> Scaling | None:
+    model = fields.model_type
+    if kind not in ROPE_TYPES:
+        raise UnsupportedError(f"rope_type: got {kind!r}, want one of {_listed(ROPE_TYPES)}")
+    for name in ROPE_TYPES[kind]:
+        if name not in rope:
+            raise InvalidInputError(f"rope_parameters.{name}: got none, want it for rope_type {kind!r}")
     if kind == "default":
         return None
+    longest = _number("max_position_embeddings", fields.get("max_position_embeddings"))
+    name = "original_max_position_embeddings"
+    original = fields.size(name)
+    original = rope.get(name) if original is None else original
+    original = longest if original is None else _number(name, original)
+    if original is None and kind in LENGTH_TYPES:
+        raise InvalidInputError(f"max_position_embeddings: got none in the config, want it for rope_type {kind!r}")
+    factor: Any = rope.get("factor")
+    if factor is None and kind in ("yarn", "longrope") and longest is not None:
+        factor = longest / original
+    if model == "molmo2_text":
+        _check_all_scaled(fields)
+    if model == "phimoe":
+        return _phimoe(rope, kind, original)
     if kind == "linear":
         return Linear(factor)
     if kind == "dynamic":
@@ -202,27 +411,50 @@ def _scaling(config: Any, rope: Mapping[str, Any], kind: str) -> Scaling | None:
     if kind == "ntk_alpha":
         return NTK(rope["alpha"])
     if kind == "llama3":
-        return Llama3(factor, rope.get("low_freq_factor"), rope.get("high_freq_factor"), original)  # type: ignore[arg-type]
+        return Llama3(factor, rope["low_freq_factor"], rope["high_freq_factor"], original)
     if kind == "proportional":
-        return PRoPE(_get(rope, "partial_rotary_factor", default=1.0), _get(rope, "factor", default=1.0))
+        factor_of_pairs = _factor(fields, rope)
+        return PRoPE(1.0 if factor_of_pairs is None else factor_of_pairs, 1.0 if factor is None else factor)
     if kind == "longrope":
-        short, long = rope.get("short_factor"), rope.get("long_factor")
-        return LongRoPE(short, long, original, factor, rope.get("attention_factor"))  # type: ignore[arg-type]
-    if kind == "yarn":
-        return _yarn(rope, factor, original)
-    raise UnsupportedError(f"rope_type: got {kind!r}, want one of {', '.join(map(repr, ROPE_TYPES))}")
+        return LongRoPE(rope["short_factor"], rope["long_factor"], original, factor, rope.get("attention_factor"))
+    return _yarn(rope, factor, original)
 
 
-def _number(config: Any, name: str, default: Any = None) -> Any:
-    """A number as the config has it."""
-    value = _get(config, name)
-    if value is None:
-        return default
-    finite(name, value)
+def _check_all_scaled(fields: Fields) -> None:
+    layers, count = fields.own("rope_scaling_layers"), fields.own("num_hidden_layers")
+    if layers is not None and {*integers("rope_scaling_layers", layers)} != {
+        *range(integer("num_hidden_layers", count))
+    }:
+        raise InvalidInputError(
+            f"rope_scaling_layers: got {layers}, want all of {count} layers, or scaling told for those or the others"
+        )
+
+
+def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
+    """LongRoPE with an attention factor of its own.
+
+    Transformers 5.23 keeps to the short factors at every length, other than the code that the checkpoints came with.
+    """
+    short, long = (rope.get(name) for name in ("short_mscale", "long_mscale"))
+    if kind != "longrope" or short is None or short != long:
+        got = f"{kind!r} with short_mscale {short} and long_mscale {long}"
+        raise UnsupportedError(f"rope_parameters: got {got} for 'phimoe', want 'longrope' with the same of both")
+    return LongRoPE(rope["short_factor"], rope["long_factor"], original, None, short)
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number as the config has it, or None."""
+    if value is not None:
+        finite(name, value, above=0)
     return value
 
 
 def _yarn(rope: Mapping[str, Any], factor: Any, original: Any) -> YaRN:
     same = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-    return YaRN(factor, original, fast, slow, truncate=_get(rope, "truncate", default=True), **same)
+    truncate = rope.get("truncate")
+    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **same)
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names))

@@ -11,7 +11,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
 from mmpos.rotary import Rotary
-from mmpos.rotary.hf_config import read_field
+from mmpos.rotary.hf_fields import read_field
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable

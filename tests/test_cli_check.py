@@ -160,7 +160,9 @@ def test_a_config_comes_from_standard_input(
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(json.dumps(QWEN).encode())))
     np.save("ids.npy", [[0, 1, 2]] * 3)
     assert main(["check", "ids.npy", "--spec", "3", "--config", "-"]) == 0
-    assert capsys.readouterr().out == "All 3 tokens of 1 document have the ids of mrope-transformers.\n"
+    assert capsys.readouterr().out == (
+        "All 3 tokens of 1 document have the ids of mrope-transformers(tokens_per_second=4).\n"
+    )
 
 
 @pytest.mark.parametrize(

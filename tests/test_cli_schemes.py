@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mmpos.__main__ import main
-from mmpos.compare.labels import label
 from mmpos.compare.schemes import every_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
@@ -73,7 +72,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_every_scheme_is_made_again_of_its_label() -> None:
     schemes = [*every_scheme(), RopeTieV2(3, "floor"), Grid2D("merged", 2), MRopeQwen25(Fraction(25, 6))]
-    assert [make_scheme(label(scheme)) for scheme in schemes] == schemes
+    assert [make_scheme(scheme.label) for scheme in schemes] == schemes
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str]) -> 
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
     assert run(capsys, "explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
-    assert "wide, stride=3 " in run(capsys, "compare", "own:WIDER")
+    assert "wide(stride=3) " in run(capsys, "compare", "own:WIDER")
     assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
     run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
@@ -157,7 +156,7 @@ def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[s
     assert run(capsys, "positions", "first.json", "--json") == first
     assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
     np.save("ids.npy", json.loads(first)["position_ids"])
-    assert run(capsys, "check", "ids.npy", "--spec", "first.json").endswith("have the ids of rope-tie-v2.\n")
+    assert run(capsys, "check", "ids.npy", "--spec", "first.json").endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
     assert "in rope-tie-v2" not in run(capsys, "explain", "first.json", "3", "-s", "mrope")
     assert run(capsys, "plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
     assert "rope-tie-v2" in (folder / "a.svg").read_text()

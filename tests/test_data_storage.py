@@ -208,7 +208,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 
 def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [example("first", ["ab"])])
-    with pytest.raises(InvalidInputError, match="flat: positions: got 1 axes"):
+    with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis"):
         written(tmp_path / "x.parquet", [example("second", ["ab"]), example("flat", ["a"], "flatten")])
     assert [each.key for each in shard.examples()] == ["first"]
     assert list(tmp_path.iterdir()) == [tmp_path / "x.parquet"]

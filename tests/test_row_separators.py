@@ -354,7 +354,7 @@ def test_rows_of_images_and_videos_are_told_apart() -> None:
             "[0]: got a run of 2 placeholders at document 0, token 0, want 2147483647 for",
         ),
         ([8, 8, 6], [[1, 1, 2], [1, 0, 2]], "[1, 1]: got 0, want >= 1"),
-        ([8, 8, 6, 8, 6], [[1, 1, 2]], ": got 1 grids, want more for 1 placeholders from document 0, token 3 on"),
+        ([8, 8, 6, 8, 6], [[1, 1, 2]], ": got 1 grid, want more for 1 placeholder from document 0, token 3 on"),
         ([8, 8, 6], [[1, 1, 2], [1, 1, 1]], "[1]: got no placeholders left, want 1 for row 0 of 1x1x1"),
     ],
 )

@@ -156,7 +156,8 @@ def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[s
     assert run(capsys, "positions", "first.json", "--json") == first
     assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
     np.save("ids.npy", json.loads(first)["position_ids"])
-    assert run(capsys, "check", "ids.npy", "--spec", "first.json").endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
+    found = run(capsys, "check", "ids.npy", "--spec", "first.json")
+    assert found.endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
     assert "in rope-tie-v2" not in run(capsys, "explain", "first.json", "3", "-s", "mrope")
     assert run(capsys, "plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
     assert "rope-tie-v2" in (folder / "a.svg").read_text()

@@ -40,7 +40,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
-    pytest.mark.xdist_group("peers of loading"),
 ]
 
 

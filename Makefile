@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow check format proto baseline bench tables clean
+.PHONY: help demo gallery test slow check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -59,11 +59,22 @@ bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
 tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made anew
 	$(BIN)/python benchmarks/record.py --tables
 
-clean:  ## remove what was built
-	rm -rf $(VENV) build out dist mmpos.egg-info mmpos/_native*.so
+dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare environments
+	rm -rf build dist
+	PIP_CONSTRAINT=$(abspath constraints.txt) $(BIN)/python -m build --outdir build/dist
+	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest -q -n 2 -m dist tests/test_dist.py
 
+clean:  ## remove what was built
+	rm -rf $(VENV) build out dist *.egg-info mmpos/_native*.so
+
+# What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip uninstall -qq --yes mmpos
+	rm -rf mmpos.egg-info
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@touch $@
 
@@ -73,5 +84,9 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 
 # Compiled at once: tests start many processes, also where Python is told to write no bytecode.
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
-	$(UV) --compile-bytecode --editable '.[dev]'
+	$(UV) --compile-bytecode --editable . --group dev
 	@touch $@ $(VENV)/demo
+
+$(VENV)/dist: $(VENV)/dev
+	$(UV) --group dist
+	@touch $@

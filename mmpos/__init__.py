@@ -10,6 +10,7 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
+from mmpos import about
 from mmpos.about import info
 from mmpos.blocks import block_keys
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from mmpos.tokenizers import ByteTokenizer
     from mmpos.video import Video
 
-__version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "SCHEMES",
@@ -107,6 +108,8 @@ _MODULES = (
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
+        if name == "__version__":
+            return about.version()
         if name not in _LAZY and name not in _MODULES:
             raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
         from importlib import import_module

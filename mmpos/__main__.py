@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mmpos.errors import MmposError
+from mmpos.extras import needed_for, pip_install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,15 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a dash that the terminal cannot show is no reason to stop
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        from mmpos.cli import app
+        with needed_for("the command line", extra="server" if words and words[0] == "serve" else "cli"):
+            from mmpos.cli import app
 
         return int(app(args=arguments, prog_name="mmpos", standalone_mode=False) or 0)
     except ImportError as error:
-        if error.name and error.name.partition(".")[0] == "typer":
-            words = sys.argv[1:] if arguments is None else arguments
-            extra = "server" if words and words[0] == "serve" else "cli"
-            return _fail(f'typer is not installed, want pip install "mmpos[{extra}]"', 1)
         return _fail(str(error), 1)
     except MmposError as error:
         return _fail(str(error), 2)
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Errors of usage have a message of their own, under whichever base class this typer gives them.
         message = getattr(error, "format_message", None)
         if type(error).__module__ == "google.protobuf.runtime_version":
-            return _fail(f'{error} Install what needs protobuf in one command, with "mmpos[server]" among it', 1)
+            return _fail(f"{error} Install what needs protobuf in one command, with {pip_install('server')}", 1)
         if message is None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "mmpos")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 
 from mmpos import native
+from mmpos.extras import DISTRIBUTION
 
-__all__ = ["cores", "info", "version_of"]
+__all__ = ["cores", "info", "version", "version_of"]
 
 _PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
 _MISSING = "not installed"
@@ -24,14 +26,30 @@ def info() -> dict[str, str]:
     Returns:
         ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with a version or
         what is missing.
+
+    Warns:
+        UserWarning: another distribution has an import ``mmpos``, too, and files of both may be mixed.
     """
+    from importlib.metadata import packages_distributions
+
+    owners = sorted(set(packages_distributions().get("mmpos", [])))
+    if owners not in ([], [DISTRIBUTION]):
+        remedy = f"pip uninstall {' '.join(owners)}, then install {DISTRIBUTION} again"
+        warnings.warn(
+            f"import mmpos: got it from {', '.join(owners)}, want {DISTRIBUTION} alone: {remedy}", stacklevel=2
+        )
     return {
-        "mmpos": version_of("mmpos") or _MISSING,
+        "mmpos": version(),
         "extension": "built" if native.core is not None else "not built, numpy is used",
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         **{name: version_of(name) or _MISSING for name in _PACKAGES},
     }
+
+
+def version() -> str:
+    """The version of mmpos that is installed; "unknown" where it runs from its source without being installed."""
+    return version_of(DISTRIBUTION) or "unknown"
 
 
 def cores() -> int:
@@ -44,9 +62,9 @@ def cores() -> int:
 
 def version_of(package: str) -> str | None:
     """The version of an installed package; None where it is not."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib import metadata
 
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

@@ -1,14 +1,17 @@
 """The exceptions of mmpos: one tree for every room.
 
     MmposError
-    ├── InvalidInputError (ValueError)          the caller's argument is wrong
-    ├── UnsupportedError (NotImplementedError)  right, but this scheme or layout has no such thing
-    ├── LimitExceededError                      right, but beyond a stated limit
-    └── ServiceError                            a service could not answer, whatever it was asked
-        ├── ServiceUnavailableError             no server answered, after all retries
-        ├── ServiceOverloadedError              the server has too much to do; retry_after says when to come back
-        ├── ServiceTimeoutError                 the answer did not come in time
-        └── ServiceUnauthenticatedError         the server does not know who asks, or does not let them
+    ├── InvalidInputError (ValueError)      the caller's argument is wrong
+    ├── UnsupportedError (ValueError)       right, but this scheme or layout has no such thing; NotImplementedError, too
+    ├── LimitExceededError (ValueError)     right, but beyond a stated limit
+    └── ServiceError                        a service could not answer, whatever it was asked
+        ├── ServiceUnavailableError         no server answered, after all retries
+        ├── ServiceOverloadedError          the server has too much to do; retry_after says when to come back
+        ├── ServiceTimeoutError             the answer did not come in time
+        └── ServiceUnauthenticatedError     the server does not know who asks, or does not let them
+
+The first three are about one request, whether made here or by a service: serving engines refuse a request that raises
+ValueError, and go on with the others. A ServiceError says nothing of the request, which may be made again.
 
 A message says what, got and want: ``documents[3][1].height: got 0, want >= 1``.
 """
@@ -34,11 +37,11 @@ class InvalidInputError(MmposError, ValueError):
     """An argument has the wrong type, shape or value."""
 
 
-class UnsupportedError(MmposError, NotImplementedError):
+class UnsupportedError(MmposError, NotImplementedError, ValueError):
     """The input is legal, but the chosen scheme or layout does not define the result."""
 
 
-class LimitExceededError(MmposError):
+class LimitExceededError(MmposError, ValueError):
     """The input is legal, but larger than a limit that mmpos states."""
 
 

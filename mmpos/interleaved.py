@@ -13,6 +13,7 @@ from mmpos.blocks import block_keys
 from mmpos.checks import IntArray, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.images import ProcessedImage
+from mmpos.markers import MarkerIds
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
 from mmpos.positions import PositionTable
@@ -41,6 +42,7 @@ class InterleavedSequence:
         image_hashes: content hash of each image; None where only the size is known.
         part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
             Video is one part.
+        image_margins: tokens before and after those of every image in image_spans: its markers.
     """
 
     input_ids: IntArray
@@ -52,6 +54,13 @@ class InterleavedSequence:
     image_spans: IntArray
     image_hashes: tuple[str | None, ...]
     part_offsets: IntArray
+    image_margins: tuple[int, int] = (1, 1)
+
+    @property
+    def marked_spans(self) -> IntArray:
+        """(images, 2) int64 first token of each image and one past the last, its markers included."""
+        before, after = self.image_margins
+        return self.image_spans + np.array([-before, after])
 
     def block_keys(
         self,
@@ -104,7 +113,7 @@ class Contents:
     """A sequence on its way.
 
     Args:
-        row_separator: whether images have row separators.
+        marker_ids: of the tokens around and inside images.
         texts: first token and ids of every part that is text.
         document: its text, with markers, and its grids.
         images: in order.
@@ -114,7 +123,7 @@ class Contents:
         text: tokens since the last grid.
     """
 
-    row_separator: bool = False
+    marker_ids: MarkerIds
     texts: list[tuple[int, IntArray]] = field(default_factory=list)
     document: list[Text | Grid] = field(default_factory=list)
     images: list[ProcessedImage] = field(default_factory=list)
@@ -133,16 +142,17 @@ class Contents:
     def add_image(self, given: int, image: ProcessedImage) -> None:
         """One more image, with its markers."""
         self.given.append(given)
-        grid = replace(image.grid, row_separator=True) if self.row_separator else image.grid
-        first = self.offsets[-1] + 1
+        grid = replace(image.grid, row_separator=True) if self.marker_ids.row is not None else image.grid
+        before, after = self.marker_ids.margins
+        first = self.offsets[-1] + before
         stop = first + grid.frames * grid.height * (grid.width + grid.row_separator)
-        self.document += [Text(self.text + 1), grid]
+        self.document += [Text(self.text + before), grid] if self.text + before else [grid]
         self.images.append(image)
         self.spans.append((first, stop))
-        self.offsets.append(stop + 1)
-        self.text = 1
+        self.offsets.append(stop + after)
+        self.text = after
 
-    def sequence(self, marker_ids: tuple[int, ...], scheme: str | Scheme, start: int) -> InterleavedSequence:
+    def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
         """What has come of it."""
         document = [*self.document, Text(self.text)] if self.text else self.document
         if not document:
@@ -151,16 +161,14 @@ class Contents:
         patches = self._patches()
         positions = place(segments, scheme, start)
         spans = np.array(self.spans, np.int64).reshape(-1, 2)
-        begin, end, patch, *row = marker_ids
-        input_ids = np.full(self.offsets[-1], patch, np.int64)
+        markers = self.marker_ids
+        input_ids = np.full(self.offsets[-1], markers.patch, np.int64)
         for first, ids in self.texts:
             input_ids[first : first + ids.size] = ids
-        input_ids[spans[:, 0] - 1], input_ids[spans[:, 1]] = begin, end
-        if row:
-            input_ids[separator_tokens(segments)] = row[0]
+        markers.write(input_ids, spans, separator_tokens(segments))
         return InterleavedSequence(
             input_ids=input_ids,
-            token_type_ids=(input_ids == patch).view(np.uint8),  # no other token has this id
+            token_type_ids=(input_ids == markers.patch).view(np.uint8),  # no other token has this id
             segments=segments,
             positions=positions,
             patches=patches,
@@ -168,6 +176,7 @@ class Contents:
             image_spans=spans,
             image_hashes=tuple(image.content_hash for image in self.images),
             part_offsets=given_offsets(self.offsets, self.given),
+            image_margins=markers.margins,
         )
 
     def _patches(self) -> npt.NDArray[Any] | None:

@@ -13,7 +13,7 @@ import numpy as np
 from mmpos.checks import INT32_MAX, boolean, integer, written
 from mmpos.errors import InvalidInputError, LimitExceededError
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "rational", "rationals"]
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
 
 TEXT, GRID, PAD = 0, 1, 2
 """Kinds of segments."""
@@ -98,14 +98,12 @@ class Grid:
         return not self.row_separator and self.seconds_per_frame is None
 
 
-def rational(name: str, value: Fraction | float | None, *, zero: bool = False) -> Fraction | None:
-    """A positive time, or also 0, as an exact fraction; floats become the nearest with a small denominator."""
+def rational(name: str, value: Fraction | float | None) -> Fraction | None:
+    """A positive time as an exact fraction that fits a table; None for None."""
     if value is None:
         return None
-    exact = _fraction(name, value)
-    if zero and exact < 0:
-        raise InvalidInputError(f"{name}: got {written(value)}, want >= 0")
-    if exact <= 0 and not zero:
+    exact = fraction(name, value)
+    if exact <= 0:
         raise InvalidInputError(f"{name}: got {written(value)}, want > 0 (a float: >= 1e-06)")
     if max(exact.numerator, exact.denominator) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {written(value)}, want a numerator and a denominator below 2**31")
@@ -122,16 +120,15 @@ def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> li
         raise InvalidInputError(f"{name}: got {values!r}, want a list of seconds") from None
 
 
-def _fraction(name: str, value: Fraction | float) -> Fraction:
+def fraction(name: str, value: Fraction | float) -> Fraction:
+    """A number of seconds as an exact fraction; a float becomes the nearest with a denominator up to 1,000,000."""
     if isinstance(value, Fraction):
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Fraction(value)
     try:
         if isinstance(value, bool | np.bool_) or not math.isfinite(value):
             raise TypeError
         return Fraction(float(value)).limit_denominator(10**6)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidInputError(f"{name}: got {value!r}, want a number of seconds") from None
-    except OverflowError:
-        raise LimitExceededError(
-            f"{name}: got {written(value)}, want a numerator and a denominator below 2**31"
-        ) from None

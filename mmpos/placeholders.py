@@ -24,6 +24,27 @@ class Modality(NamedTuple):
     frames_apart: bool = False
 
 
+class RowEnds(NamedTuple):
+    """The tokens that end the rows of grids: all rows but the last, and the last."""
+
+    row: int
+    last: int
+
+    @classmethod
+    def of(cls, row_token_id: int | None, last_row_token_id: int | None, placeholders: Sequence[int]) -> RowEnds | None:
+        """The two, of which the last may be left out; None where rows follow each other."""
+        if row_token_id is None:
+            if last_row_token_id is not None:
+                raise InvalidInputError(f"last_row_token_id: got {last_row_token_id}, want row_token_id, too")
+            return None
+        row = integer("row_token_id", row_token_id)
+        ends = cls(row, row if last_row_token_id is None else integer("last_row_token_id", last_row_token_id))
+        for name, token in zip(("row_token_id", "last_row_token_id"), ends, strict=True):
+            if token in placeholders:
+                raise InvalidInputError(f"{name}: got {token}, want another than that of patches")
+        return ends
+
+
 @dataclass(frozen=True)
 class Found:
     """Placeholder spans of a batch in token order, as SegmentTable.from_spans takes them.
@@ -39,6 +60,7 @@ class Found:
     videos: IntArray
     num_videos: int
     padding: tuple[IntArray, IntArray] | None
+    row_separator: bool
 
     def per_span(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
         """A value per video, handed to the spans of that video."""
@@ -47,7 +69,15 @@ class Found:
         return [None if video < 0 else values[video] for video in self.videos]
 
 
-def find(input_ids: Any, *modalities: Modality, spatial_merge_size: int, cu_seqlens: Any, attention_mask: Any) -> Found:
+def find(
+    input_ids: Any,
+    *modalities: Modality,
+    spatial_merge_size: int,
+    cu_seqlens: Any,
+    attention_mask: Any,
+    row_token_id: int | None,
+    last_row_token_id: int | None,
+) -> Found:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
     batch = read_batch(input_ids, cu_seqlens, attention_mask)
@@ -55,8 +85,9 @@ def find(input_ids: Any, *modalities: Modality, spatial_merge_size: int, cu_seql
     token_ids = [_token_id(modality) for modality in wanted]
     if len(set(token_ids)) < len(wanted):
         raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
+    ends = RowEnds.of(row_token_id, last_row_token_id, token_ids)
     runs = batch.runs(token_ids) if token_ids else []
-    spans = [_match(batch, modality, found, merge) for modality, found in zip(wanted, runs, strict=True)]
+    spans = [_match(batch, modality, found, merge, ends) for modality, found in zip(wanted, runs, strict=True)]
     videos = sum(s.given for s in spans if s.name == "video_grid_thw")
     both = spans[0] if len(spans) == 1 else _joined(spans)
     return Found(
@@ -67,6 +98,7 @@ def find(input_ids: Any, *modalities: Modality, spatial_merge_size: int, cu_seql
         both.video,
         videos,
         batch.padding,
+        ends is not None,
     )
 
 
@@ -105,7 +137,7 @@ def _token_id(modality: Modality) -> int:
     return integer(modality.name.replace("grid_thw", "token_id"), modality.token_id)
 
 
-def _match(batch: Batch, modality: Modality, runs: Runs, merge: int) -> _Spans:
+def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEnds | None) -> _Spans:
     name = modality.name
     raw = int_array(name, () if modality.grid_thw is None else modality.grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
@@ -120,9 +152,12 @@ def _match(batch: Batch, modality: Modality, runs: Runs, merge: int) -> _Spans:
         grids[:, 0] = 1
     merged = _merged(name, raw, grids, owner, merge)
     tokens = span_tokens(name, merged)
-    fits, first, document = _fits(runs, tokens)
-    if not fits.all() or tokens.sum() != runs.total:
-        raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge))
+    if ends is None:
+        fits, first, document = _fits(runs, tokens)
+        if not fits.all() or tokens.sum() != runs.total:
+            raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge))
+    else:
+        first, document = _match_rows(batch, runs, name, merged, owner, ends)
     return _Spans(name, len(raw), first, document, merged, owner if name == "video_grid_thw" else owner * 0 - 1)
 
 
@@ -147,17 +182,64 @@ def _fits(runs: Runs, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
     return stops <= runs.stops[run], stops - tokens + runs.shift[run], runs.document[run]
 
 
+def _match_rows(
+    batch: Batch, runs: Runs, name: str, merged: IntArray, owner: IntArray, ends: RowEnds
+) -> tuple[IntArray, IntArray]:
+    """The first token and the document of each grid, every row of which is a run of its own before the row's end."""
+    heights = merged[:, 0] * merged[:, 1]
+    if heights.sum(dtype=np.float64) > runs.total:
+        raise InvalidInputError(f"{name}: got {heights.sum()} rows, want at most {runs.total}, the placeholders")
+    grid = np.arange(len(heights)).repeat(heights)
+    width = merged[grid, 2]
+    fits, first, document = _fits(runs, width)
+    stop = first + width
+    is_last = np.zeros(grid.size, np.bool_)
+    is_last[heights.cumsum() - 1] = True
+    end = np.where(is_last, ends.last, ends.row)
+    follows = np.ones(grid.size, np.bool_)
+    follows[1:] = is_last[:-1] | ((first[1:] == stop[:-1] + 1) & (document[1:] == document[:-1]))
+    inside = fits & (stop < batch.stops[document])
+    ended = inside & (batch.ids[np.where(inside, stop, 0)] == end)
+    good = fits & follows & ended
+    begin = heights.cumsum() - heights
+    if good.all():
+        if width.sum() != runs.total:
+            raise InvalidInputError(_surplus(batch, runs, name, int(width.sum()), owner))
+        return first[begin], document[begin]
+    r = int(good.argmin())
+    g = int(grid[r])
+    row = f"row {r - int(begin[g])} of {'x'.join(map(str, merged[g]))} after merging"
+    done = int(width[:r].sum())
+    place = batch.name(int(document[r]), int(first[r]))
+    if fits[r] and follows[r]:
+        got = f"token {batch.ids[stop[r]]}" if inside[r] else "the end of the document"
+        message = f"got {got} after the placeholders at {place}, want {end[r]}, the end of {row}"
+    elif fits[r]:
+        where = batch.name(int(document[r - 1]), int(stop[r - 1]))
+        message = f"got placeholders at {place}, want those of {row} right after {where}"
+    elif done >= runs.total:
+        message = f"got no placeholders left, want {width[r]} for {row}; a surplus grid?"
+    else:
+        run = int(runs.stops[runs.of(np.asarray([done]))[0]]) - done
+        message = f"got a run of {run} placeholders at {place}, want {width[r]} for {row}"
+    raise InvalidInputError(f"{name}[{owner[g]}]: {message}")
+
+
+def _surplus(batch: Batch, runs: Runs, name: str, done: int, owner: IntArray) -> str:
+    """The message of placeholders that no grid is left for."""
+    run = int(runs.of(np.asarray([done]))[0])
+    place = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
+    left = f"{runs.total - done} placeholders from {place} on"
+    return f"{name}: got {len(set(owner.tolist()))} grids, want more for {left}"
+
+
 def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArray, merge: int) -> str:
     merged = grids // np.array([1, merge, merge])
     tokens = span_tokens(name, merged)
     fits, first, document = _fits(runs, tokens)
     hint = _merge_hint(runs, grids, merge)
     if fits.all():
-        done = int(tokens.sum())
-        run = int(runs.of(np.asarray([done]))[0])
-        place = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
-        left = f"{runs.total - done} placeholders from {place} on"
-        return f"{name}: got {len(set(owner.tolist()))} grids, want more for {left}{hint}"
+        return _surplus(batch, runs, name, int(tokens.sum()), owner) + hint
     g = int(fits.argmin())
     want = f"want {tokens[g]} for {'x'.join(map(str, merged[g]))} after merging"
     begin = int(tokens[:g].sum())
@@ -165,6 +247,8 @@ def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArra
         return f"{name}[{owner[g]}]: got no placeholders left, {want}; a surplus grid?{hint}"
     run = int(runs.stops[runs.of(np.asarray([begin]))[0]]) - begin
     place = batch.name(int(document[g]), int(first[g]))
+    if not hint and run == merged[g, 2] < tokens[g]:
+        hint = "; where a token of its own ends each row, pass row_token_id"
     return f"{name}[{owner[g]}]: got a run of {run} placeholders at {place}, {want}{hint}"
 
 

@@ -62,7 +62,8 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    Where a profile is at hand, an image_token_id or a spatial_merge_size of None is the profile's.
+    Where a profile is at hand, an image_token_id or a spatial_merge_size of None is the profile's, and with its
+    image_token_id the tokens that end rows are, too.
     """
 
     input_ids: npt.ArrayLike
@@ -76,6 +77,8 @@ class InputIds:
     attention_mask: npt.ArrayLike | None = None
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     frames_apart: bool = False
+    row_token_id: int | None = None
+    last_row_token_id: int | None = None
 
     def segments(self) -> SegmentTable:
         """The segments of these documents."""
@@ -92,6 +95,8 @@ class InputIds:
             attention_mask=self.attention_mask,
             seconds_per_frame=self.seconds_per_frame,
             frames_apart=self.frames_apart,
+            row_token_id=self.row_token_id,
+            last_row_token_id=self.last_row_token_id,
         )
 
 

@@ -171,6 +171,8 @@ class SegmentTable:
         attention_mask: npt.ArrayLike | None = None,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         frames_apart: bool = False,
+        row_token_id: int | None = None,
+        last_row_token_id: int | None = None,
     ) -> SegmentTable:
         """The table of a tokenised batch, found by matching runs of placeholders with the grids in order.
 
@@ -186,6 +188,9 @@ class SegmentTable:
                 and a placeholder id under a 0 is padding.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
+            row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
+                None where rows follow each other.
+            last_row_token_id: the token in its place after the last row of a grid ([IMG_END]); None is the same.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
@@ -200,21 +205,38 @@ class SegmentTable:
             spatial_merge_size=spatial_merge_size,
             cu_seqlens=cu_seqlens,
             attention_mask=attention_mask,
+            row_token_id=row_token_id,
+            last_row_token_id=last_row_token_id,
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
         per_span = None if seconds_per_frame is None else found.per_span("seconds_per_frame", times)
         table = cls.from_spans(
-            found.lengths, found.offsets, found.grid_thw, found.documents, seconds_per_frame=per_span
+            found.lengths,
+            found.offsets,
+            found.grid_thw,
+            found.documents,
+            seconds_per_frame=per_span,
+            row_separator=found.row_separator,
         )
         return table if found.padding is None else table._with_padding(*found.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        columns = np.vstack([self.kind.astype(np.int64), self.extents])
-        if self.seconds_per_frame is not None:
-            columns = np.vstack([columns, self.seconds_per_frame])
-        pad = np.array([PAD, 1, 1, 0, 0, 1][: len(columns)], np.int64)
-        columns, offsets = insert_padding(columns, self.segment_offsets, left, right, pad, length_rows=(3,))
-        return SegmentTable(columns[0].astype(np.uint8), columns[1:4], offsets, columns[4:] if len(pad) > 4 else None)
+        seconds, separator = self.seconds_per_frame, self.row_separator
+        rows, pad = [self.kind.astype(np.int64)[None], self.extents], [PAD, 1, 1, 0]
+        if seconds is not None:
+            rows, pad = [*rows, seconds], [*pad, 0, 1]
+        if separator is not None:
+            rows, pad = [*rows, separator.astype(np.int64)[None]], [*pad, 0]
+        columns, offsets = insert_padding(
+            np.vstack(rows), self.segment_offsets, left, right, np.array(pad, np.int64), length_rows=(3,)
+        )
+        return SegmentTable(
+            columns[0].astype(np.uint8),
+            columns[1:4],
+            offsets,
+            None if seconds is None else columns[4:6],
+            None if separator is None else columns[-1].astype(np.bool_),
+        )
 
     @property
     def num_documents(self) -> int:

@@ -8,7 +8,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from mmpos.checks import IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.interleaved import Contents, InterleavedSequence
-from mmpos.markers import Markers
+from mmpos.markers import MarkerIds, Markers
 from mmpos.parts import Grid
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.tokenizers import ByteTokenizer, adapt
@@ -62,7 +62,7 @@ class SequenceBuilder:
     scheme: str | Scheme = "rope-tie"
     markers: Markers = field(default_factory=Markers)
     start: int = 0
-    marker_ids: tuple[int, ...] = field(init=False, repr=False)
+    marker_ids: MarkerIds = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.markers, Markers):
@@ -126,7 +126,7 @@ class SequenceBuilder:
         """The sequence of these parts, of whose plain parts some are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        found = Contents(row_separator=self.markers.row is not None)
+        found = Contents(self.marker_ids)
         for n, (given, name, part) in enumerate(plain_parts(parts)):
             if n in ahead:
                 found.add_image(given, _naming(name, ahead.pop(n).result))  # popped, so that patches are held once
@@ -136,7 +136,7 @@ class SequenceBuilder:
                 found.add_text(given, content)
             else:
                 found.add_image(given, content)
-        return found.sequence(self.marker_ids, self.scheme, self.start)
+        return found.sequence(self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
         """Token ids, or an image."""
@@ -144,8 +144,9 @@ class SequenceBuilder:
             return self._encode(name, part)
         if _is_ids(part):
             ids = _token_ids(name, part)
-            if (ids == self.marker_ids[2]).any():
-                raise InvalidInputError(f"{name}: got the patch marker's id {self.marker_ids[2]}, want images as parts")
+            patch = self.marker_ids.patch
+            if (ids == patch).any():
+                raise InvalidInputError(f"{name}: got the patch marker's id {patch}, want images as parts")
             return ids
         if isinstance(part, Grid):
             if part.row_separator and self.markers.row is None:
@@ -172,12 +173,13 @@ class SequenceBuilder:
         return _token_ids(f"{name}: tokenizer.encode", self.tokenizer.encode(text) if text else [])
 
     def _marked(self, ids: IntArray) -> list[int]:
-        if not ids.size or ids.max() < min(self.marker_ids):  # as is usual: special tokens come last
+        markers = [marker for marker in self.marker_ids if marker is not None]
+        if not ids.size or ids.max() < min(markers):  # as is usual: special tokens come last
             return []
-        return [marker for marker in self.marker_ids if (ids == marker).any()]
+        return [marker for marker in markers if (ids == marker).any()]
 
     def _pieces(self, name: str, text: str) -> Iterator[str]:
-        markers = (self.markers.begin, self.markers.end, self.markers.patch, self.markers.row)
+        markers = (getattr(self.markers, field.name) for field in fields(self.markers))
         names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
         # Looked for at every character, since occurrences may overlap.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from mmpos.checks import integer
@@ -56,13 +58,41 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class _TokenizersAdapter:
-    """A Tokenizer of the tokenizers library."""
+class _HuggingFaceAdapter:
+    """A tokenizer of either library of Hugging Face.
+
+    A tokenizer may be set to cut or to pad whatever it encodes: by its tokenizer.json, by its owner, or by the last
+    call of its owner (of transformers). The texts of a sequence stay whole: while the tokenizer is set so, they are
+    encoded by a copy without, taken when it is first needed, and the owner's tokenizer stays as it is.
+    """
 
     inner: Any
 
+    @property
+    def _whole(self) -> Any:
+        """The tokenizer that encodes: the caller's, unless it cuts or pads."""
+        backend = _backend(self.inner)
+        settings = (getattr(backend, name, None) for name in ("truncation", "padding"))
+        return self.inner if all(setting is None for setting in settings) else self._copy
+
+    @cached_property
+    def _copy(self) -> Any:
+        try:
+            own = copy.deepcopy(self.inner)
+        except Exception as error:  # the extension's plain Exception, of steps written in Python
+            want = "one without (no_truncation(), no_padding()), or one that can be copied"
+            raise InvalidInputError(f"tokenizer: got one with truncation or padding, want {want} ({error})") from error
+        _backend(own).no_truncation()
+        _backend(own).no_padding()
+        return own
+
+
+@dataclass(frozen=True)
+class _TokenizersAdapter(_HuggingFaceAdapter):
+    """A Tokenizer of the tokenizers library."""
+
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._whole.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,13 +104,11 @@ class _TokenizersAdapter:
 
 
 @dataclass(frozen=True)
-class _TransformersAdapter:
+class _TransformersAdapter(_HuggingFaceAdapter):
     """A tokenizer of the transformers library, slow or fast."""
 
-    inner: Any
-
     def encode(self, text: str) -> list[int]:
-        return list(self.inner.encode(text, add_special_tokens=False))
+        return list(self._whole.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.inner.decode(list(ids)))
@@ -107,6 +135,11 @@ class _PlainAdapter:
     def token_to_id(self, token: str) -> int | None:
         ids = self.encode(token)
         return ids[0] if len(ids) == 1 else None
+
+
+def _backend(tokenizer: Any) -> Any:
+    """What cuts and pads: the part of a fast tokenizer of transformers that is one of tokenizers."""
+    return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 def adapt(tokenizer: Any) -> Tokenizer:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
-from mmpos.errors import InvalidInputError
-from mmpos.parts import Grid, rational
+from mmpos.checks import INT32_MAX, IntArray, written
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.parts import Grid, fraction, rational
 from mmpos.timestamps import QWEN3_VL, Timestamp, timestamps
 
 __all__ = ["Plain", "Video", "given_offsets", "plain_parts"]
@@ -129,10 +129,13 @@ def _times(times: Any, count: int) -> tuple[Fraction, ...]:
         raise InvalidInputError(f"Video.times: got {len(given)} times, want {count}, one per frame")
     found: list[Fraction] = []
     for k, time in enumerate(given):
-        exact = rational(f"Video.times[{k}]", time, zero=True)
-        if exact is None:
-            raise InvalidInputError(f"Video.times[{k}]: got None, want a number of seconds")
+        exact = fraction(f"Video.times[{k}]", time)
+        if exact < 0:
+            raise InvalidInputError(f"Video.times[{k}]: got {written(time)}, want >= 0")
+        if exact > INT32_MAX:  # 68 years: a number of something else
+            raise LimitExceededError(f"Video.times[{k}]: got {written(time)}, want <= {INT32_MAX} seconds")
         if found and exact < found[-1]:
-            raise InvalidInputError(f"Video.times[{k}]: got {time}, want >= {found[-1]}, that of the frame before")
+            got, before = written(time), written(found[-1])
+            raise InvalidInputError(f"Video.times[{k}]: got {got}, want >= {before}, that of the frame before")
         found.append(exact)
     return tuple(found)

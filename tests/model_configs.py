@@ -135,7 +135,13 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "mistral3": (
         Flatten(),
         line(128, 1e9),
-        {"image_token_id": 10, "spatial_merge_size": 2, "patch_size": 14, **raster(64, "pixtral")},
+        {
+            "image_token_id": 10,
+            "row_markers": ("[IMG_BREAK]", "[IMG_END]"),
+            "spatial_merge_size": 2,
+            "patch_size": 14,
+            **raster(64, "pixtral"),
+        },
     ),
     "lighton_ocr": (
         Flatten(),

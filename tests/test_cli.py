@@ -442,9 +442,11 @@ def test_a_missing_extra_is_one_line_that_names_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail(capsys, "plot", "ids", "3", "-o", "ids.png")
-    assert (code, message) == (1, f'{missing} is not installed, want pip install "mmpos[cli]"')
+    what = {"typer": "the command line", "matplotlib": "plots"}[missing]
+    said = f'{what}: {missing} is not installed, want pip install "multimodal-positions[{{}}]"'
+    assert (code, message) == (1, said.format("cli"))
     if missing == "typer":
-        assert fail(capsys, "serve") == (1, 'typer is not installed, want pip install "mmpos[server]"')
+        assert fail(capsys, "serve") == (1, said.format("server"))
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
@@ -460,7 +462,7 @@ def test_packages_that_want_another_protobuf_are_one_line(
     for name in ("mmpos.cli", "mmpos_server.options"):
         monkeypatch.setattr(importlib.import_module(name), "app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
-    said = 'Install what needs protobuf in one command, with "mmpos[server]" among it'
+    said = 'Install what needs protobuf in one command, with pip install "multimodal-positions[server]"'
     assert capsys.readouterr().err == (
         f"{module}: error: Detected incompatible versions when loading health.proto. {said}\n"
     )

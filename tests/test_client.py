@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from mmpos.client import AsyncClient, Client, Tls
 from mmpos.client.channel import channel_options, target
 from mmpos.client.failures import error_of
 from mmpos.client.options import Endpoint, Options
-from mmpos.client.sequences import build_batch
+from mmpos.client.sequences import build, build_batch
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -342,10 +343,13 @@ def test_documents_that_cannot_be_built_are_named_as_in_process(kind: str, serve
     assert failure(lambda: client.build(["a"], patches=1))[1] == "patches: got 1, want True or False"
 
 
-def test_a_document_that_is_refused_here_does_not_travel() -> None:
-    documents: list[list[Any]] = [[b"x" * 1000, 3.5], ["a"]]
-    call = build_batch(Options.checked(None, 1, (), 1), documents, "return")
+def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
+    documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
+    options = Options.checked(None, 1, (), 1)
+    call = build_batch(options, documents, "return")
     assert len(call.request) < 100
+    with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
+        build(options, documents[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1129,4 +1133,5 @@ except ImportError as error:
     print(error)
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == 'mmpos.client needs grpc: pip install "mmpos[client]"\n'
+        want = r'want pip install "multimodal-positions\[client\]"'
+        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", done.stdout), done.stdout

@@ -54,6 +54,10 @@ rotary = { head_dim = 32, axes = 3 }
 [profiles.breaks]
 markers = { row = 300 }
 images = { backend = "pillow" }
+[profiles.pixtral]
+scheme = "flatten"
+markers = { begin = "", end = "", patch = "[PATCH]", row = 300, last_row = 301 }
+images = { backend = "pillow", spatial_merge_size = 1 }
 """
 LOCAL = {
     None: SequenceBuilder(images=ImageProcessor("pillow")),
@@ -62,6 +66,11 @@ LOCAL = {
         scheme="rope-tie-v2",
     ),
     "breaks": SequenceBuilder(images=ImageProcessor("pillow"), markers=Markers(row=300)),
+    "pixtral": SequenceBuilder(
+        images=ImageProcessor("pillow", spatial_merge_size=1),
+        scheme="flatten",
+        markers=Markers(None, None, row=300, last_row=301),
+    ),
 }
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
 
@@ -244,6 +253,41 @@ def test_wrong_sequences(ask: Ask, parts: Any) -> None:
     same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
 
 
+BROKEN: list[Any] = [
+    # Only a server finds what is wrong with these …
+    b"not a photo",
+    [258],
+    [-1],
+    Grid(1, 2, row_separator=True),
+    Video([PHOTO, b"not a photo"], times=[0, 1]),
+    # … and these cannot be sent.
+    "\ud800",
+    None,
+    [1.5],
+    Path("nowhere.png"),
+    np.zeros((10, 10, 2), np.uint8),
+    Video([PHOTO], times=[0], timestamp="\ud800"),
+]
+
+
+def test_of_two_broken_parts_the_first_is_named(ask: Ask) -> None:
+    documents = [["a", one, "b", other] for one in BROKEN for other in BROKEN]
+    documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
+    want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
+    assert all(isinstance(outcome, MmposError) for outcome in want)
+    found = ask("build_batch", documents, errors="return")
+    for d, (one, other) in enumerate(zip(found, want, strict=True)):
+        assert (type(one), str(one)) == (type(other), f"documents[{d}].{other}")
+    for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
+        same(_outcome(partial(ask, "build", parts)), outcome)
+    for first in (4, 30, 60):
+        some = [["a"], *documents[first : first + 5]]
+        same(
+            _outcome(partial(ask, "build_batch", some)),
+            _outcome(partial(LOCAL[None].build_batch, some)),
+        )
+
+
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
 def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)
@@ -252,8 +296,24 @@ def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
         same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
 
 
+def test_rows_as_pixtral_writes_them(ask: Ask) -> None:
+    for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
+        want = LOCAL["pixtral"].build(parts)
+        same(ask("build", parts, profile="pixtral"), want)
+        ids = InputIds(want.input_ids, want.grid_thw, image_token_id=258, row_token_id=300, last_row_token_id=301)
+        of_profile = InputIds(want.input_ids, want.grid_thw)
+        for source, profile in ((ids, None), (of_profile, "pixtral")):
+            found = ask("query", PositionsQuery(source, "flatten"), profile=profile)
+            same(found.table.dense(), want.positions.dense())
+    wrong = PositionsQuery(InputIds([258, 300], [[1, 1, 1]], image_token_id=258, last_row_token_id=301))
+    same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
+
+
 def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> None:
-    assert [profile.row_token_id for profile in ask("info").profiles] == [None, None, 300]
+    names = ("begin_token_id", "end_token_id", "row_token_id", "last_row_token_id")
+    found = [[getattr(profile, name) for name in names] for profile in ask("info").profiles]
+    marked = [256, 257, None, None]
+    assert found == [marked, marked, [256, 257, 300, None], [None, None, 300, 301]]
     with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
         ask("build", [Grid(99_999, 1)], profile="breaks")
     with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):

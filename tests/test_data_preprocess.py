@@ -373,6 +373,10 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     (got,) = SequenceShard("out/s0.parquet").examples()
     [_, height, width] = got.sequence.grid_thw[0].tolist()
     assert got.sequence.input_ids.tolist() == [3, 1, *([7] * width + [8]) * height, 0]
+    bare = ["--marker", "begin=", "--marker", "end=", "--marker", "row=8", "--marker", "last_row=9"]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", "--scheme", "flatten", *bare)) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, *([2] * width + [8]) * (height - 1), *[2] * width, 9]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +436,9 @@ def test_a_missing_extra_is_one_line_that_names_it(tmp_path: Path, engine: str, 
     arguments = [sys.executable, "-c", hidden, *command("s0.jsonl", "--engine", engine)]
     ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert re.fullmatch(rf'mmpos: error: [^\n]+ needs? {missing}: pip install "mmpos\[{extra}\]"\n', ended.stderr)
+    what = {"local": "mmpos.data.write_sequences", "ray": "the ray engine"}[engine]
+    want = f'want pip install "multimodal-positions[{extra}]"'
+    assert ended.stderr == f"mmpos: error: {what}: {missing} is not installed, {want}\n"
 
 
 def test_an_interrupted_command_says_how_to_go_on(

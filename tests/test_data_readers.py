@@ -285,7 +285,7 @@ def test_paths_that_give_no_reader_are_refused(tmp_path: Path) -> None:
 def test_a_missing_library_names_the_pip_command(kind: str, module: str, tmp_path: Path, monkeypatch: Any) -> None:
     reader = make(kind, tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r'pip install "mmpos\[data\]"'):
+    with pytest.raises(ImportError, match=r'pip install "multimodal-positions\[data\]"'):
         next(reader.records())
 
 

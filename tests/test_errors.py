@@ -22,6 +22,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
+from mmpos.errors import ServiceError
 from mmpos.schemes import (
     V2PE,
     Grid2D,
@@ -63,8 +64,9 @@ def refused(error: type[Exception], call: Callable[[], Any]) -> str:
 
 def test_the_tree_of_exceptions() -> None:
     assert InvalidInputError.__mro__[1:3] == (MmposError, ValueError)
-    assert UnsupportedError.__mro__[1:3] == (MmposError, NotImplementedError)
-    assert LimitExceededError.__mro__[1:3] == (MmposError, Exception)
+    assert UnsupportedError.__mro__[1:5] == (MmposError, NotImplementedError, RuntimeError, ValueError)
+    assert LimitExceededError.__mro__[1:3] == (MmposError, ValueError)
+    assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # no fault of what was asked
 
 
 PARTS: list[Refusal] = [

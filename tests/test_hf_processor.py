@@ -9,22 +9,23 @@ import pickle
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import quote_from_bytes
 
 import numpy as np
 import pytest
 import torch
-from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
+from chat_tokenizer import OURS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
 from oracle import place_document
+from tokenizers.processors import TemplateProcessing
 
 import mmpos
 from mmpos import SCHEMES, Grid, ImageProcessor, ImageSize, InvalidInputError, Markers, Text, UnsupportedError
 from mmpos.hf import MMPosProcessor
 from mmpos.hf.processor_config import scheme_of, scheme_to_json
 from mmpos.hf.processor_rows import expand
+from mmpos.markers import MarkerIds
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 
 BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
@@ -129,43 +130,6 @@ def test_text_with_markers_of_its_own_gets_no_others() -> None:
     assert ours.keys() == theirs.keys()
 
 
-def test_batches_are_those_of_transformers_for_qwen2_vl() -> None:
-    transformers = pytest.importorskip("transformers")
-    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
-    tokenizer = chat_tokenizer(QWENS, extra_special_tokens={"image_token": QWENS[2], "video_token": QWENS[3]})
-    theirs = transformers.Qwen2VLProcessor(
-        transformers.Qwen2VLImageProcessor(), tokenizer, transformers.Qwen2VLVideoProcessor()
-    )
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    config = transformers.Qwen2VLConfig(**dict(zip(names, range(5, 9), strict=True)))
-    settings = mmpos.from_hf_config(config)
-    ours = MMPosProcessor(
-        tokenizer,
-        settings.image_processor(),
-        settings.scheme,
-        settings.markers,
-        add_markers=False,
-        temporal_patch_size=settings.temporal_patch_size,
-    )
-    begin, end, patch, _ = QWENS
-    rows = [f"{begin}{patch}{end} a cat", f"A cup {begin}{patch}{end}, {begin}{patch}{end}", "coffee"]
-    random = np.random.default_rng(0)
-    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (40, 40, 3), (200, 60, 3))]
-    told: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
-    got = ours(photos, rows, **told)
-    want = theirs([photos[:1], photos[1:], []], rows, return_mm_token_type_ids=True, **told)
-    torch.testing.assert_close(got.pop("pixel_values"), want.pop("pixel_values"), rtol=0, atol=1e-5)
-    for key in sorted(want):
-        assert torch.equal(got[key], want[key]), key
-    kind = modeling.Qwen2VLModel
-    model: Any = SimpleNamespace(config=config)
-    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
-    named = {key: want[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")}
-    ids, deltas = kind.get_rope_index(model, **named)
-    assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
-    assert torch.equal(got["deltas"], deltas[:, 0])
-
-
 @pytest.mark.parametrize(
     ("images", "text", "message"),
     [
@@ -201,14 +165,18 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
         ({"padding": True, "text_kwargs": {"padding": False}}, r"^padding: got it twice"),
         ({"text_kwargs": ["padding"]}, r"^text_kwargs: got list, want options by their names$"),
         ({"return_tensors": "tf"}, r"^return_tensors: got 'tf', want one of None, 'pt', 'np'$"),
-        ({"padding": "max_length"}, r"^max_length: got None"),
+        (
+            {"padding": True, "truncation": True, "max_length": 11, "pad_to_multiple_of": 8},
+            r"^pad_to_multiple_of: got 8, want a divisor of max_length = 11$",
+        ),
+        ({"padding": None}, r"^padding: got None, want one of True, False"),
+        ({"truncation": "only_second"}, r"^truncation: got 'only_second', want one of None, True"),
         (
             {"padding": "max_length", "max_length": 5},
             r"^text\[1\]: got 8 tokens, want <= max_length = 5, or truncation",
         ),
         ({"return_tensors": "pt"}, r"^padding: got rows of 2 to 8 tokens, want padding=True for return_tensors='pt'$"),
         ({"truncation": True, "max_length": 0}, r"^max_length: got 0, want >= 1$"),
-        ({"max_length": 5}, r"^max_length: got 5, want truncation=True or padding=\"max_length\" too$"),
         ({"padding": "max_length", "max_length": 2**40}, r"^max_length: got 1099511627776, want <= 2147483647$"),
         ({"add_special_tokens": 1}, r"^add_special_tokens: got 1, want True or False$"),
         ({"add_generation_prompt": True}, r"^add_generation_prompt: got True with text, want a chat"),
@@ -270,9 +238,10 @@ def test_rows_are_cut_but_no_image_is(side: str) -> None:
     text = "What is [PATCH] this?"
     whole = made([TALL], text)["input_ids"][0]
     spare = 2 + (len(whole) - whole.index(END) - 1 if side == "right" else whole.index(BEGIN))
-    room = len(whole) - spare + 2  # up to the image on that side
+    stays = int(side == "left")  # the <s> that the tokenizer adds
+    room = len(whole) - spare + 2 + stays  # up to the image on that side
     cut = made([TALL], [text, "this"], truncation=True, max_length=room, padding=True, return_tensors="np")
-    expected = whole[:room] if side == "right" else whole[-room:]
+    expected = whole[:room] if side == "right" else [BOS, *whole[1 - room :]]
     assert cut["input_ids"][0].tolist() == expected
     assert of_row(cut, "input_ids", 1) == made(text="this")["input_ids"][0]
     again = made.positions(cut["input_ids"], cut["image_grid_thw"], cut["attention_mask"])
@@ -301,14 +270,31 @@ def test_rows_are_cut_to_the_limit_of_the_tokenizer() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_that_were_cut_know_where_their_images_are(side: str) -> None:
     grids = np.array([[1, 1, 2], [1, 2, 1]])
-    rows = expand([[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, (BEGIN, END, PATCH), marked=True)
+    rows = expand(
+        [[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, MarkerIds(BEGIN, END, PATCH, None, None)
+    )
     image = [BEGIN, PATCH, PATCH, END]
     for length in (9, 8):
-        rows = rows.cut(length, side)
+        rows = rows.cut(length, side, np.zeros((2, 2), np.int64))
         assert [rows.input_ids[a:b].tolist() for a, b in zip(rows.first, rows.stop, strict=True)] == [image, image]
     spared = [9] * 3 + image + [9] * 3
     assert rows.input_ids[8:].tolist() == (spared[:8] if side == "right" else spared[-8:])
     assert rows.segments().extents[2].tolist() == ([3, 2, 3, 4, 1, 2] if side == "right" else [3, 2, 3, 2, 1, 4])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_special_tokens_that_the_tokenizer_adds_are_not_cut_off(side: str) -> None:
+    made = processor(chat_tokenizer(truncation_side=side))
+    special = [("<s>", BOS), ("</s>", EOS)]
+    made.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=special)
+    whole = made(text="What is </s> this?")["input_ids"][0]
+    assert (whole[0], whole[-1], whole.count(EOS)) == (BOS, EOS, 2)  # one is text
+    for length in range(2, len(whole) + 2):
+        text = whole[1:-1][: length - 2] if side == "right" else whole[1:-1][max(len(whole) - length, 0) :]
+        assert made(text="What is </s> this?", max_length=length)["input_ids"] == [[BOS, *text, EOS]]
+    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the special tokens of a row$"):
+        made(text="What is </s> this?", max_length=1)
+    assert made(text="", max_length=2)["input_ids"] == [[BOS, EOS]]
 
 
 def test_images_alone_are_processed_alone() -> None:
@@ -628,14 +614,13 @@ def test_fractional_ids_survive_a_cast() -> None:
     assert values.to(torch.bfloat16)["pixel_values"].dtype == torch.bfloat16
 
 
-def test_positions_follow_from_the_tokens_again() -> None:
-    made = processor(start=5)
+@pytest.mark.parametrize("markers", [Markers(), Markers(row="[ROW]"), Markers(None, None, row="[ROW]", last_row=EOS)])
+def test_positions_follow_from_the_tokens_again(markers: Markers) -> None:
+    made = processor(start=5, markers=markers)
     batch = made([WIDE, TALL, WIDE], TEXTS, padding=True, padding_side="left", return_tensors="pt")
     again = made.positions(batch["input_ids"], batch["image_grid_thw"], batch["attention_mask"])
     np.testing.assert_array_equal(again.table, batch["positions"].table)
     np.testing.assert_array_equal(again.documents, batch["positions"].documents)
-    with pytest.raises(UnsupportedError, match=r"^markers\.row: got row separators"):
-        processor(markers=Markers(row="[ROW]")).positions([[1]])
 
 
 def test_schemes_without_next_positions_give_none() -> None:

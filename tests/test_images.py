@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,12 @@ GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
         ((768, 1024), (756, 1036)),
         ((28, 112), (28, 112)),
         ((1, 1), (56, 56)),
-        ((14, 300), (28, 308)),
-        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves go to the even side, as in Transformers
+        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves go to the even side
         ((4000, 3000), (1148, 840)),
-        ((10, 2000), (28, 1988)),
-        ((40, 8000), (28, 5600)),  # one token of 40 pixels: no thinner than 1 to 200
+        ((14, 300), (28, 280)),  # half a token high, which rounds to none: scaled up to the minimum
+        ((10, 2000), (28, 812)),
+        ((19, 76), (56, 140)),  # by a rounded float: exact numbers give 28 x 112
+        ((39, 7477), (28, 7476)),
     ],
 )
 def test_fit_of_known_sizes(size: tuple[int, int], want: tuple[int, int]) -> None:
@@ -117,14 +119,10 @@ def test_a_thin_image_keeps_the_budget_though_its_short_side_is_raised_to_one_to
     assert ImageProcessor(max_tokens=1).fit(3000, 4000) == (28, 28)
 
 
-def test_fit_is_exact_where_floats_round_over_the_minimum() -> None:
-    assert ImageProcessor().fit(19, 76) == (28, 112)  # with floats it is 84 x 140
-
-
 def test_the_maximum_wins_where_rounding_cannot_keep_both() -> None:
     processor = exact(min_pixels=16 * 97, max_pixels=16 * 97)  # 97 tokens: a prime
-    assert processor.fit(300, 400) == (32, 48)  # 8 x 12; one more row or column would be over 97
-    assert exact(min_pixels=16 * 99, max_pixels=16 * 99).fit(300, 400) == (36, 44)  # 9 x 11
+    assert processor.fit(300, 400) == (32, 44)  # 8 x 11: rounded up it is 9 x 12
+    assert exact(min_pixels=16 * 100, max_pixels=16 * 100).fit(300, 300) == (40, 40)
 
 
 @st.composite
@@ -149,7 +147,7 @@ def processors_and_sizes(draw: st.DrawFn) -> tuple[ImageProcessor, int, int]:
 
 
 @given(processors_and_sizes())
-def test_fit_keeps_multiples_and_maxima_and_is_idempotent_and_symmetric(case: tuple[ImageProcessor, int, int]) -> None:
+def test_fit_keeps_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProcessor, int, int]) -> None:
     processor, height, width = case
     fitted = processor.fit(height, width)
     factor = processor.patch_size * processor.spatial_merge_size
@@ -157,23 +155,59 @@ def test_fit_keeps_multiples_and_maxima_and_is_idempotent_and_symmetric(case: tu
     assert fitted[0] % factor == fitted[1] % factor == 0
     assert 0 < fitted[0] * fitted[1] <= processor.max_pixels
     assert processor.max_tokens is None or tokens <= processor.max_tokens
-    assert max(fitted) <= processor.max_aspect_ratio * min(fitted)
-    assert processor.fit(*fitted) == fitted
     assert processor.fit(width, height) == fitted[::-1]
     assert processor.grid(height, width) == Grid(fitted[0] // factor, fitted[1] // factor)
 
 
-@given(processors_and_sizes())
-def test_fit_is_below_the_minimum_only_if_one_token_more_is_too_many(case: tuple[ImageProcessor, int, int]) -> None:
-    processor, height, width = case
+def of_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
+    """The size that Transformers' smart_resize gives; None where it refuses."""
+    modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     factor = processor.patch_size * processor.spatial_merge_size
-    short, long = sorted(side // factor for side in processor.fit(height, width))
-    most = min(processor.max_pixels // factor**2, processor.max_tokens or 10**9)
-    if short * long * factor**2 < processor.min_pixels and height != width:
-        assert short * (long + 1) > most or long + 1 > processor.max_aspect_ratio * short
-        assert (short + 1) * long > most or short == long
-    if height == width:
-        assert short == long
+    try:
+        found: tuple[int, int] = modeling.smart_resize(
+            height, width, factor, processor.min_pixels, processor.max_pixels
+        )
+    except ValueError:
+        return None
+    return found
+
+
+def fitted(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
+    try:
+        return processor.fit(height, width)
+    except InvalidInputError:
+        return None
+
+
+QWENS = {
+    "Qwen2-VL": ImageProcessor(),
+    "Qwen2.5-VL": ImageProcessor(max_pixels=12_845_056),
+    "Qwen3-VL": ImageProcessor(patch_size=16, min_pixels=65_536, max_pixels=16_777_216),
+    "200 tokens": ImageProcessor(max_pixels=200 * 28**2),
+}
+
+
+@pytest.mark.parametrize("model", QWENS)
+@pytest.mark.parametrize("step", [97, pytest.param(3, marks=pytest.mark.slow)])
+def test_sizes_of_every_shape_are_those_of_transformers(model: str, step: int) -> None:
+    processor = QWENS[model]
+    # Every side up to 120, where rounding shows most, and a dense row of longer ones.
+    sides = [*range(1, 121, max(step // 20, 1)), *range(121, 2000, 4 * step), *range(2000, 30_000, 47 * step)]
+    for height in sides:
+        for width in sides:
+            assert fitted(processor, height, width) == of_transformers(processor, height, width), (height, width)
+
+
+@given(processors_and_sizes())
+def test_sizes_differ_from_those_of_transformers_only_where_these_break_their_own_limits(
+    case: tuple[ImageProcessor, int, int],
+) -> None:
+    processor, height, width = case
+    processor = replace(processor, max_tokens=None, max_aspect_ratio=200)
+    theirs = of_transformers(processor, height, width)
+    assert theirs is not None
+    if 0 < theirs[0] * theirs[1] <= processor.max_pixels:
+        assert processor.fit(height, width) == theirs
 
 
 def test_fit_refuses_what_is_no_size() -> None:
@@ -827,11 +861,13 @@ def test_a_processor_checks_itself(options: dict[str, Any], message: str) -> Non
 
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r'pip install "mmpos\[all\]"; backend="pillow" needs neither'):
+    with pytest.raises(
+        ImportError, match=r'\(backend="pillow" works without torch\): torch is .* "multimodal-positions\[all\]"$'
+    ):
         ImageProcessor("torchvision").process(GRADIENT)
     np.testing.assert_array_equal(pixels(GRADIENT, "torchvision"), GRADIENT)  # fits: nothing to resize
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r'pip install "mmpos\[pillow\]"'):
+    with pytest.raises(ImportError, match=r'pip install "multimodal-positions\[pillow\]"'):
         ImageProcessor("pillow").process(SAME["PNG bytes"])
 
 

@@ -322,7 +322,8 @@ def test_what_is_not_known_is_not_found(client: Any) -> None:
 
 
 def test_what_there_is_no_such_thing_of_is_unsupported(client: Any) -> None:
-    known = "want scheme or strict or views or image_token_id or video_token_id or spatial_merge_size"
+    known = "want scheme or strict or views or image_token_id or video_token_id or spatial_merge_size or "
+    known += "row_token_id or last_row_token_id"
     answers: dict[str, dict[str, Any]] = {
         f"parameters: got 'sequence_end', {known}": {"sequence_id": 1},
         f"parameters: got 'timeout', {known}": {"timeout": 5},

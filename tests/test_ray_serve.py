@@ -286,7 +286,8 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
-    assert str(raised.value) == 'mmpos_server.ray_serve needs Ray Serve: pip install "mmpos[serve]"'
+    want = 'want pip install "multimodal-positions[serve]"'
+    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
 
 
 def test_the_file_in_the_documents_is_one_of_serve() -> None:

@@ -310,7 +310,7 @@ for name in ("apply_rotary", "DevicePositions", "RotaryEmbedding"):
     try:
         getattr(mmpos.rotary, name)
     except ImportError as error:
-        assert str(error) == 'rotations need torch: pip install "mmpos[all]"', error
+        assert str(error) == 'rotations: torch is not installed, want pip install "multimodal-positions[all]"', error
     else:
         raise AssertionError(name)
 positions = mmpos.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
@@ -318,7 +318,7 @@ for call in (Rotary(head_dim=8).cos_sin, Rotary(head_dim=8).angles):
     try:
         call(positions)
     except ImportError as error:
-        assert str(error) == 'rotations need torch: pip install "mmpos[all]"', error
+        assert str(error) == 'rotations: torch is not installed, want pip install "multimodal-positions[all]"', error
     else:
         raise AssertionError(call)
 """
@@ -335,7 +335,8 @@ apply_rotary(q, None, ids, Rotary(head_dim=8))
 try:
     apply_rotary(q, None, ids, Rotary(head_dim=8), implementation="triton")
 except ImportError as error:
-    assert str(error) == 'implementation "triton" needs triton: pip install "mmpos[all]"', error
+    want = 'want pip install "multimodal-positions[all]"'
+    assert str(error) == f'implementation "triton": triton is not installed, {want}', error
 else:
     raise AssertionError
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from mmpos import (
     Video,
 )
 from mmpos.data.batches.collate import collate_packed, collate_padded
+from mmpos.data.batches.packing import Packer
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.examples import Example, Preprocess
 from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
@@ -106,7 +108,7 @@ def test_a_row_marker_in_user_text_stays_text() -> None:
     ("row", "message"),
     [
         ("[X]", r"markers.row: got '\[X\]', want a token that is one id of the tokenizer"),
-        (257, "markers: got ids 256, 257, 258 and 257, want four different ids"),
+        (257, "markers: got ids 256, 257, 258 and 257, want 4 different ids"),
     ],
 )
 def test_row_markers_that_are_no_ids_of_their_own_are_refused(row: Any, message: str) -> None:
@@ -220,3 +222,198 @@ def test_a_stored_example_knows_patches_from_separators() -> None:
     again = from_row({name: table[name][0] for name in table.column_names}, axes=2).sequence
     np.testing.assert_array_equal(again.token_type_ids, FIRST.sequence.token_type_ids)
     np.testing.assert_array_equal(again.segments.row_separator, FIRST.sequence.segments.row_separator)
+
+
+PIXTRAL_NAMES = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PIXTRAL = SequenceBuilder(
+    ByteTokenizer(PIXTRAL_NAMES), scheme="flatten", markers=Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+)
+IMG, BREAK, LAST = 256, 257, 258
+
+
+def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own() -> None:
+    sequence = PIXTRAL.build(["a", Grid(2, 3), Grid(1, 1), "b"])
+    image = [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, LAST]
+    assert sequence.input_ids.tolist() == [97, *image, IMG, LAST, 98]
+    assert sequence.token_type_ids.tolist() == [0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0]
+    assert sequence.positions.dense().tolist() == [list(range(12))]
+    assert sequence.image_spans.tolist() == sequence.marked_spans.tolist() == [[1, 9], [9, 11]]
+    assert sequence.image_margins == (0, 0)
+    assert sequence.part_offsets.tolist() == [0, 1, 9, 11, 12]
+
+
+def test_the_end_of_the_last_row_is_its_separator_in_every_scheme() -> None:
+    """L = 0, K = 12: rows 4, 8; columns 3, 6, 9 and 12 of the separators."""
+    sequence = replace(PIXTRAL, scheme="rope-tie").build(["a", Grid(2, 3), "b"])
+    assert sequence.positions.dense().tolist() == [
+        [0, 4, 4, 4, 4, 8, 8, 8, 8, 12],
+        [0, 3, 6, 9, 12, 3, 6, 9, 12, 12],
+    ]
+    with pytest.raises(InvalidInputError, match="got a grid right after a grid"):
+        replace(PIXTRAL, scheme="rope-tie").build([Grid(1, 1), Grid(1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("markers", "message"),
+    [
+        (Markers(last_row=258), r"markers\.last_row: got 258, want markers\.row, too"),
+        (Markers(begin=256, end=None, patch=256), r"markers: got ids 256 and 256, want 2 different ids"),
+        (Markers(patch=None), r"markers\.patch: got None, want a token that is one id of the tokenizer"),  # type: ignore[arg-type]
+    ],
+)
+def test_markers_that_do_not_fit_each_other_are_refused(markers: Markers, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        SequenceBuilder(markers=markers)
+
+
+around = st.sampled_from([(None, None), (254, None), (None, 255), (254, 255)])
+rows = st.sampled_from([(None, None), (257, None), (257, 258)])
+parts = st.lists(st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5)
+
+
+def built(builder: SequenceBuilder, document: list[int | tuple[int, int]]) -> Any:
+    return builder.build([[7] * part if isinstance(part, int) else Grid(*part) for part in document])
+
+
+@settings(settled, max_examples=60)
+@given(around, rows, st.lists(parts, min_size=1, max_size=3), st.sampled_from([1, 2]), st.sampled_from("plr"))
+def test_the_segments_of_rows_are_found_in_their_ids_again(
+    ends: Any, separators: Any, documents: Any, merge: int, way: str
+) -> None:
+    """Packed, or padded on the left or right: whatever the markers, the table is that of the builder."""
+    (begin, end), (row, last_row) = ends, separators
+    builder = SequenceBuilder(scheme="flatten", markers=Markers(begin, end, 256, row, last_row))
+    sequences = [built(builder, document) for document in documents]
+    ids, lengths = [one.input_ids for one in sequences], [one.input_ids.size for one in sequences]
+    grids = np.concatenate([one.grid_thw for one in sequences]) * [1, merge, merge]
+    told: dict[str, Any] = {"spatial_merge_size": merge, "image_token_id": 256}
+    told |= {"row_token_id": row, "last_row_token_id": last_row}
+    if way == "p":
+        found = SegmentTable.from_input_ids(np.concatenate(ids), grids, cu_seqlens=np.cumsum([0, *lengths]), **told)
+    else:
+        width = max(lengths)
+        sides = [(0, width - n) if way == "r" else (width - n, 0) for n in lengths]
+        padded, mask = (
+            np.stack([np.pad(row, side) for row, side in zip(values, sides, strict=True)])
+            for values in (ids, [np.ones(n, np.int64) for n in lengths])
+        )
+        found = SegmentTable.from_input_ids(padded, grids, attention_mask=mask, **told)
+    is_padding = found.kind == 2
+    assert found.kind[~is_padding].tolist() == [kind for one in sequences for kind in one.segments.kind]
+    want = np.concatenate([one.segments.extents for one in sequences], axis=1)
+    np.testing.assert_array_equal(found.extents[:, ~is_padding], want)
+    separated = found.kind == 1 if row is not None else np.zeros(found.kind.size, np.bool_)
+    assert (np.zeros_like(separated) if found.row_separator is None else found.row_separator).tolist() == list(
+        separated
+    )
+
+
+def test_rows_of_images_and_videos_are_told_apart() -> None:
+    ids = [1, 8, 8, 6, 1, 9, 5, 9, 6, 9, 5, 9, 6, 8, 6]
+    told: dict[str, Any] = {"image_token_id": 8, "video_token_id": 9, "row_token_id": 5, "last_row_token_id": 6}
+    found = SegmentTable.from_input_ids(ids, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True, **told)
+    one, two, three, four = (Grid(*sides, row_separator=True) for sides in ((1, 2), (2, 1), (2, 1), (1, 1)))
+    want = SegmentTable.from_documents([[Text(1), one, Text(1), two, three, four]])
+    np.testing.assert_array_equal(found.extents, want.extents)
+    np.testing.assert_array_equal(found.row_separator, want.row_separator)
+
+
+@pytest.mark.parametrize(
+    ("ids", "grids", "message"),
+    [
+        (
+            [1, 8, 8, 8, 8, 6],
+            [[1, 2, 2]],
+            "[0]: got token 8 after the placeholders at document 0, token 1, want 5, the end of row 0 of 1x2x2",
+        ),
+        (
+            [1, 8, 8, 5, 8, 8, 5],
+            [[1, 2, 2]],
+            "[0]: got token 5 after the placeholders at document 0, token 4, want 6, the end of row 1 of 1x2x2",
+        ),
+        (
+            [1, 8, 8, 5, 8, 8],
+            [[1, 2, 2]],
+            "[0]: got the end of the document after the placeholders at document 0, token 4, want 6, the end of row 1",
+        ),
+        (
+            [1, 8, 8, 5, 7, 8, 8, 6],
+            [[1, 2, 2]],
+            "[0]: got placeholders at document 0, token 5, want those of row 1 of 1x2x2 after merging right after "
+            "document 0, token 3",
+        ),
+        (
+            [8, 8, 6, 1, 8, 6],
+            [[1, 1, 2], [1, 1, 2]],
+            "[1]: got a run of 1 placeholders at document 0, token 4, want 2 for row 0 of 1x1x2",
+        ),
+        ([8, 6], [[1, 1, 1]] * 2, ": got 2 rows, want at most 1, the placeholders"),
+        (
+            [8, 8, 6],
+            [[1, 1, 2**31 - 1]],
+            "[0]: got a run of 2 placeholders at document 0, token 0, want 2147483647 for",
+        ),
+        ([8, 8, 6], [[1, 1, 2], [1, 0, 2]], "[1, 1]: got 0, want >= 1"),
+        ([8, 8, 6, 8, 6], [[1, 1, 2]], ": got 1 grids, want more for 1 placeholders from document 0, token 3 on"),
+        ([8, 8, 6], [[1, 1, 2], [1, 1, 1]], "[1]: got no placeholders left, want 1 for row 0 of 1x1x1"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(ids: list[int], grids: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{re.escape(f'image_grid_thw{message}')}"):
+        SegmentTable.from_input_ids(ids, grids, image_token_id=8, row_token_id=5, last_row_token_id=6)
+
+
+def test_rows_do_not_go_on_in_another_document() -> None:
+    told: dict[str, Any] = {"image_token_id": 8, "row_token_id": 5, "cu_seqlens": [0, 2, 4]}
+    with pytest.raises(
+        InvalidInputError, match=r"got placeholders at document 1, token 0, want those of row 1 of 1x2x1"
+    ):
+        SegmentTable.from_input_ids([8, 5, 8, 5], [[1, 2, 1]], **told)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"last_row_token_id": 6}, "last_row_token_id: got 6, want row_token_id, too"),
+        ({"row_token_id": 8}, "row_token_id: got 8, want another than that of patches"),
+        ({"row_token_id": 5, "last_row_token_id": 8}, "last_row_token_id: got 8, want another than that of patches"),
+        ({"row_token_id": "5"}, "row_token_id: got '5', want an integer"),
+    ],
+)
+def test_row_tokens_that_can_be_none_are_named(told: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        SegmentTable.from_input_ids([8, 6], [[1, 1, 1]], image_token_id=8, **told)
+
+
+def test_rows_read_without_their_token_say_what_to_pass() -> None:
+    with pytest.raises(InvalidInputError, match=r"want 4 for 1x2x2 after merging; where a token .* pass row_token_id$"):
+        SegmentTable.from_input_ids([8, 8, 5, 8, 8, 6], [[1, 2, 2]], image_token_id=8)
+
+
+def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> None:
+    whole = example(("ab", True), (Grid(1, 2), True), (Grid(1, 1), False), ("cd", True), builder=PIXTRAL)
+    assert whole.labels.tolist() == [97, 98, *[-100] * 5, 99, 100]
+    trained = example((Grid(1, 2), True), builder=PIXTRAL, train_markers=True)
+    assert trained.labels.tolist() == [-100, -100, LAST]
+    for start, stop in ((0, 2), (2, 5), (5, 9)):
+        part = whole.slice(start, stop).sequence
+        assert part.input_ids.tolist() == whole.sequence.input_ids[start:stop].tolist()
+        assert part.segments.num_tokens == stop - start
+    with pytest.raises(InvalidInputError, match=r"^start: got 3 inside image 0, want it between parts$"):
+        whole.slice(3, 9)
+    packer = Packer(5, split_text=True, overlong="truncate")
+    packs = [*packer.add(whole), *packer.flush()]
+    assert sorted(one.sequence.input_ids.tolist() for pack in packs for one in pack.examples) == [
+        [97, 98, IMG, IMG, LAST],
+        [IMG, LAST, 99, 100],
+    ]
+
+
+def test_a_stored_example_without_markers_stays_one() -> None:
+    import pyarrow as pa
+
+    stored = example(("a", True), (Grid(2, 2), True), builder=PIXTRAL)
+    table = pa.Table.from_pylist([to_row(stored)], SCHEMA)
+    again = from_row({name: table[name][0] for name in table.column_names}, axes=1).sequence
+    assert again.image_margins == (0, 0)
+    np.testing.assert_array_equal(again.marked_spans, stored.sequence.marked_spans)

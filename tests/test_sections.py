@@ -113,7 +113,8 @@ def test_other_allocations_are_refused_without_it(name: str) -> None:
 def test_without_torch_the_error_names_the_command(room: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {room}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.endswith('ImportError: mmpos.sections needs torch: pip install "mmpos[all]"\n')
+    said = 'mmpos.sections: torch is not installed, want pip install "multimodal-positions[all]"'
+    assert done.stderr.endswith(f"ImportError: {said}\n")
 
 
 def test_what_is_no_description_is_refused() -> None:

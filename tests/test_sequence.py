@@ -179,7 +179,7 @@ def test_markers_may_be_ids() -> None:
     ("markers", "message"),
     [
         (Markers(begin="[X]"), r"markers.begin: got '\[X\]', want a token that is one id of the tokenizer"),
-        (Markers(patch="[IMG]"), r"markers: got ids 256, 257 and 256, want three different ids"),
+        (Markers(patch="[IMG]"), r"markers: got ids 256, 257 and 256, want 3 different ids"),
         (Markers(end=-1), r"markers.end: got -1, want >= 0"),
     ],
 )

@@ -81,7 +81,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
     qwen, tie = profiles = list(Profiles.from_config(load(file)))
     assert [profile.name for profile in profiles] == ["qwen", "tie"]
     assert qwen.builder.scheme == MRopeQwen25(tokens_per_second=Fraction(25, 2))
-    assert qwen.builder.marker_ids == (7, 8, 9)
+    assert qwen.builder.marker_ids == (7, 8, 9, None, None)
     images = qwen.builder.images
     assert images is not None
     assert (images.backend, images.patch_size, images.mean, images.background) == (
@@ -91,7 +91,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
         (1, 2, 3),
     )
     assert qwen.rotary == Rotary(head_dim=64, axes=3, scaling=Linear(2.0))
-    assert tie.builder.marker_ids == (256, 257, 258, 300)
+    assert tie.builder.marker_ids == (256, 257, 258, 300, None)
     assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
 
 
@@ -107,11 +107,14 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.enable_truncation(1)  # of every text that it encodes, as many files have it
+    model.enable_padding(length=6)
     model.save(str(file.parent / "words.json"))
     file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
     builder = Profiles.from_config(load(file)).get("words").builder
-    assert builder.marker_ids == (0, 1, 2)
-    assert builder.build(["b"]).input_ids.tolist() == [4]
+    assert builder.marker_ids == (0, 1, 2, None, None)
+    assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
     assert builder.scheme == RopeTie()
 
 
@@ -134,7 +137,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         (
             "[profiles.a.markers]\nstart = 1\n",
-            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row",
+            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row",
         ),
         ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
@@ -193,9 +196,8 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:
         Profiles.from_config(load(file))
-    assert str(raised.value) == (
-        f"{file}: profiles.a.tokenizer: got 'x.json', which needs tokenizers: pip install tokenizers"
-    )
+    want = 'want pip install "multimodal-positions[tokenizers]"'
+    assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
 
 
 def test_settings_are_frozen() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 
-from mmpos import ByteTokenizer, InvalidInputError
+from mmpos import ByteTokenizer, Grid, InvalidInputError, SequenceBuilder
 from mmpos.tokenizers import adapt
 
 
@@ -66,6 +66,70 @@ def test_a_transformers_object_encodes_without_additions() -> None:
     assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
     assert tokenizer.token_to_id("[PATCH]") == 2
     assert tokenizer.token_to_id("[X]") is None
+
+
+def words() -> Any:
+    """Six words and the special tokens of images, in the order of their ids."""
+    names = ["an", "old", "dog", "of", "my", "town", "[IMG]", "[/IMG]", "[PATCH]", "<pad>"]
+    tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+LIMITS: list[dict[str, Any]] = [{"truncation": {"max_length": 2}}, {"padding": {"length": 9}}]
+LIMITS.append(LIMITS[0] | LIMITS[1])
+
+
+def limited(tokenizer: Any, limits: dict[str, Any]) -> Any:
+    for name, setting in limits.items():
+        getattr(tokenizer, f"enable_{name}")(**setting)
+    return tokenizer
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "transformers"])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_truncation_and_padding_of_a_tokenizer_are_not_those_of_parts(library: str, limits: dict[str, Any]) -> None:
+    inner = backend = limited(words(), limits)
+    if library == "transformers":
+        inner = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+        backend = inner.backend_tokenizer
+    settings = [backend.truncation, backend.padding]
+    parts = ["an old dog of my town", Grid(1, 2), "my dog"]
+    builder = SequenceBuilder(inner)
+    for _ in range(2):
+        assert builder.build(parts).input_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 8, 7, 4, 2]
+    assert [backend.truncation, backend.padding] == settings  # the caller's tokenizer stays as it is
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_tokenizer_may_be_limited_after_it_was_given(limits: dict[str, Any]) -> None:
+    inner = words()
+    tokenizer = adapt(inner)
+    assert tokenizer.encode("an old dog") == [0, 1, 2]
+    limited(inner, limits)
+    assert tokenizer.encode("of my town") == [3, 4, 5]
+
+
+def test_a_call_of_transformers_that_cuts_and_pads_changes_no_part() -> None:
+    kind: Any = pytest.importorskip("transformers").PreTrainedTokenizerFast
+    inner = kind(tokenizer_object=words(), pad_token="<pad>")
+    tokenizer = adapt(inner)
+    cut = inner("an old dog", truncation=True, padding="max_length", max_length=2)["input_ids"]
+    assert (cut, tokenizer.encode("an old dog")) == ([0, 1], [0, 1, 2])
+
+
+def test_a_limited_tokenizer_that_cannot_be_copied_is_refused() -> None:
+    class Spaces:
+        def pre_tokenize(self, text: Any) -> None:
+            text.split(lambda _, each: each.split(" ", "removed"))
+
+    inner = words()
+    inner.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Spaces())
+    tokenizer = adapt(inner)
+    assert tokenizer.encode("an old dog") == [0, 1, 2]
+    inner.enable_truncation(2)
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got one with truncation or padding, want one without"):
+        tokenizer.encode("an old dog")
 
 
 def test_any_object_with_encode_and_decode_will_do() -> None:

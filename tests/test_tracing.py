@@ -320,18 +320,19 @@ def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
 def test_a_missing_package_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = 'pip install "mmpos[otel]"'
+    want = 'want pip install "multimodal-positions[otel]"'
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ImportError) as raised:
         configured()
-    assert str(raised.value) == f"--otel needs the SDK of opentelemetry: {command}"
+    assert str(raised.value) == f"--otel: opentelemetry.sdk.trace is not installed, {want}"
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "mmpos_server.tracing")
     with pytest.raises(ImportError) as raised:
         importlib.import_module("mmpos_server.tracing")
-    assert str(raised.value) == f"mmpos_server.tracing needs opentelemetry: {command}"
+    said = f"mmpos_server.tracing: opentelemetry is not installed, {want}"
+    assert str(raised.value) == said
     assert main(["--otel", "--workers", "2"]) == 1
-    assert capsys.readouterr().err == f"mmpos_server: error: mmpos_server.tracing needs opentelemetry: {command}\n"
+    assert capsys.readouterr().err == f"mmpos_server: error: {said}\n"
 
 
 @pytest.fixture

@@ -149,6 +149,14 @@ def test_frames_at_a_rate_are_at_exact_times() -> None:
     )
 
 
+def test_times_late_in_a_long_video_keep_their_microseconds() -> None:
+    late = Video([Grid(1, 1)] * 3, times=[2400.123457, Fraction(86400000001, 10**6), 2**31 - 1])
+    assert late.times == (Fraction(2400123457, 10**6), Fraction(86400000001, 10**6), Fraction(2**31 - 1))
+    assert late.timestamps == ("<2400.1 seconds>", "<86400.0 seconds>", "<2147483647.0 seconds>")
+    early = Video([Grid(1, 1)], times=[Fraction(1, 10**5000)], timestamp="{seconds:.2f}")
+    assert early.timestamps == ("0.00",)
+
+
 def test_a_video_shows_its_times_and_pickles() -> None:
     video = Video([Grid(1, 1), Grid(1, 2)], seconds_per_frame=2)
     again = pickle.loads(pickle.dumps(video))
@@ -231,7 +239,7 @@ def test_what_is_no_video_is_named(call: Callable[[], Any], message: str) -> Non
 
 
 def test_a_time_without_end_is_beyond_a_limit() -> None:
-    with pytest.raises(LimitExceededError, match=r"^Video\.times\[0\]: got 2147483648, want a numerator and a denom"):
+    with pytest.raises(LimitExceededError, match=r"^Video\.times\[0\]: got 2147483648, want <= 2147483647 seconds$"):
         Video([GRID], times=[2**31])
 
 

@@ -123,6 +123,23 @@ def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
     assert frames == [0, 1, 4, 7, 8]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "scheme", "error"),
+    [
+        (0.0, mmpos.schemes.MRopeQwen25(2), InvalidInputError),
+        (float("nan"), mmpos.schemes.MRopeQwen25(2), InvalidInputError),
+        (1e6, mmpos.schemes.MRopeQwen25(2), LimitExceededError),
+        (1e30, mmpos.schemes.MRopeQwen25(2), LimitExceededError),
+        (1.0, "rope-tie", UnsupportedError),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: Any, error: type[Exception]) -> None:
+    video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=seconds)
+    with pytest.raises(ValueError, match="got") as refusal:  # caught by engines, which go on with other requests
+        ids(5, [video], scheme)
+    assert refusal.type is error
+
+
 def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
     row = [1, 1, 1, 0]
     separated = feature("image", 2, 8, row * 2, image_grid_thw=[1, 4, 6])

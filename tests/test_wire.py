@@ -17,6 +17,7 @@ from mmpos import (
     ImageSize,
     InvalidInputError,
     LimitExceededError,
+    Markers,
     MmposError,
     SegmentTable,
     SequenceBuilder,
@@ -97,6 +98,7 @@ SOURCES = [
     InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
     InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),
     InputIds([7, 1, 7], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, frames_apart=True),
+    InputIds([5, 2, 5, 3, 1], [[1, 2, 1]], image_token_id=5, row_token_id=2, last_row_token_id=3),
     InputIds([1, 5, 2, 2], [[1, 1, 1]], image_token_id=5, cu_seqlens=[0, 2, 4]),
     InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
     InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
@@ -105,7 +107,8 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_is_answered_alike_on_both_sides(source: Any) -> None:
-    scheme = "mrope-qwen2.5" if not isinstance(source, Spans) or not source.row_separator else "flatten"
+    separated = getattr(source, "row_token_id", None) or getattr(source, "row_separator", None) is True
+    scheme = "flatten" if separated else "mrope-qwen2.5"
     query = PositionsQuery(source, scheme, strict=False)
     same(through(query).run(), query.run())
 
@@ -311,9 +314,10 @@ def test_sizes_and_grids_travel() -> None:
 def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given: Any) -> None:
     with pytest.raises(MmposError) as want:
         BUILDER.build(given)
-    with pytest.raises(type(want.value)) as found:
-        parts.put_parts(sequences_pb2.Document(), given)
-    assert str(found.value) == str(want.value)
+    message = sequences_pb2.Document()
+    error = parts.put_parts(message, given).error
+    assert (type(error), str(error)) == (want.type, str(want.value))
+    assert [part.text for part in message.parts] == (["a"] if isinstance(given, list) else [])
 
 
 def query(**fields: Any) -> Callable[[], Any]:
@@ -424,6 +428,20 @@ def test_what_is_wrong_with_a_message_is_named(call: Callable[[], Any], message:
 def test_a_table_of_more_tokens_than_can_be_counted_is_refused() -> None:
     with pytest.raises(LimitExceededError, match=r"table\.num_tokens: got 2147483648, want at most"):
         table(axes=2, num_tokens=2**31)()
+
+
+def test_margins_of_images_travel() -> None:
+    builder = SequenceBuilder(markers=Markers(None, None))
+    message = sequences_pb2.Sequence()
+    sequences.put_sequence(message, builder.build(["a", Grid(1, 2)]))
+    assert sequences.get_sequence("sequence", travelled(message)).image_margins == (0, 0)
+    message.ClearField("image_margins")  # as servers did that knew no others
+    assert sequences.get_sequence("sequence", message).image_margins == (1, 1)
+    message.image_margins.extend([1, 2])
+    with pytest.raises(
+        InvalidInputError, match=r"^sequence\.image_margins: got \[1, 2\], want two numbers of 0 and 1$"
+    ):
+        sequences.get_sequence("sequence", message)
 
 
 def test_a_sequence_whose_parts_disagree_is_refused() -> None:

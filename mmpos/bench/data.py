@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmpos.bench.cases import Case, Later, Options
+from mmpos.extras import needed_for
 
-try:
+with needed_for("the data suite", extra="data"):
     import torch
-except ModuleNotFoundError as error:
-    raise ImportError('the data suite needs torch: pip install "mmpos[data]"', name=error.name) from error
 
-from mmpos.bench import collating, loaders, packing
+    from mmpos.bench import collating, loaders, packing
 
 __all__ = ["cases"]
 

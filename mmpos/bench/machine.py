@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmpos import native
-from mmpos.about import cores, version_of
+from mmpos.about import cores, version, version_of
 from mmpos.errors import UnsupportedError
 
 __all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
@@ -119,7 +119,7 @@ def stamp(malloc: str) -> Machine:
         gpu=_gpu(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        mmpos=version_of("mmpos") or "not installed",
+        mmpos=version(),
         commit=_commit(),
         native=native.core is not None,
         malloc=malloc,

@@ -8,18 +8,17 @@ from functools import partial
 
 from mmpos.bench.cases import Case, Later, Options, Point
 from mmpos.bench.timing import Budget
+from mmpos.extras import needed_for
 
-try:
+with needed_for("the rotary suite", extra="all"):
     import torch
-except ModuleNotFoundError as error:
-    raise ImportError('the rotary suite needs torch: pip install "mmpos[all]"', name=error.name) from error
 
-from mmpos.bench import graphs
-from mmpos.bench.gpu import by_events
-from mmpos.bench.layers import SHAPES, Layer, Shape, interleaved
-from mmpos.bench.norms import normalised
-from mmpos.bench.rotations import fresh, inplace, with_gradients
-from mmpos.bench.stores import stored
+    from mmpos.bench import graphs
+    from mmpos.bench.gpu import by_events
+    from mmpos.bench.layers import SHAPES, Layer, Shape, interleaved
+    from mmpos.bench.norms import normalised
+    from mmpos.bench.rotations import fresh, inplace, with_gradients
+    from mmpos.bench.stores import stored
 
 __all__ = ["cases"]
 

@@ -13,8 +13,9 @@ from itertools import chain
 from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.timing import Budget
 from mmpos.errors import UnsupportedError
+from mmpos.extras import needed_for
 
-try:
+with needed_for("the service suite", extra="server"):
     import grpc
 
     from mmpos.bench.serving.clients import Clients
@@ -25,8 +26,6 @@ try:
     from mmpos.bench.serving.processes import ServerProcess, echo, service, started
     from mmpos.bench.serving.questions import Asking, Question
     from mmpos.bench.serving.sharing import sharing
-except ModuleNotFoundError as error:
-    raise ImportError(f'the service suite needs {error.name}: pip install "mmpos[server]"', name=error.name) from error
 
 __all__ = ["cases"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.metadata import PackageNotFoundError, version
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +84,7 @@ def root(
     2 a wrong argument or input, 3 ids that [bold]mmpos check[/bold] found to differ.
     """
     if show_version:
-        typer.echo(f"mmpos {_version()}")
+        typer.echo(f"mmpos {about.version()}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -145,8 +145,12 @@ def schemes() -> None:
 @app.command()
 def info() -> None:
     """Print versions, and whether the extension in C was built."""
-    for name, value in about.info().items():
+    with warnings.catch_warnings(record=True) as caught:
+        found = about.info()
+    for name, value in found.items():
         typer.echo(f"{name:12} {value}")
+    for warning in caught:
+        typer.echo(f"mmpos: warning: {warning.message}", err=True)
 
 
 def place_specs(
@@ -170,10 +174,3 @@ def make_scheme(name: str, axes: int | None) -> Scheme:
     if "axes" not in choice:
         raise InvalidInputError(f"--axes: got {axes}, want {own} for scheme {name!r}")
     return scheme(axes=axes)  # type: ignore[call-arg]
-
-
-def _version() -> str:
-    try:
-        return version("mmpos")
-    except PackageNotFoundError:
-        return "(not installed, run from its source)"

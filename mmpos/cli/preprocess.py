@@ -19,6 +19,7 @@ from rich.console import Console
 from mmpos.cli import report
 from mmpos.cli.commands import SchemeName, app
 from mmpos.errors import InvalidInputError
+from mmpos.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.data.storing.summary import Progress, Summary
@@ -81,7 +82,7 @@ def preprocess(
         typer.Option(
             "--marker",
             metavar=_OPTION,
-            help="Of images, such as begin=<|vision_start|>; begin, end, patch and row.",
+            help="Of images, such as begin=<|vision_start|>, or begin= for none; begin, end, patch, row and last_row.",
             show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
     ] = None,
@@ -100,8 +101,7 @@ def preprocess(
     A run that was stopped leaves whole files only, and the same command goes on from there.
     With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl.
     """
-    from mmpos.data.readers import shards
-    from mmpos.data.storing.job import write_sequences
+    from mmpos.data import shards, write_sequences
 
     builder = _builder(tokenizer, image_options or (), markers or (), scheme)
     callable_ = _callable(format_name, format_options or (), images_from, builder)
@@ -154,10 +154,8 @@ def _tokenizer(name: str) -> Any:
         from mmpos.tokenizers import ByteTokenizer
 
         return ByteTokenizer()
-    try:
+    with needed_for("--tokenizer", extra="tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError("--tokenizer needs tokenizers: pip install tokenizers", name=error.name) from error
     if not Path(name).is_file():
         raise InvalidInputError(f"--tokenizer: got {name!r}, want bytes or the path of a tokenizer.json")
     try:
@@ -195,7 +193,7 @@ def _value(name: str, kind: Any, value: str) -> Any:
     if kind == "str" and not value.startswith('"'):
         return value
     if kind in ("str | int", "str | int | None") and not value.isdigit():
-        return value
+        return None if kind.endswith("None") and not value else value
     try:
         return json.loads(value)
     except ValueError:

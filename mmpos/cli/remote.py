@@ -11,6 +11,7 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import Axes, SchemeName, Specs, Start, app, make_scheme
 from mmpos.errors import ServiceUnavailableError
+from mmpos.extras import needed_for
 from mmpos.segments import SegmentTable
 from mmpos.specs import IMAGE_SUFFIXES, read_documents
 
@@ -50,10 +51,8 @@ _HERE = "localhost:50051"
 )
 def serve(context: typer.Context) -> Any:
     """Serve positions, sequences and rotations over gRPC; [bold]mmpos serve --help[/bold] lists the options."""
-    try:
+    with needed_for("mmpos serve", extra="server"):
         from mmpos_server.options import app as server
-    except ModuleNotFoundError as error:
-        raise ImportError(f'serving needs {error.name}: pip install "mmpos[server]"') from error
     return server(args=context.args, prog_name="mmpos serve", standalone_mode=False)
 
 

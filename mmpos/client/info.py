@@ -64,24 +64,26 @@ class ProfileInfo:
     Args:
         name: its name.
         scheme: the scheme's name.
-        begin_token_id: the id before an image's patches.
-        end_token_id: the id after them.
+        begin_token_id: the id before an image's patches; None where nothing stands there.
+        end_token_id: the id after them; likewise.
         patch_token_id: the id of every patch.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
         rotary: whether it has a rotation.
         row_token_id: the id after every row of an image; None where rows follow each other.
+        last_row_token_id: the id in its place after the last row; None where it is the same.
     """
 
     name: str
     scheme: str
-    begin_token_id: int
-    end_token_id: int
+    begin_token_id: int | None
+    end_token_id: int | None
     patch_token_id: int
     patch_size: int
     spatial_merge_size: int
     rotary: bool
     row_token_id: int | None
+    last_row_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,18 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
         limits=_same(Limits, message.limits),
-        profiles=tuple(
-            _same(ProfileInfo, profile, row_token_id=optional(profile, "row_token_id")) for profile in message.profiles
-        ),
+        profiles=tuple(map(_profile, message.profiles)),
         device=message.device,
         shared_memory_prefix=message.shared_memory_prefix,
     )
+
+
+def _profile(message: pb.ProfileInfo) -> ProfileInfo:
+    markers = {name: optional(message, name) for name in ("row_token_id", "last_row_token_id")}
+    for name in ("begin_token_id", "end_token_id"):
+        token_id = getattr(message, name)
+        markers[name] = None if token_id < 0 else token_id
+    return _same(ProfileInfo, message, **markers)
 
 
 def _same(kind: type[T], message: Any, **others: Any) -> T:

@@ -8,6 +8,7 @@ from mmpos.checks import boolean, one_of
 from mmpos.client.calls import Call, serialised, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.extras import needed_for
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _fill(request: Any, options: Options, rotary: Any, positions: Any) -> None:
 
 def _check_tensors(q: Any, k: Any) -> None:
     """What a server cannot see."""
-    import torch
+    with needed_for("rotations", extra="all"):
+        import torch
 
     from mmpos.rotary.norms import FLOATS
 

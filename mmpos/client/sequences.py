@@ -120,6 +120,8 @@ class BuildSettings:
         def ask(message: Any) -> Callable[[Any], InterleavedSequence]:
             self._put(message)
             sent = put_parts(message.documents.add(), parts, self.memory)
+            if sent.error is not None and not sent.names:
+                raise sent.error
             self._share(message)
 
             def decode(answer: Any) -> InterleavedSequence:
@@ -137,10 +139,10 @@ class BuildSettings:
 
         def ask(message: Any) -> Callable[[Any], Built]:
             self._put(message)
-            put: list[Sent | MmposError] = []
-            for d, parts in enumerate(documents):
-                put.append(self._document(f"documents[{d}]", message, parts))
-                if isinstance(put[-1], MmposError) and self.errors == "raise":
+            put: list[Sent] = []
+            for parts in documents:
+                put.append(put_parts(message.documents.add(), parts, self.memory))
+                if put[-1].error is not None and self.errors == "raise":
                     break  # those before it may have errors of their own, and the first is raised
             self._share(message)
 
@@ -164,22 +166,10 @@ class BuildSettings:
         if self.memory is not None and self.patches:
             self.memory.answer(message)
 
-    def _document(self, name: str, message: Any, parts: Any) -> Sent | MmposError:
-        document = message.documents.add()
+    def _outcome(self, name: str, found: Any, sent: Sent) -> InterleavedSequence | MmposError:
         try:
             with _naming(name):
-                return put_parts(document, parts, self.memory)
-        except MmposError as error:
-            # An empty document holds its place; what the server says of it is not looked at.
-            document.Clear()
-            return error
-
-    def _outcome(self, name: str, found: Any, put: Sent | MmposError) -> InterleavedSequence | MmposError:
-        try:
-            if isinstance(put, MmposError):
-                raise put
-            with _naming(name):
-                return _one(found, put, self.memory)
+                return _one(found, sent, self.memory)
         except MmposError as error:
             if self.errors == "raise":
                 raise
@@ -204,9 +194,13 @@ def _results(answer: Any, count: int) -> Any:
 
 
 def _one(found: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
-    """The sequence of one document, or its error raised, both in terms of the parts given."""
+    """The sequence of one document, or its first error raised, both in terms of the parts given."""
     if found.WhichOneof("outcome") == "error":
-        raise _of_given(get_error(found.error), sent.names)
+        error = get_error(found.error)
+        of_part = _of_given(error, sent.names)
+        raise of_part or sent.error or error
+    if sent.error is not None:
+        raise sent.error
     with trusting():
         sequence = get_sequence("sequence", found.sequence, sent.hashes, memory)
         offsets, want = sequence.part_offsets, len(sent.given) + 1
@@ -215,9 +209,9 @@ def _one(found: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
         return replace(sequence, part_offsets=given_offsets(offsets, sent.given))
 
 
-def _of_given(error: MmposError, names: list[str]) -> MmposError:
-    """The error of a part sent, with the name of what was given: a server sees texts and images of a Video."""
+def _of_given(error: MmposError, names: list[str]) -> MmposError | None:
+    """The error of a part sent, if it is one, with the name of what was given: a server sees parts of a Video."""
     part = re.match(r"parts\[(\d+)\]", str(error))
     if part is None or int(part[1]) >= len(names):
-        return error
+        return None
     return type(error)(names[int(part[1])] + str(error)[part.end() :])

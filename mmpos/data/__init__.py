@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.data.documents import Document, Location, Piece, RecordError
 from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
+from mmpos.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.data.batches.batch import Batch
@@ -95,7 +96,6 @@ _ROOMS = {
     "storing.summary": ("Progress", "Summary"),
 }
 _LAZY = {name: room for room, names in _ROOMS.items() for name in names}
-_NEEDS = ("torch", "pyarrow", "webdataset", "datasets", "torchdata")
 
 if not TYPE_CHECKING:
 
@@ -104,12 +104,8 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'mmpos.data' has no attribute {name!r}")
         from importlib import import_module
 
-        try:
+        with needed_for(f"mmpos.data.{name}", extra="data"):
             return getattr(import_module(f"mmpos.data.{_LAZY[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name not in _NEEDS:
-                raise
-            raise ImportError(f'mmpos.data.{name} needs {error.name}: pip install "mmpos[data]"') from error
 
     def __dir__() -> list[str]:
         return sorted([*globals(), *_LAZY])

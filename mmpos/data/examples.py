@@ -68,10 +68,9 @@ class Example:
         start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
         stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
         whole = self.sequence
-        spans = whole.image_spans
+        spans, marked = whole.image_spans, whole.marked_spans
         for name, edge in (("start", start), ("stop", stop)):
-            # An image begins with the marker before its patches and ends with the one after them.
-            cut = (spans[:, 0] - 1 < edge) & (edge < spans[:, 1] + 1)
+            cut = (marked[:, 0] < edge) & (edge < marked[:, 1])
             if cut.any():
                 raise InvalidInputError(f"{name}: got {edge} inside image {int(cut.argmax())}, want it between parts")
         kept = (spans[:, 0] >= start) & (spans[:, 1] <= stop)
@@ -132,9 +131,12 @@ class Preprocess:
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
         train &= sequence.token_type_ids != GRID
-        if not self.train_markers and len(sequence.image_spans):
-            train[sequence.image_spans[:, 0] - 1] = False
-            train[sequence.image_spans[:, 1]] = False
+        if not self.train_markers:
+            before, after = sequence.image_margins
+            if before:
+                train[sequence.image_spans[:, 0] - 1] = False
+            if after:
+                train[sequence.image_spans[:, 1]] = False
             train[separator_tokens(sequence.segments)] = False
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
 

@@ -26,6 +26,7 @@ from mmpos.encodings.rope_nd import Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets
+from mmpos.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.encodings.attention import SelfAttention
@@ -86,10 +87,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name != "SelfAttention":
             raise AttributeError(f"module 'mmpos.encodings' has no attribute {name!r}")
-        try:
+        with needed_for("attention", extra="all"):
             from mmpos.encodings.attention import SelfAttention
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise ImportError('attention needs torch: pip install "mmpos[all]"') from error
         return SelfAttention

@@ -7,6 +7,8 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
+from mmpos.extras import needed_for
+
 if TYPE_CHECKING:
     from mmpos.hf.patching import patch, unpatch
     from mmpos.hf.processor import MMPosProcessor
@@ -22,9 +24,5 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'mmpos.hf' has no attribute {name!r}")
         from importlib import import_module
 
-        try:
+        with needed_for("mmpos.hf", extra="hf"):
             return getattr(import_module(f"mmpos.hf.{_ROOMS[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name not in ("torch", "transformers"):
-                raise
-            raise ImportError(f'mmpos.hf needs {error.name}: pip install "mmpos[hf]"') from error

@@ -16,7 +16,7 @@ from mmpos.hf.processor_batch import PositionBatch, per_token
 from mmpos.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
 from mmpos.hf.processor_images import flat, patches_of, process
 from mmpos.hf.processor_options import Options, flat_options
-from mmpos.hf.processor_rows import expand
+from mmpos.hf.processor_rows import added_tokens, expand
 from mmpos.images import ImageProcessor
 from mmpos.markers import Markers
 from mmpos.placing import place
@@ -76,7 +76,7 @@ class MMPosProcessor(ProcessorMixin):
     @property
     def image_token_id(self) -> int:
         """The id of every patch in input_ids."""
-        return self._marker_ids[2]
+        return self._marker_ids.patch
 
     @property
     def image_token(self) -> str:
@@ -124,7 +124,7 @@ class MMPosProcessor(ProcessorMixin):
             if value is not None:
                 raise UnsupportedError(f"{name}: got {type(value).__name__}, want None: a processor of images and text")
         given = flat_options(options)
-        chosen = Options.of(given)
+        chosen = Options.of(given, self.tokenizer)
         if is_chat(text):
             generate = given.pop("add_generation_prompt", False)
             given = given if images is None else {**given, "images": images}
@@ -185,16 +185,15 @@ class MMPosProcessor(ProcessorMixin):
 
         Raises:
             InvalidInputError: the first image that does not fit its placeholders, with both counts.
-            UnsupportedError: images have row separators, which token ids alone do not tell apart.
         """
-        if self.markers.row is not None:
-            raise UnsupportedError("markers.row: got row separators, want the positions that the call gave")
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
             image_token_id=self.image_token_id,
             spatial_merge_size=self.images.spatial_merge_size,
             attention_mask=attention_mask,
+            row_token_id=self._marker_ids.row,
+            last_row_token_id=self._marker_ids.last_row,
         )
 
     def positions(
@@ -227,10 +226,11 @@ class MMPosProcessor(ProcessorMixin):
     ) -> dict[str, Any]:
         """All that comes of the text, and of the sizes of the images."""
         encoded = options.encode(self.tokenizer, texts)
-        rows = expand(encoded["input_ids"], grid_thw, counts, self._marker_ids, marked=self.add_markers)
+        markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
+        rows = expand(encoded["input_ids"], grid_thw, counts, markers)
         limit = options.limit(self.tokenizer)
         if limit is not None:
-            rows = rows.cut(limit, self.tokenizer.truncation_side)
+            rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))
         table = place(rows.segments(), self.scheme, self.start)
         values = {"input_ids": rows.input_ids}
         if options.return_mm_token_type_ids:

@@ -56,7 +56,7 @@ def per_token(
         tokenizer: which side is padded, and with what.
         options: how the rows become equally long, if they do.
     """
-    width = options.width(rows.lengths)
+    width = options.width(rows.lengths, tokenizer)
     dtype = None if positions.fractional else np.int64
     if width is None:
         split = rows.lengths.cumsum()[:-1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
+from mmpos.markers import MarkerIds
 from mmpos.segments import SegmentTable
 from mmpos.separators import separator_tokens
 
@@ -27,9 +29,8 @@ class Rows:
         first: (images,) first token of each image, a marker before it included.
         stop: (images,) one past its last token, likewise.
         document: (images,) the row of each image.
-        marked: whether markers stand around the patches of an image.
         grid_thw: (images, 3) frames, height and width after merging.
-        row_separator: whether the rows of an image end in one more token.
+        markers: the tokens that were put around and into the images.
     """
 
     input_ids: IntArray
@@ -38,29 +39,39 @@ class Rows:
     first: IntArray
     stop: IntArray
     document: IntArray
-    marked: bool
     grid_thw: IntArray
-    row_separator: bool
+    markers: MarkerIds
 
     def segments(self) -> SegmentTable:
         """What stands where; no token is read."""
         starts = self.lengths.cumsum() - self.lengths
-        offsets = self.first + self.marked - starts[self.document]
-        return SegmentTable.from_spans(
-            self.lengths, offsets, self.grid_thw, self.document, row_separator=self.row_separator
-        )
+        offsets = self.first + self.markers.margins[0] - starts[self.document]
+        separated = self.markers.row is not None
+        return SegmentTable.from_spans(self.lengths, offsets, self.grid_thw, self.document, row_separator=separated)
 
-    def cut(self, length: int, side: str) -> Rows:
+    def cut(self, length: int, side: str, added: IntArray) -> Rows:
         """Every row cut to at most so many tokens, on the right or on the left, which may cut no image.
 
+        Args:
+            length: most tokens of a row.
+            side: "right" or "left".
+            added: (rows, 2) tokens at the begin and at the end of each row that stay.
+
         Raises:
-            InvalidInputError: an image would be cut, or cut off: its pixels would have no place.
+            InvalidInputError: an image would be cut, or cut off: its pixels would have no place; or there would be no
+                room for what stays.
         """
-        stops = self.lengths.cumsum()
-        starts = stops - self.lengths
+        long = self.lengths > length
+        least = int((added.sum(axis=1) * long).max())
+        if least > length:
+            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
+        # What goes is one run of tokens, before those that stay at the end or behind those at the begin.
+        begin = length - added[:, 1] if side == "right" else added[:, 0]
+        begin = np.where(long, begin, self.lengths)
         kept = np.minimum(self.lengths, length)
-        begin, end = (starts, starts + kept) if side == "right" else (stops - kept, stops)
-        lost = (self.first < begin[self.document]) | (self.stop > end[self.document])
+        starts = self.lengths.cumsum() - self.lengths
+        begin, end = starts + begin, starts + begin + self.lengths - kept
+        lost = (self.stop > begin[self.document]) & (self.first < end[self.document])
         if lost.any():
             i = int(lost.argmax())
             row = int(self.document[i])
@@ -68,25 +79,33 @@ class Rows:
                 f"max_length: got {length}, which cuts image {i} off text[{row}] of {self.lengths[row]} tokens, "
                 "want more, or truncation=False"
             )
-        shift = (begin - (kept.cumsum() - kept))[self.document]
-        inside = np.arange(kept.sum()) + np.repeat(begin - (kept.cumsum() - kept), kept)
+        token = np.arange(self.input_ids.size)
+        inside = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
+        before = inside.cumsum() - inside
         return replace(
             self,
             input_ids=self.input_ids[inside],
             lengths=kept,
             source=self.source[inside],
-            first=self.first - shift,
-            stop=self.stop - shift,
+            first=before[self.first],
+            stop=before[self.stop - 1] + 1,
         )
+
+
+def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
+    """(rows, 2) special tokens that a tokenizer has put before and after each text, as its mask of them says."""
+    runs = [
+        (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
+        for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
+    ]
+    return np.array(runs, np.int64)
 
 
 def expand(
     texts: Sequence[Sequence[int]],
     grid_thw: IntArray,
     given: IntArray | None,
-    marker_ids: tuple[int, ...],
-    *,
-    marked: bool,
+    markers: MarkerIds,
 ) -> Rows:
     """Put the tokens of images in the place of their placeholders.
 
@@ -94,35 +113,30 @@ def expand(
         texts: token ids of each row, with one placeholder per image.
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
         given: (rows,) images given for each row; None where they are given for all together.
-        marker_ids: of begin, end and patch, and of row if there is one.
-        marked: whether to put begin and end around the patches.
+        markers: the tokens to put around and into the images.
 
     Raises:
         InvalidInputError: a row without tokens, or other placeholders than images.
     """
-    begin, end, patch, *row = marker_ids
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)
     if not lengths.all():
         raise InvalidInputError(f"text[{int(lengths.argmin())}]: got no tokens, want at least one")
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
-    (at,) = (ids == patch).nonzero()
+    (at,) = (ids == markers.patch).nonzero()
     document = np.searchsorted(before, at, side="right") - 1
     _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), given)
     frames, height, width = grid_thw.T
-    tokens = frames * height * (width + len(row)) + 2 * marked
+    front, back = markers.margins
+    tokens = frames * height * (width + (markers.row is not None)) + front + back
     counts = np.ones(ids.size, np.int64)
     counts[at] = tokens
     source = np.arange(ids.size).repeat(counts)
     stop = counts.cumsum()[at]
     longer = np.bincount(document, tokens - 1, lengths.size).astype(np.int64)  # exact: below 2**53
-    rows = Rows(
-        ids[source], lengths + longer, source, stop - tokens, stop, document, marked, grid_thw, row_separator=bool(row)
-    )
-    if marked:
-        rows.input_ids[rows.first], rows.input_ids[stop - 1] = begin, end
-    if row:
-        rows.input_ids[separator_tokens(rows.segments())] = row[0]
+    rows = Rows(ids[source], lengths + longer, source, stop - tokens, stop, document, grid_thw, markers)
+    spans = np.stack([rows.first + front, stop - back], axis=1)
+    markers.write(rows.input_ids, spans, separator_tokens(rows.segments()))
     return rows
 
 

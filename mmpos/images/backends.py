@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.extras import needed_for
+
 __all__ = ["BACKENDS", "decode_jpeg", "pillow", "resize"]
 
 BACKENDS = ("torchvision", "pillow")
@@ -17,24 +19,17 @@ Pixels = npt.NDArray[np.uint8]
 
 def pillow() -> ModuleType:
     """PIL.Image."""
-    try:
+    with needed_for("images", extra="pillow"):
         from PIL import Image
-    except ImportError as error:
-        raise ImportError('images need Pillow: pip install "mmpos[pillow]"') from error
     return Image
 
 
 def torchvision() -> tuple[Any, Any]:
     """torch and torchvision.transforms.v2.functional."""
-    try:
+    with needed_for('backend="torchvision" (backend="pillow" works without torch)', extra="all"):
         import torch
         import torchvision.io  # noqa: F401 (registers decode_jpeg)
         from torchvision.transforms.v2 import functional
-    except ImportError as error:
-        raise ImportError(
-            'backend="torchvision" needs torch and torchvision: pip install "mmpos[all]"; '
-            'backend="pillow" needs neither'
-        ) from error
     return torch, functional
 
 

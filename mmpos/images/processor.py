@@ -61,7 +61,7 @@ class ImageProcessor:
         backend: "torchvision" (fast) or "pillow"; pixels differ by a few levels between them.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches on a side of the square that becomes one token.
-        min_pixels: least pixels after resizing, unless rounding puts that over a maximum.
+        min_pixels: what images of fewer pixels are scaled up to; one that is scaled down to max_pixels may end below.
         max_pixels: most pixels after resizing.
         max_tokens: most tokens after merging; None for no limit but max_pixels.
         order: "raster" for patches row by row, "merged" for the patches of a token side by side, as Qwen-VL wants.
@@ -70,7 +70,7 @@ class ImageProcessor:
         std: of red, green and blue, as parts of 1.
         background: what shows through transparent pixels: red, green and blue, 0 to 255.
         max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent.
-        max_aspect_ratio: most times that the long side may be as long as the short one, before and after resizing.
+        max_aspect_ratio: most times that the long side may be as long as the short one, before resizing.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -125,14 +125,16 @@ class ImageProcessor:
         """The size of an image after resizing, from its size alone.
 
         Both sides are the nearest multiples of patch_size * spatial_merge_size; where that leaves the range from
-        min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to the inside of it.
+        min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to the inside of it. This is
+        ``smart_resize`` of Qwen-VL in Transformers, but where that leaves the maximum, or no row: the maximum holds
+        here, and a side is one token at least.
 
         Args:
             height: rows of pixels.
             width: columns of pixels.
 
         Returns:
-            (height, width) in pixels; fitting them again changes nothing.
+            (height, width) in pixels.
 
         Raises:
             InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt
 
 from mmpos.checks import INT32_MAX, integer
 from mmpos.errors import InvalidInputError
@@ -42,53 +42,22 @@ class Budget:
     max_aspect_ratio: int
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens for an image of height x width pixels."""
+        """Rows and columns of tokens for an image of height x width pixels.
+
+        Source: ``smart_resize`` of Qwen2-VL in Transformers, operation by operation, so that floats round alike. Only
+        sizes that it leaves over the maximum, or without a row, are others.
+        """
         short, long = sorted((height, width))
         if long > self.max_aspect_ratio * short:
             got = f"{height} x {width} pixels"
             raise InvalidInputError(f"image: got {got}, want a long side <= {self.max_aspect_ratio} short sides")
-        a, b = self._grow(*self._scale(short, long), square=short == long)
-        return (a, b) if height <= width else (b, a)
-
-    def _scale(self, short: int, long: int) -> tuple[int, int]:
-        """The nearest size in tokens; scaled down to the most or up to the least where it leaves the range.
-
-        Square roots are taken of whole numbers, so that no float rounds over the maximum.
-        """
-        area, most = self.factor**2, self.max_pixels // self.factor**2
-        a, b = max(1, round(short / self.factor)), max(1, round(long / self.factor))
-        if a * b * area < self.min_pixels:
-            a = _ceil_sqrt(short * self.min_pixels, long * area)
-            b = _ceil_sqrt(long * self.min_pixels, short * area)
-        if a * b > most:
-            a = max(1, isqrt(short * self.max_pixels // (long * area)))
-            b = isqrt(long * self.max_pixels // (short * area))
-        # A thin image has its short side raised to one token: the long side alone must then keep the maximum.
-        return a, min(b, most // a, self.max_aspect_ratio * a)
-
-    def _grow(self, a: int, b: int, *, square: bool) -> tuple[int, int]:
-        """Give back what rounding down took below the minimum, while the maximum allows; a square stays one."""
-        most = self.max_pixels // self.factor**2
-        least = min(most, -(-self.min_pixels // self.factor**2))
-        if a * b >= least or square:
-            return a, b
-        # The long side first: one token more changes its length, and so the aspect ratio, the least.
-        grown = self._lengthen(a, b, least, most)
-        if grown[0] * grown[1] < least:
-            other = self._lengthen(min(-(-least // b), most // b, b), b, least, most)
-            grown = other if other[0] * other[1] >= least else grown
-        return grown
-
-    def _lengthen(self, a: int, b: int, least: int, most: int) -> tuple[int, int]:
-        """The long side, then the short one, as far as the least needs and the most allows, until neither moves."""
-        before = None
-        while a * b < least and (a, b) != before:
-            before = a, b
-            b = min(-(-least // a), most // a, self.max_aspect_ratio * a)
-            a = min(-(-least // b), most // b, b)
-        return a, b
-
-
-def _ceil_sqrt(numerator: int, denominator: int) -> int:
-    """The square root of a positive fraction, rounded up."""
-    return isqrt(-(-numerator // denominator) - 1) + 1
+        factor, area = self.factor, self.factor**2
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * area < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * scale / factor), math.ceil(width * scale / factor)
+        if rows * columns * area > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
+        most = self.max_pixels // area  # for the one row of an image so thin that it has rounded to none
+        return min(max(1, rows), most), min(max(1, columns), most)

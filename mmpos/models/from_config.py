@@ -51,6 +51,7 @@ def from_hf_config(
         image_token_id=told.integer("image_token_id", "image_token_index", needed=many_axes),
         video_token_id=told.integer("video_token_id", "video_token_index"),
         image_markers=_pair(told, known.markers),
+        row_markers=None if vision is None or _encoder_type(told, vision) != "pixtral" else known.row_markers,
         video_markers=_pair(told, known.video_markers),
         spatial_merge_size=_merge(told, scheme),
         temporal_merge_size=_side(told, "temporal_merge_size") if known.merges_frames else 1,
@@ -122,12 +123,17 @@ def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None
     return begin, end
 
 
+def _encoder_type(told: Fields, vision: Fields) -> str:
+    """The model type of the encoder, without _vision."""
+    # The first config.json of Qwen2-VL and Qwen2.5-VL do not name their encoders, which are always their own.
+    return told.model_type() if vision.get("model_type") is None else vision.part_type()
+
+
 def _encoder(told: Fields, vision: Fields | None) -> dict[str, Any]:
     """Positions and rotation of an encoder whose rows and columns turn."""
     if vision is None:
         return {}
-    # The first config.json of Qwen2-VL and Qwen2.5-VL do not name their encoders, which are always their own.
-    encoder = told.model_type() if vision.get("model_type") is None else vision.part_type()
+    encoder = _encoder_type(told, vision)
     if encoder not in ENCODER_ORDERS:
         return {}
     order = ENCODER_ORDERS[encoder]

@@ -36,6 +36,8 @@ class ModelType:
         timed: frames are placed in seconds, at vision_config.tokens_per_second.
         frames_apart: every frame of a video is a grid of its own.
         merges_frames: vision_config.temporal_merge_size frames of a video become one.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
+            Pixtral's; nothing stands around it then.
         note: what is special, for people.
     """
 
@@ -47,6 +49,7 @@ class ModelType:
     timed: bool = False
     frames_apart: bool = False
     merges_frames: bool = False
+    row_markers: tuple[str, str] | None = None
     note: str = ""
 
 
@@ -68,7 +71,10 @@ def _flat(note: str = "", text: frozenset[str] = TEXT_TYPES, markers: tuple[str,
     return ModelType("flatten", "flatten", text, markers, note=note)
 
 
-_SEPARATED = "rows end in [IMG_BREAK], which the config does not name: without grids all tokens count alike"
+def _pixtral(note: str) -> ModelType:
+    return ModelType("flatten", "flatten", TEXT_TYPES, row_markers=("[IMG_BREAK]", "[IMG_END]"), note=note)
+
+
 _QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
 
@@ -110,9 +116,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             _names("hunyuan_image_3_moe"),
             note="half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
         ),
-        "mistral3": _flat(_SEPARATED),
+        "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
         "lighton_ocr": _flat(),
-        "llava": _flat("the encoder may be Pixtral's"),
+        "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
         "llava_next": _flat(),
         "llava_onevision": _flat(),
         "internvl": _flat(),

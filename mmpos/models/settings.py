@@ -38,6 +38,8 @@ class ModelSettings:
         image_token_id: the placeholder of image patches; None where the config does not name it.
         video_token_id: likewise of videos.
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
+            follow each other.
         video_markers: ids around a video whose frames have the placeholders of images; else None.
         spatial_merge_size: patches merged along each side into one token.
         temporal_merge_size: frames of video_grid_thw merged into one.
@@ -54,6 +56,7 @@ class ModelSettings:
     image_token_id: int | None = None
     video_token_id: int | None = None
     image_markers: tuple[int, int] | None = None
+    row_markers: tuple[str, str] | None = None
     video_markers: tuple[int, int] | None = None
     spatial_merge_size: int = 1
     temporal_merge_size: int = 1
@@ -77,6 +80,8 @@ class ModelSettings:
         cu_seqlens: npt.ArrayLike | None = None,
         attention_mask: npt.ArrayLike | None = None,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        row_token_id: int | None = None,
+        last_row_token_id: int | None = None,
     ) -> SegmentTable:
         """The table of a tokenised batch, as the processor of the model made it.
 
@@ -89,6 +94,8 @@ class ModelSettings:
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
+            row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``.
+            last_row_token_id: the id of the second.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both counts; see
@@ -109,6 +116,8 @@ class ModelSettings:
             attention_mask=attention_mask,
             seconds_per_frame=seconds_per_frame,
             frames_apart=self.frames_apart,
+            row_token_id=row_token_id,
+            last_row_token_id=last_row_token_id,
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
@@ -117,11 +126,13 @@ class ModelSettings:
 
     @property
     def markers(self) -> Markers:
-        """The tokens around and inside an image, by id, for ``SequenceBuilder``.
+        """The tokens around and inside an image, for ``SequenceBuilder``: by id, or by name those that end rows.
 
         Raises:
             UnsupportedError: the config does not name them.
         """
+        if self.row_markers is not None and self.image_token_id is not None:
+            return Markers(None, None, self.image_token_id, *self.row_markers)
         if self.image_markers is None or self.image_token_id is None:
             raise UnsupportedError(
                 f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmpos.checks import text
 from mmpos.errors import InvalidInputError
+from mmpos.extras import needed_for
 
 SUFFIXES = (".png", ".svg")
 """What a picture's file may end in."""
@@ -90,11 +91,9 @@ def canvas(target: Path, width: float, height: float) -> Iterator[Any]:
         InvalidInputError: a path that cannot be written.
         ImportError: matplotlib is not installed.
     """
-    try:
+    with needed_for("plots", extra="cli"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('matplotlib is not installed, want pip install "mmpos[cli]"', name=error.name) from None
     with matplotlib.rc_context():
         # A reader's own matplotlibrc must not change the picture.
         matplotlib.rcdefaults()

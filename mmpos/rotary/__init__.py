@@ -9,6 +9,7 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
+from mmpos.extras import needed_for
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 
@@ -48,9 +49,5 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'mmpos.rotary' has no attribute {name!r}")
         from importlib import import_module
 
-        try:
+        with needed_for("rotations", extra="all"):
             return getattr(import_module(f"mmpos.rotary.{_WITH_TORCH[name]}"), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise ImportError('rotations need torch: pip install "mmpos[all]"') from error

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError
+from mmpos.extras import missing
 from mmpos.rotary import norm_operator, operator, phases
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.memory import check_inplace
@@ -213,7 +214,7 @@ def chosen(implementation: Implementation, device: torch.device) -> int:
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
     if implementation == "triton" and not _has_triton():
-        raise ImportError('implementation "triton" needs triton: pip install "mmpos[all]"')
+        raise missing('implementation "triton"', "triton", extra="all")
     return operator.TRITON if implementation == "triton" else operator.REFERENCE
 
 

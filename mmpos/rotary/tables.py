@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError('rotations need torch: pip install "mmpos[all]"') from error
-from torch import Tensor
-
 from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import operator, phases
-from mmpos.rotary.device import DevicePositions
-from mmpos.rotary.sources import Positions, Source, constants, source_of
+from mmpos.extras import needed_for
+
+with needed_for("rotations", extra="all"):
+    import torch
+    from torch import Tensor
+
+    from mmpos.rotary import operator, phases
+    from mmpos.rotary.device import DevicePositions
+    from mmpos.rotary.sources import Positions, Source, constants, source_of
 
 if TYPE_CHECKING:
     from mmpos.rotary.config import Rotary

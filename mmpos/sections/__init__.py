@@ -6,17 +6,13 @@ Shapes used throughout:
     cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin
 """
 
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ImportError('mmpos.sections needs torch: pip install "mmpos[all]"') from error
+from mmpos.extras import needed_for
 
-from mmpos.sections.cache import install_cache
-from mmpos.sections.ids import batch_positions, draft_positions, request_positions, window_positions
-from mmpos.sections.layout import Sections, qk_channels
-from mmpos.sections.weights import permute_qk
+with needed_for("mmpos.sections", extra="all"):
+    from mmpos.sections.cache import install_cache
+    from mmpos.sections.ids import batch_positions, draft_positions, request_positions, window_positions
+    from mmpos.sections.layout import Sections, qk_channels
+    from mmpos.sections.weights import permute_qk
 
 __all__ = [
     "Sections",

@@ -6,16 +6,14 @@ Shapes used throughout:
     table          (columns,) int64: a PositionTable as one tensor without a batch dimension
 """
 
-try:
-    import torch as _torch  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ImportError('mmpos.torchtitan needs torch: pip install "mmpos[all]"') from error
+from mmpos.extras import needed_for
 
-from mmpos.torchtitan.config import rotary_from_config
-from mmpos.torchtitan.delivery import deliver_positions
-from mmpos.torchtitan.inputs import document_positions, rope_cache, table_tensor
-from mmpos.torchtitan.rope import RoPE
-from mmpos.torchtitan.shards import shard, shard_tensors
+with needed_for("mmpos.torchtitan", extra="all"):
+    from mmpos.torchtitan.config import rotary_from_config
+    from mmpos.torchtitan.delivery import deliver_positions
+    from mmpos.torchtitan.inputs import document_positions, rope_cache, table_tensor
+    from mmpos.torchtitan.rope import RoPE
+    from mmpos.torchtitan.shards import shard, shard_tensors
 
 __all__ = [
     "RoPE",

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    from torchtitan.config import derive, override
-    from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
-    from torchtitan.models.common.rope import RoPE as TitanRoPE
-    from torchtitan.protocols.module import Module
-except ModuleNotFoundError as error:
-    if error.name != "torchtitan":
-        raise
-    raise ImportError("this override needs torchtitan: pip install torchtitan") from error
+from torchtitan.config import derive, override
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common.rope import RoPE as TitanRoPE
+from torchtitan.protocols.module import Module
 
 from mmpos.torchtitan.config import rotary_from_config
 from mmpos.torchtitan.rope import RoPE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,48 +32,57 @@ class Sent:
             give it.
         given: the part given that each part sent is of: a Video is sent as texts and images.
         names: what errors call each part sent.
+        error: of the part after those sent, which cannot be; those before it may have faults that only a server knows.
     """
 
     hashes: dict[int, str] = field(default_factory=dict)
     given: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    error: MmposError | None = None
 
 
 def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> Sent:
-    """Fill a message with the parts of a document, as SequenceBuilder.build takes them.
+    """Fill a message with the parts of a document, as SequenceBuilder.build takes them, up to one that cannot be sent.
 
     A path travels as the bytes of its file, an image without a file as its upright pixels, and a Video as its plain
-    parts; memory: as for ``put_tensor``.
-
-    Raises:
-        MmposError: naming ``parts[i]``, as SequenceBuilder.build does.
+    parts; memory: as for ``put_tensor``. The error of the part that cannot be sent is that of SequenceBuilder.build.
     """
     if not isinstance(parts, list | tuple):
-        raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
+        return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
     sent = Sent()
     images = 0
     for given, name, part in plain_parts(parts):
+        entry = message.parts.add()
+        try:
+            is_image, content_hash = _put_part(name, entry, part, memory)
+        except MmposError as error:
+            del message.parts[-1]
+            return replace(sent, error=error)
+        if content_hash is not None:
+            sent.hashes[images] = content_hash
+        images += is_image
         sent.given.append(given)
         sent.names.append(name)
-        entry = message.parts.add()
-        if isinstance(part, str):
-            entry.text = text(name, part)
-        elif isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
-            put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
-        else:
-            try:
-                content_hash = _put_image(entry, part, memory)
-            except MmposError as error:
-                raise type(error)(f"{name}: {error}") from error
-            if content_hash is not None:
-                sent.hashes[images] = content_hash
-            images += 1
     return sent
 
 
 def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
     """The parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
     return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
+
+
+def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tuple[bool, str | None]:
+    """Whether the part is an image, and its content hash where that is to be known here."""
+    if isinstance(part, str):
+        entry.text = text(name, part)
+        return False, None
+    if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+        put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
+        return False, None
+    try:
+        return True, _put_image(entry, part, memory)
+    except MmposError as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Me
     put_integers(message.grid_thw, sequence.grid_thw)
     put_integers(message.image_spans, sequence.image_spans)
     put_integers(message.part_offsets, sequence.part_offsets)
+    put_integers(message.image_margins, np.array(sequence.image_margins))
     message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
 
 
@@ -76,4 +77,14 @@ def get_sequence(
         image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
         image_hashes=tuple(hashes.get(i, found or None) for i, found in enumerate(message.image_hashes)),
         part_offsets=integers(message.part_offsets),
+        image_margins=_margins(path(name, "image_margins"), message.image_margins),
     )
+
+
+def _margins(name: str, numbers: Sequence[int]) -> tuple[int, int]:
+    """Markers before and after an image, each one or none."""
+    if not numbers:  # of a server that knows no others
+        return (1, 1)
+    if len(numbers) != 2 or not {0, 1}.issuperset(numbers):
+        raise InvalidInputError(f"{name}: got {list(numbers)[:8]}, want two numbers of 0 and 1")
+    return numbers[0], numbers[1]

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mmpos.wire.memory import Memory
 
 
+_NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+
+
 def put_source(
     message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
 ) -> None:
@@ -70,7 +73,7 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
         grids = getattr(source, field)
         if grids is not None:
             put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
-    for field in ("image_token_id", "video_token_id", "spatial_merge_size"):
+    for field in _NUMBERS:
         value = getattr(source, field)
         if value is not None:
             setattr(message, field, integer(field, value, minimum=-(2**63), maximum=2**63 - 1))
@@ -88,13 +91,11 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
         integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
         integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
-        image_token_id=optional(message, "image_token_id"),
-        video_token_id=optional(message, "video_token_id"),
-        spatial_merge_size=optional(message, "spatial_merge_size"),
         cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
         attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
+        **{field: optional(message, field) for field in _NUMBERS},
     )
 
 

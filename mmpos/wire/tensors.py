@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.extras import needed_for
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.wire.fields import enum, path
 
@@ -113,7 +114,8 @@ def get_tensor(
 
 def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> torch.Tensor:
     """The torch tensor of a message, which may be written to; memory: as for ``get_tensor``."""
-    import torch
+    with needed_for("rotations", extra="all"):
+        import torch
 
     array = owned(get_tensor(name, message, memory=memory))
     tensor = torch.from_numpy(array)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mmpos.errors import MmposError
+from mmpos.extras import needed_for, pip_install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,12 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if something is missing on this machine, 2 if the command line or a setting is wrong.
     """
     try:
-        from mmpos_server.options import app
+        with needed_for("mmpos_server", extra="server"):
+            from mmpos_server.options import app
 
         return int(app(args=arguments, prog_name="mmpos_server", standalone_mode=False) or 0)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] in _PACKAGES:
-            return _fail(f'{error.name} is not installed, want pip install "mmpos[server]"', 1)
         return _fail(str(error), 1)
     except MmposError as error:
         return _fail(str(error), 2)
@@ -33,13 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Errors of usage have a message of their own, under whichever base class this typer gives them.
         message = getattr(error, "format_message", None)
         if type(error).__module__ == "google.protobuf.runtime_version":
-            return _fail(f'{error} Install what needs protobuf in one command, with "mmpos[server]" among it', 1)
+            return _fail(f"{error} Install what needs protobuf in one command, with {pip_install('server')}", 1)
         if message is None:
             raise
         return _fail(f"{message().strip().rstrip('.')}; mmpos_server --help tells more", 2)
-
-
-_PACKAGES = ("google", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "structlog", "typer")
 
 
 def _fail(message: str, code: int) -> int:

@@ -107,12 +107,18 @@ class Pools(_Settings):
 
 
 class MarkerSettings(_Settings):
-    """The special tokens of images, by name or by id."""
+    """The special tokens of images, by name or by id; TOML has no null, so "" says that there is none."""
 
-    begin: str | int = "[IMG]"
-    end: str | int = "[/IMG]"
+    begin: str | int | None = "[IMG]"
+    end: str | int | None = "[/IMG]"
     patch: str | int = "[PATCH]"
     row: str | int | None = None
+    last_row: str | int | None = None
+
+    @field_validator("begin", "end", "row", "last_row")
+    @classmethod
+    def _none(cls, marker: str | int | None) -> str | int | None:
+        return None if marker == "" else marker
 
 
 class ImageSettings(_Settings):

@@ -79,7 +79,10 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     if isinstance(source, InputIds):
         builder = profile.builder
         if source.image_token_id is None and named:
-            source = replace(source, image_token_id=builder.marker_ids[2])
+            markers = builder.marker_ids
+            source = replace(source, image_token_id=markers.patch)
+            if source.row_token_id is None and source.last_row_token_id is None:
+                source = replace(source, row_token_id=markers.row, last_row_token_id=markers.last_row)
         if source.spatial_merge_size is None and named and builder.images is not None:
             source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
     scheme = profile.builder.scheme if query.scheme is None else query.scheme

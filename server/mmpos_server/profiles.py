@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
+from mmpos.extras import needed_for
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
 from mmpos.schemes import Scheme, get_scheme
@@ -118,12 +119,8 @@ def _begins_with_a_field(message: str) -> bool:
 def _tokenizer(setting: str, folder: Path) -> Any:
     if setting == "bytes":
         return ByteTokenizer()
-    try:
+    with needed_for(repr(setting), extra="tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"got {setting!r}, which needs tokenizers: pip install tokenizers", name=error.name
-        ) from error
     path = folder / setting
     if not path.is_file():
         raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')

@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from mmpos.errors import InvalidInputError
+from mmpos.extras import needed_for
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server import malloc
 from mmpos_server.admission import Admission
@@ -131,10 +132,8 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
         InvalidInputError: a profile or the level is wrong.
         ImportError: Ray Serve is missing; the message has the command.
     """
-    try:
+    with needed_for("mmpos_server.ray_serve", extra="serve"):
         from ray import serve
-    except ImportError as error:
-        raise ImportError('mmpos_server.ray_serve needs Ray Serve: pip install "mmpos[serve]"') from error
     config = config or load()
     if log_level not in LEVELS:
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")

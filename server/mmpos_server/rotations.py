@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.extras import pip_install
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.v1 import rotary_pb2 as pb
@@ -165,4 +166,4 @@ def device() -> str:
 def demand_torch() -> None:
     """Refuse rotations where torch is not installed."""
     if find_spec("torch") is None:
-        raise UnsupportedError('rotary: got a server without torch, want one installed with pip install "mmpos[all]"')
+        raise UnsupportedError(f"rotary: got a server without torch, want one installed with {pip_install('all')}")

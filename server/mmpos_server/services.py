@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmpos.about import version_of
+from mmpos.about import version
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.wire.schemes import parameters
@@ -84,7 +84,7 @@ class _Info:
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         """Version, schemes, limits and profiles."""
-        answer.version = version_of("mmpos") or "unknown"  # run from its source
+        answer.version = version()
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)
         for name, value in self.limits.model_dump().items():
@@ -108,9 +108,14 @@ def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:
         profile.name,
         builder.scheme if isinstance(builder.scheme, str) else builder.scheme.name,
     )
-    message.begin_token_id, message.end_token_id, message.patch_token_id, *row = builder.marker_ids
-    if row:
-        message.row_token_id = row[0]
+    markers = builder.marker_ids
+    message.begin_token_id = -1 if markers.begin is None else markers.begin
+    message.end_token_id = -1 if markers.end is None else markers.end
+    message.patch_token_id = markers.patch
+    if markers.row is not None:
+        message.row_token_id = markers.row
+    if markers.last_row is not None:
+        message.last_row_token_id = markers.last_row
     if builder.images is not None:
         message.patch_size = builder.images.patch_size
         message.spatial_merge_size = builder.images.spatial_merge_size

@@ -6,13 +6,12 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from mmpos.about import version_of
+from mmpos.about import version
+from mmpos.extras import needed_for
 
-try:
+with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry import propagate, trace
     from opentelemetry.context import Context
-except ImportError as error:
-    raise ImportError('mmpos_server.tracing needs opentelemetry: pip install "mmpos[otel]"', name=error.name) from error
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
@@ -33,7 +32,7 @@ class Tracing:
     """
 
     def __init__(self, provider: TracerProvider) -> None:
-        self._tracer = provider.get_tracer("mmpos_server", version_of("mmpos"))
+        self._tracer = provider.get_tracer("mmpos_server", version())
 
     def begin(self, call: Call, method: str, context: Any) -> None:
         """Begin the span of a call or stream, in the trace that its metadata tells of.
@@ -121,15 +120,11 @@ def configured() -> Tracing:
     provider = trace.get_tracer_provider()
     if not isinstance(provider, trace.ProxyTracerProvider):
         return Tracing(provider)
-    try:
+    with needed_for("--otel", extra="otel"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ImportError(
-            '--otel needs the SDK of opentelemetry: pip install "mmpos[otel]"', name=error.name
-        ) from error
     resource = Resource.create()
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": "mmpos"}))

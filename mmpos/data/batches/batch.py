@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from mmpos.checks import IntArray, boolean, one_of
 from mmpos.data.batches.masks import MaskMod, mask_mod, whole_images
@@ -16,12 +18,6 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.sharding import Layout
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError('batches need torch: pip install "mmpos[data]"') from error
-from torch import Tensor
 
 __all__ = ["Batch"]
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-try:
-    import torch
-except ModuleNotFoundError as error:
-    raise ImportError('masks need torch: pip install "mmpos[data]"') from error
+import torch
 from torch import Tensor
 
 from mmpos.checks import boolean

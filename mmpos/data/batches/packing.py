@@ -222,12 +222,12 @@ class Packer:
         keep = _last_cut(example, self.max_tokens)
         what = f"tokens: got {tokens}, want at most {self.max_tokens}"
         if self.split_text:
-            spans = example.sequence.image_spans
-            sizes = spans[:, 1] - spans[:, 0] + 2
+            spans = example.sequence.marked_spans
+            sizes = spans[:, 1] - spans[:, 0]
             if not (sizes > self.max_tokens).any():
                 return example
             image = int((sizes > self.max_tokens).argmax())
-            keep = int(spans[image, 0]) - 1
+            keep = int(spans[image, 0])
             what = f"image {image}: got {sizes[image]} tokens with its markers, want at most {self.max_tokens}"
         if self.overlong == "raise":
             raise RecordError(f"{example.key}: {what}; or choose overlong='truncate' or 'drop'")
@@ -240,6 +240,6 @@ class Packer:
 
 def _last_cut(example: Example, limit: int) -> int:
     """The last place at or before limit where Example.slice may cut: limit itself, or the begin of an image."""
-    spans = example.sequence.image_spans
-    image = int(np.searchsorted(spans[:, 1], limit))  # the first that ends, with its marker, beyond the limit
-    return min(limit, int(spans[image, 0]) - 1) if image < len(spans) else limit
+    spans = example.sequence.marked_spans
+    image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
+    return min(limit, int(spans[image, 0])) if image < len(spans) else limit

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
 from mmpos.checks import integer, one_of
 from mmpos.data.batches.batching import Batching, settings
 from mmpos.data.documents import Location
@@ -19,12 +22,6 @@ from mmpos.data.loading.stream import BatchStream, Stages
 from mmpos.data.quarantine import OnError, Quarantine
 from mmpos.data.readers.base import Reader
 from mmpos.errors import InvalidInputError, UnsupportedError
-
-try:
-    import torch
-    from torch.utils.data import IterableDataset, get_worker_info
-except ModuleNotFoundError as error:
-    raise ImportError('loaders need torch: pip install "mmpos[data]"', name=error.name) from error
 
 __all__ = ["BatchDataset"]
 

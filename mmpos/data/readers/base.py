@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from mmpos.checks import integer
 from mmpos.data.documents import Location, RecordError
 
-__all__ = ["Raw", "Reader", "broken", "is_chosen", "missing", "stride"]
+__all__ = ["Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Mapping[str, Any] | RecordError
 """A record as its shard has it, images undecoded; or, in its place, what is wrong with it."""
@@ -59,8 +59,3 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
         raise error
     lost = ", and nothing after it" if rest else ""
     return RecordError(f"{location}: got {error or type(error).__name__}, want a record that can be read{lost}")
-
-
-def missing(what: str, error: ImportError) -> ImportError:
-    """The error that says what to install."""
-    return ImportError(f'{what} need {error.name}: pip install "mmpos[data]"', name=error.name)

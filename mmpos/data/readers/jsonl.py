@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmpos.data.documents import Location, RecordError
-from mmpos.data.readers.base import Raw, broken, is_chosen, missing, stride
+from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.extras import needed_for
 
 __all__ = ["JsonlReader"]
 
@@ -60,10 +61,8 @@ def _open(path: str) -> Any:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        try:
+        with needed_for("zst files", extra="data"):
             import pyarrow as pa
-        except ImportError as error:
-            raise missing("zst files", error) from error
         return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
     return open(path, "rb")
 

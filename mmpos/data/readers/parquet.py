@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmpos.data.documents import Location
-from mmpos.data.readers.base import Raw, broken, is_chosen, missing, stride
+from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.extras import needed_for
 
 __all__ = ["ParquetReader", "row"]
 
@@ -97,9 +98,7 @@ def row(found: Any, index: int, source: str) -> Raw:
 
 
 def _arrow() -> tuple[Any, Any]:
-    try:
+    with needed_for("Parquet files", extra="data"):
         import pyarrow as pa
         from pyarrow import parquet
-    except ImportError as error:
-        raise missing("Parquet files", error) from error
     return pa, parquet

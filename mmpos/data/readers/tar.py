@@ -13,7 +13,8 @@ from operator import itemgetter
 from typing import Any, Self
 
 from mmpos.data.documents import Location, RecordError
-from mmpos.data.readers.base import Raw, broken, is_chosen, missing, stride
+from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.extras import needed_for
 
 __all__ = ["TarReader"]
 
@@ -79,10 +80,8 @@ class _StrictInfo(tarfile.TarInfo):
 
 def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
     """Key, extension and member of each file that belongs to a record."""
-    try:
+    with needed_for("tar shards", extra="data"):
         from webdataset.tariterators import base_plus_ext
-    except ImportError as error:
-        raise missing("tar shards", error) from error
     while (member := tar.next()) is not None:
         tar.members = []  # type: ignore[attr-defined]  # which it keeps for random access
         if member.isreg() and not _META.match(member.name):

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from mmpos.data.storing.shard_job import Counts, ShardJob, Task
+from mmpos.extras import needed_for
 
-try:
+with needed_for("the ray engine", extra="ray"):
     import ray
     import ray.cloudpickle
     import ray.data
-except ImportError as error:
-    raise ImportError(f'the ray engine needs {error.name}: pip install "mmpos[ray]"', name=error.name) from error
 
 __all__ = ["ShardWorker", "run_ray"]
 

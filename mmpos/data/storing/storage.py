@@ -13,23 +13,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from mmpos.checks import IntArray, integer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
-from mmpos.errors import InvalidInputError, LimitExceededError
-
-try:
-    import pyarrow as pa
-    from pyarrow import parquet
-except ImportError as error:
-    raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
+from mmpos.errors import InvalidInputError
 
 __all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "leftovers", "ready", "whole_file"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the columns; a file of another version is refused."""
 
 _METADATA = b"mmpos"
@@ -222,7 +218,7 @@ class SequenceShard:
             return broken(here, rows)
         try:
             return from_row({name: rows[name][i] for name in SCHEMA.names}, axes)
-        except (KeyError, TypeError, ValueError, LimitExceededError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             return RecordError(f"{here}: {error}")
 
     def _open(self) -> Any:

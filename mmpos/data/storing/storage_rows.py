@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from mmpos.checks import IntArray, text
 from mmpos.columns import AXES
@@ -16,11 +17,6 @@ from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
 from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
-
-try:
-    import pyarrow as pa
-except ImportError as error:
-    raise ImportError(f'ready sequences need {error.name}: pip install "mmpos[data]"', name=error.name) from error
 
 __all__ = ["SCHEMA", "from_row", "to_row"]
 
@@ -46,6 +42,7 @@ SCHEMA = pa.schema(
         pa.field("scheme", pa.string(), nullable=False),
         pa.field("grid_thw", pa.binary(), nullable=False),  # (images, 3) int64
         pa.field("image_spans", pa.binary(), nullable=False),  # (images, 2) int64
+        pa.field("image_margins", _IDS, nullable=False),  # two numbers
         pa.field("image_hashes", pa.list_(pa.string()), nullable=False),
         pa.field("patches", pa.large_binary()),
         pa.field("patches_dtype", pa.string()),
@@ -84,6 +81,7 @@ def to_row(example: Example) -> dict[str, Any]:
         "scheme": positions.scheme,
         "grid_thw": _bytes(sequence.grid_thw),
         "image_spans": _bytes(sequence.image_spans),
+        "image_margins": sequence.image_margins,
         "image_hashes": list(sequence.image_hashes),
     }
     if patches is not None:
@@ -132,6 +130,7 @@ def from_row(row: Mapping[str, Any], axes: int) -> Example:
         image_spans=_array(row["image_spans"], np.int64, (-1, 2)),
         image_hashes=tuple(row["image_hashes"].as_py()),
         part_offsets=_numbers(row["part_offsets"]),
+        image_margins=_margins(row["image_margins"].as_py()),
     )
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
 
@@ -144,6 +143,11 @@ def _array(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDAr
     """A copy, so that it may be written to and keeps no row group alive."""
     stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
     return stored.astype(dtype).reshape(shape)
+
+
+def _margins(numbers: list[int]) -> tuple[int, int]:
+    before, after = numbers
+    return before, after
 
 
 def _optional(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:

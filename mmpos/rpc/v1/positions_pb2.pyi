@@ -147,6 +147,8 @@ class InputIds(_message.Message):
     ATTENTION_MASK_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     FRAMES_APART_FIELD_NUMBER: _builtins.int
+    ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LAST_ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
     image_token_id: _builtins.int
     """The placeholder of image patches; left out, that of the profile."""
     video_token_id: _builtins.int
@@ -155,6 +157,10 @@ class InputIds(_message.Message):
     """Patches merged along each side; left out, that of the profile, or 1 where the query names none."""
     frames_apart: _builtins.bool
     """Whether every frame of a video is a grid of its own, with text between."""
+    row_token_id: _builtins.int
+    """The token after every row of a grid; left out, that of the profile where its image_token_id is taken, or none."""
+    last_row_token_id: _builtins.int
+    """The token in its place after the last row of a grid; likewise."""
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64, (tokens) or (batch, seq)."""
@@ -192,15 +198,21 @@ class InputIds(_message.Message):
         attention_mask: _tensor_pb2.Tensor | None = ...,
         seconds_per_frame: _abc.Iterable[_table_pb2.Rational] | None = ...,
         frames_apart: _builtins.bool = ...,
+        row_token_id: _builtins.int | None = ...,
+        last_row_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_mask: _TypeAlias = _typing.Literal["attention_mask"]  # noqa: Y015
     _WhichOneofArgType__attention_mask: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask"]  # noqa: Y015
     _WhichOneofReturnType__image_token_id: _TypeAlias = _typing.Literal["image_token_id"]  # noqa: Y015
     _WhichOneofArgType__image_token_id: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__last_row_token_id: _TypeAlias = _typing.Literal["last_row_token_id"]  # noqa: Y015
+    _WhichOneofArgType__last_row_token_id: _TypeAlias = _typing.Literal["_last_row_token_id", b"_last_row_token_id"]  # noqa: Y015
+    _WhichOneofReturnType__row_token_id: _TypeAlias = _typing.Literal["row_token_id"]  # noqa: Y015
+    _WhichOneofArgType__row_token_id: _TypeAlias = _typing.Literal["_row_token_id", b"_row_token_id"]  # noqa: Y015
     _WhichOneofReturnType__spatial_merge_size: _TypeAlias = _typing.Literal["spatial_merge_size"]  # noqa: Y015
     _WhichOneofArgType__spatial_merge_size: _TypeAlias = _typing.Literal["_spatial_merge_size", b"_spatial_merge_size"]  # noqa: Y015
     _WhichOneofReturnType__video_token_id: _TypeAlias = _typing.Literal["video_token_id"]  # noqa: Y015
@@ -209,6 +221,10 @@ class InputIds(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_mask) -> _WhichOneofReturnType__attention_mask | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__image_token_id) -> _WhichOneofReturnType__image_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_row_token_id) -> _WhichOneofReturnType__last_row_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_token_id) -> _WhichOneofReturnType__row_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spatial_merge_size) -> _WhichOneofReturnType__spatial_merge_size | None: ...
     @_typing.overload

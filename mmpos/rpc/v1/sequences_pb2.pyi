@@ -245,6 +245,7 @@ class Sequence(_message.Message):
     IMAGE_SPANS_FIELD_NUMBER: _builtins.int
     IMAGE_HASHES_FIELD_NUMBER: _builtins.int
     PART_OFFSETS_FIELD_NUMBER: _builtins.int
+    IMAGE_MARGINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 (tokens); patches are the id of the profile's patch marker."""
@@ -279,6 +280,10 @@ class Sequence(_message.Message):
     def part_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """First token of each part, an image's markers included, then the total."""
 
+    @_builtins.property
+    def image_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Markers before and after the tokens of each image in image_spans: two numbers, or empty for one and one."""
+
     def __init__(
         self,
         *,
@@ -290,10 +295,11 @@ class Sequence(_message.Message):
         image_spans: _abc.Iterable[_builtins.int] | None = ...,
         image_hashes: _abc.Iterable[_builtins.str] | None = ...,
         part_offsets: _abc.Iterable[_builtins.int] | None = ...,
+        image_margins: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "input_ids", b"input_ids", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_spans", b"image_spans", "input_ids", b"input_ids", "part_offsets", b"part_offsets", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patches", b"_patches", "grid_thw", b"grid_thw", "image_hashes", b"image_hashes", "image_margins", b"image_margins", "image_spans", b"image_spans", "input_ids", b"input_ids", "part_offsets", b"part_offsets", "patches", b"patches", "positions", b"positions", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patches: _TypeAlias = _typing.Literal["patches"]  # noqa: Y015
     _WhichOneofArgType__patches: _TypeAlias = _typing.Literal["_patches", b"_patches"]  # noqa: Y015

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmpos.about import version_of
+from mmpos.about import version
 from mmpos.errors import MmposError
 from mmpos.wire.errors import shortened
 from mmpos_server.call import Call
@@ -83,7 +83,7 @@ class OpenInference:
     async def _server_metadata(
         self, message: pb.ServerMetadataRequest, answer: pb.ServerMetadataResponse, call: Call
     ) -> None:
-        answer.name, answer.version = "mmpos", version_of("mmpos") or "unknown"
+        answer.name, answer.version = "mmpos", version()
         answer.extensions.extend(("binary_tensor_data", "model_configuration", "parameters", "statistics"))
         if self._memory.prefix is not None:
             answer.extensions.append("system_shared_memory")

@@ -31,7 +31,7 @@ INLINE_IDS = 32_768
 _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
 
-_NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size")
+_NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
 
 
 class Positions:

@@ -1,0 +1,184 @@
+"""The processor against Qwen2VLProcessor: the same batches, whatever a call or the tokenizer asks for."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from chat_tokenizer import QWENS, chat_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+import mmpos
+from mmpos.hf import MMPosProcessor
+
+transformers = pytest.importorskip("transformers")
+PaddingStrategy = pytest.importorskip("transformers.utils").PaddingStrategy
+
+NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+CONFIG = transformers.Qwen2VLConfig(**dict(zip(NAMES, range(5, 9), strict=True)))
+SETTINGS = mmpos.from_hf_config(CONFIG)
+IMAGE = "".join(QWENS[token] for token in (0, 2, 1))
+MARKED = {"extra_special_tokens": {"image_token": QWENS[2], "video_token": QWENS[3]}}
+
+
+def both(tokenizer: Any) -> tuple[MMPosProcessor, Any]:
+    """Our processor and theirs."""
+    ours = MMPosProcessor(
+        tokenizer,
+        SETTINGS.image_processor(),
+        SETTINGS.scheme,
+        SETTINGS.markers,
+        add_markers=False,
+        temporal_patch_size=SETTINGS.temporal_patch_size,
+    )
+    images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+    return ours, transformers.Qwen2VLProcessor(images, tokenizer, videos)
+
+
+def test_batches_and_positions_are_those_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    ours, theirs = both(chat_tokenizer(QWENS, **MARKED))
+    rows = [f"{IMAGE} a cat", f"A cup {IMAGE}, {IMAGE}", "coffee"]
+    random = np.random.default_rng(0)
+    photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (9, 905, 3), (200, 60, 3))]
+    told: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    got = ours(photos, rows, **told)
+    want = theirs([photos[:1], photos[1:], []], rows, return_mm_token_type_ids=True, **told)
+    torch.testing.assert_close(got.pop("pixel_values"), want.pop("pixel_values"), rtol=0, atol=1e-5)
+    for key in sorted(want):
+        assert torch.equal(got[key], want[key]), key
+    kind = modeling.Qwen2VLModel
+    model: Any = SimpleNamespace(config=CONFIG)
+    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
+    named = {key: want[key] for key in ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")}
+    ids, deltas = kind.get_rope_index(model, **named)
+    assert torch.equal(got["mm_position_ids"], ids * want["attention_mask"])
+    assert torch.equal(got["deltas"], deltas[:, 0])
+
+
+def test_options_that_a_tokenizer_was_made_with_are_those_of_a_call() -> None:
+    ours, theirs = both(chat_tokenizer(QWENS, **MARKED, padding="max_length", max_length=117))
+    got, want = (made(text=["A cat"], return_tensors="np") for made in (ours, theirs))
+    assert got["input_ids"].shape == want["input_ids"].shape == (1, 117)
+    told: dict[str, Any] = {"padding": "longest", "truncation": None, "max_length": 2}
+    assert ours(text=["A cat"], **told)["input_ids"] == ours(text=["A cat"], padding=False)["input_ids"]
+    ours.tokenizer.padding_side = "left"  # an attribute counts as it is now
+    assert ours(text=["A cat"])["attention_mask"][0][0] == 0
+
+
+MADE_WITH: dict[str, tuple[float, list[Any]]] = {
+    "padding": (0.3, [True, False, "longest", "max_length", "do_not_pad"]),
+    "max_length": (0.3, [3, 6, 12, 24, 40]),
+    "truncation": (0.15, [True, False, "longest_first", "do_not_truncate"]),
+    "padding_side": (0.7, ["left", "right"]),
+    "truncation_side": (0.6, ["left", "right"]),
+    "pad_to_multiple_of": (0.15, [4, 8]),
+    "model_max_length": (0.3, [10, 30, 100]),
+}
+TOLD: dict[str, tuple[float, list[Any]]] = {
+    "padding": (0.6, [True, False, "longest", "max_length", "do_not_pad", PaddingStrategy.MAX_LENGTH]),
+    "max_length": (0.5, [1, 2, 3, 5, 9, 14, 24, 33, 50]),
+    "truncation": (0.5, [True, False, None, "longest_first", "only_first", "do_not_truncate"]),
+    "padding_side": (0.4, ["left", "right", None]),
+    "pad_to_multiple_of": (0.2, [4, 8, None]),
+    "return_tensors": (0.6, ["pt", "np", None]),
+    "add_special_tokens": (0.3, [True, False]),
+}
+WORDS = ["What", "is", "this", "A", "cat", "looks", "at", "you", "and", "a", "cup", "of", "coffee", "stands", "it"]
+
+
+def drawn(random: np.random.Generator, options: dict[str, tuple[float, list[Any]]]) -> dict[str, Any]:
+    """Some of the options, each with one of its values."""
+    return {
+        name: values[random.integers(len(values))]
+        for name, (share, values) in options.items()
+        if random.random() < share
+    }
+
+
+def drawn_tokenizer(random: np.random.Generator) -> Any:
+    """A tokenizer with limits of its own: of its file, or told when it was made; with or without <s> and </s>."""
+    backend = chat_tokenizer(QWENS).backend_tokenizer
+    around = ["$A", "<s> $A", "<s> $A </s>"][random.integers(3)]
+    backend.post_processor = TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
+    sides = ["left", "right"]
+    if random.random() < 0.2:
+        backend.enable_truncation([6, 15, 40][random.integers(3)], direction=sides[random.integers(2)])
+    if random.random() < 0.2:
+        length = [None, 20, 50][random.integers(3)]
+        backend.enable_padding(direction=sides[random.integers(2)], pad_id=2, pad_token="<pad>", length=length)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    made_with = drawn(random, MADE_WITH)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **MARKED, **made_with)
+
+
+def drawn_rows(random: np.random.Generator) -> tuple[list[npt.NDArray[np.uint8]], list[str]]:
+    """Images, and one to three texts with their placeholders."""
+    photos: list[npt.NDArray[np.uint8]] = []
+    texts = []
+    for _ in range(random.integers(1, 4)):
+        pieces = [str(word) for word in random.choice(WORDS, random.integers(8))]
+        for _ in range([0, 0, 1, 2][random.integers(4)]):
+            pieces.insert(random.integers(len(pieces) + 1), IMAGE)
+            photos.append(random.integers(0, 256, (*random.integers(28, 90, 2), 3), np.uint8))
+        texts.append(" ".join(pieces) or "A")
+    return photos, texts
+
+
+def tried(processor: Any, images: Any, texts: list[str], told: dict[str, Any]) -> Any:
+    """The batch of a call, or its error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Transformers, of a max_length that is not used
+            return processor(images or None, texts, **told)
+    except ValueError as error:
+        return error
+
+
+def listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def outcome(got: Any, want: Any) -> str:
+    """How two batches, or errors, compare; "equal" if they do in every key, with its type."""
+    if isinstance(got, ValueError):
+        if isinstance(want, ValueError):
+            return "both refuse"
+        lengths = [len(row) for row in want["input_ids"]]
+        if "want padding=True for return_tensors='np'" in str(got) and len(set(lengths)) > 1:
+            return "we refuse an array of rows of several lengths"
+        limit = re.search(r"max_length(?: =|: got) (\d+)", str(got))
+        if limit is not None and max(lengths) > int(limit[1]):
+            return "we refuse rows longer than max_length"
+        return str(got)
+    if isinstance(want, ValueError):
+        return f"only they refuse: {want}"
+    for key in want:
+        ours, theirs = got[key], want[key]
+        if key == "pixel_values":
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+        elif listed(ours) != listed(theirs) or (key != "image_grid_thw" and type(ours) is not type(theirs)):
+            return f"{key}: {ours} and {theirs}"
+    return "equal"
+
+
+@pytest.mark.parametrize("calls", [80, pytest.param(2000, marks=pytest.mark.slow)])
+def test_batches_are_those_of_transformers_whatever_is_told(calls: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(calls):
+        random = np.random.default_rng(seed)
+        ours, theirs = both(drawn_tokenizer(random))
+        (photos, texts), told = drawn_rows(random), drawn(random, TOLD)
+        if seed % 3 == 0:
+            told = {"text_kwargs": told}
+        found = outcome(tried(ours, photos, texts, told), tried(theirs, photos, texts, told))
+        assert found in ("equal", "both refuse") or found.startswith("we refuse"), (seed, told, texts, found)
+        seen[found] += 1
+    assert seen["equal"] > calls / 2

@@ -1,0 +1,66 @@
+"""Rows of images as PixtralProcessor of Transformers writes them: built, read again, and made by the processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizer import chat_tokenizer
+
+import mmpos
+from mmpos import ImageProcessor, ImageSize, Markers, SegmentTable, SequenceBuilder
+from mmpos.hf import MMPosProcessor
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+MARKERS = Markers(None, None, *NAMES)
+IMG, BREAK, END = 5, 6, 7
+SIZES = [(16, 16), (16, 64), (48, 16), (32, 48), (64, 64)]
+TEXTS = ["What is [IMG] this?", "[IMG][IMG]", "A cat", "[IMG] a cup [IMG]"]
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_ids_are_those_of_pixtral_and_are_read_again(merge: int) -> None:
+    tokenizer = chat_tokenizer(NAMES)
+    sizes = [(merge * height, merge * width) for height, width in SIZES]
+    photos = [np.zeros((*size, 3), np.uint8) for size in sizes]
+    images = transformers.PixtralImageProcessor(patch_size=16 * merge, size={"longest_edge": 1024})
+    theirs = transformers.PixtralProcessor(images, tokenizer, patch_size=16, spatial_merge_size=merge)
+    want = theirs([photos[:1], photos[1:3], [], photos[3:]], TEXTS, padding=True, return_tensors="np")
+
+    ours = ImageProcessor("pillow", patch_size=16, spatial_merge_size=merge, min_pixels=0)
+    made = MMPosProcessor(tokenizer, ours, "flatten", MARKERS)
+    got = made([ImageSize(*size) for size in sizes], TEXTS, padding=True, return_tensors="np")
+    for key in ("input_ids", "attention_mask"):
+        np.testing.assert_array_equal(got[key], want[key])
+    np.testing.assert_array_equal(got["image_grid_thw"][:, 1:], want["image_sizes"] // 16)
+    again = made.positions(want["input_ids"], got["image_grid_thw"], want["attention_mask"])
+    np.testing.assert_array_equal(again.dense().reshape(1, *want["input_ids"].shape), got["mm_position_ids"])
+
+    builder = SequenceBuilder(tokenizer, ours, "flatten", MARKERS)
+    parts: list[Any] = ["What is ", ImageSize(*sizes[0]), " this?"]
+    (whole,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
+    sequence = builder.build(parts)
+    assert sequence.input_ids.tolist() == whole
+    found = SegmentTable.from_input_ids(
+        whole, sequence.grid_thw, image_token_id=IMG, row_token_id=BREAK, last_row_token_id=END
+    )
+    np.testing.assert_array_equal(found.extents, sequence.segments.extents)
+
+
+@pytest.mark.parametrize("model", ["Mistral3Config", "LlavaConfig"])
+def test_a_config_knows_the_names_of_pixtrals_rows(model: str) -> None:
+    text, vision = transformers.MistralConfig(), transformers.PixtralVisionConfig()
+    config = getattr(transformers, model)(text_config=text, vision_config=vision, image_token_index=IMG)
+    settings = mmpos.from_hf_config(config)
+    assert settings.markers == Markers(None, None, IMG, "[IMG_BREAK]", "[IMG_END]")
+    builder = SequenceBuilder(chat_tokenizer(NAMES), None, settings.scheme, settings.markers)
+    sequence = builder.build(["A", mmpos.Grid(2, 3)])
+    assert sequence.input_ids[1:].tolist()[-8:] == [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, END]
+    merge = settings.spatial_merge_size
+    found = settings.segments(
+        sequence.input_ids, sequence.grid_thw * [1, merge, merge], row_token_id=BREAK, last_row_token_id=END
+    )
+    np.testing.assert_array_equal(found.extents, sequence.segments.extents)

@@ -1,4 +1,4 @@
-"""What the tests of peers share: designs in which every two settings meet, their rotation, and how far ours may be."""
+"""Parts that the tests of peers share: designs in which every two settings meet, their rotation, and bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ products and their sum are rounded once each, 2·UNIT more. Ours are within 1.7e
 
 
 class Tolerance(NamedTuple):
-    """What a peer allows: atol + rtol · |reference|."""
+    """A difference that a peer allows: atol + rtol · |reference|."""
 
     rtol: float
     atol: float

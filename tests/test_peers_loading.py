@@ -1,4 +1,4 @@
-"""What torchdata and webdataset assert of loaders and archives, asserted of ours, with both of them installed.
+"""Assertions of torchdata and webdataset about loaders and archives, made of ours, with both of them installed.
 
 torchdata 0.11 at 088e4347, test/stateful_dataloader/test_state_dict.py: snapshots at any step, at the begin and at the
     end, as JSON, in the same loader and in a new one, of workers that live on, and errors of workers. Those of
@@ -63,7 +63,7 @@ def document(record: Any, location: Location) -> Document:
 
 
 def listed(group: Any) -> list[tuple[str, int]]:
-    """What a group holds: keys, and tokens of each."""
+    """The content of a group: keys, and tokens of each."""
     return [(example.key, len(example.labels)) for example in members(group)]
 
 
@@ -325,7 +325,7 @@ def test_records_of_random_archives_are_those_of_webdataset(format_: int, compre
 
 
 def sample(i: int) -> dict[str, Any]:
-    """What a program gives webdataset's writer."""
+    """A record as programs give it to webdataset's writer."""
     return {
         "__key__": f"{i:03}",
         "txt": f"caption {i}",

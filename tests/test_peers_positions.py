@@ -1,4 +1,4 @@
-"""What peers assert of their ids and of the axes of their frequencies, asserted of ours.
+"""Assertions of peers about their ids and the axes of their frequencies, made of ours.
 
 Multimodal-RoPEs, of the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py and
     tests/test_qwen35_partial_rope.py, for the designs that we have: vanilla-rope, mrope, mrope-interleave with and
@@ -280,7 +280,7 @@ SECTIONS = Sections(Rotary(128, 1e6, allocation="sections", mrope_section=[16, 2
 
 
 def requested(tokens: list[int], offsets: Sequence[int], grids: Sequence[Sequence[int]]) -> tuple[Tensor, int]:
-    """What vLLM asks of a model, with images of these spans and merged sides."""
+    """Ask our ids as vLLM asks a model, with images of these spans and merged sides."""
     features = [
         SimpleNamespace(
             modality="image",

@@ -1,7 +1,7 @@
-"""What peers assert of their rotations, asserted of ours: their settings and tolerances, their formulas in our words.
+"""Assertions of peers about their rotations, made of ours: their settings and tolerances, their formulas in our words.
 
-flash-attention at 0251105a, tests/test_rotary.py and tests/layers/test_rotary.py: all 216 + 8 cases; of 48 compiled ones 8 are
-    compiled here.
+flash-attention at 0251105a, tests/test_rotary.py and tests/layers/test_rotary.py: all 216 + 8 cases, compiled in 8 of
+    the 48 that are there.
 TransformerEngine at d0067d0d, tests/pytorch/test_fused_rope.py: of 3,456 + 4,608 cases of rows and 384 of packed
     sequences those in which every two settings meet, and all 8 + 1 of layouts and autocast.
 FlashInfer at fb28d724, tests/attention/test_rope.py and tests/norm/test_fused_qk_rmsnorm_rope.py: of 4,608 + 18,432
@@ -55,7 +55,7 @@ POSITIONS = torch.arange(106)
 
 
 def flash(x: Tensor) -> Tolerance:
-    """What flash-attention allows: twice what adding a number and taking it away again does to the reference."""
+    """The tolerance of flash-attention: twice what adding a number and taking it away again does to the reference."""
     return Tolerance(1e-3, 2 * float(((x + 0.3 - 0.3) - x).abs().max()))
 
 

@@ -125,12 +125,23 @@ static void put_documents(const Matrix *documents, const Matrix *table, const Ma
     }
 }
 
+/* Whether every next position is an id, or right after the last one. */
+static int ends_within(const Vector *end) {
+    for (int64_t d = 0; d < end->size; d++) {
+        int64_t next = item(end, d);
+        if (next < INT32_MIN || next > (int64_t)INT32_MAX + 1) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 /* columns(kind, segment_offsets, start, end, block, texts, grids, of_text, of_grids, table, documents)
  * -> tokens, or None.
  *
  * Fills table, (5 + 4·axes, segments), and documents, (4, documents), from what split found and from the placements
  * of texts and grids, (denominator, origin, step_frame, step_row, step_col) as a scheme gives them; end may be None
- * where there is no next position. It declines if an id might be outside int32. */
+ * where there is no next position. It declines if an id might be outside int32, or a next position is. */
 PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector kind, offsets, start, end;
@@ -160,6 +171,7 @@ PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count
     int fits = (texts == 0 || put_placement(&table, &block, TEXT_AT, texts, args[7])) &&
                (grids == 0 || put_placement(&table, &block, GRID_AT, grids, args[8]));
     int64_t tokens = 0, grid = 0;
+    fits = fits && (!resumable || ends_within(&end));
     for (int64_t s = 0; fits && s < kind.size; s++) {
         int64_t what = (uint8_t)kind.data[s * kind.stride], frames = 1;
         if (what == GRID) {

@@ -16,11 +16,16 @@ OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
 FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
 
-AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col"), 4: ("axis 0", "axis 1", "axis 2", "axis 3")}
-"""What the axes of a position are, by their number."""
-
 NO_POSITION = int(np.iinfo(np.int64).min)
 """Stands for the next position and the delta of schemes that have none."""
+
+
+_AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col")}
+
+
+def axis_names(axes: int) -> tuple[str, ...]:
+    """Names of the axes of a position, numbers where there are so many that they are no frame, row and column."""
+    return _AXIS_NAMES.get(axes) or tuple(f"axis {axis}" for axis in range(axes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class Columns:
         documents: (4, documents) int64 rows: first segment, first token, next position, delta.
         num_tokens: tokens in all, padding included.
         fractional: whether ids may be fractions; a property of the scheme, not of the batch.
-        scheme: name of the scheme, for people; nothing depends on it.
+        scheme: name of the scheme with its parameters, as in ``Scheme.label``, for people; nothing depends on it.
     """
 
     table: IntArray

@@ -41,7 +41,7 @@ def place(
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
         UnsupportedError: the scheme has no place for frames, text or row separators that are there.
-        LimitExceededError: an id outside int32, or a denominator of 2**31 or more.
+        LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):

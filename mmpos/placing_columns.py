@@ -14,6 +14,7 @@ from mmpos.placing_parts import Cursors, Parts, whole
 from mmpos.positions import PositionTable
 from mmpos.schemes import Placement, Scheme
 from mmpos.segments import GRID, SegmentTable
+from mmpos.table_checks import check_next
 
 
 def columns(scheme: Scheme, segments: SegmentTable, parts: Parts, cursors: Cursors) -> PositionTable:
@@ -32,9 +33,10 @@ def columns(scheme: Scheme, segments: SegmentTable, parts: Parts, cursors: Curso
     _check_columns(table, document, int((segments.kind > GRID).sum()), scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
     if scheme.resumable:
+        check_next(end)
         header[0] = end
         header[1] = end - parts.start - _real_tokens(segments, parts)
-    return PositionTable(*ranges.assemble(table, document, header), scheme.fractional, scheme.name)
+    return PositionTable(*ranges.assemble(table, document, header), scheme.fractional, scheme.label)
 
 
 def _in_c(
@@ -57,7 +59,7 @@ def _in_c(
     if tokens is None:
         return None
     table.flags.writeable = documents.flags.writeable = False
-    return PositionTable(table, documents, tokens, scheme.fractional, scheme.name)
+    return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
 
 
 def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:

@@ -41,7 +41,7 @@ class PositionTable(Columns):
 
         Raises:
             InvalidInputError: naming the row and the segment or document that does not fit.
-            LimitExceededError: ids outside int32, or numerators beyond 2**62.
+            LimitExceededError: ids or next positions outside int32, numerators or deltas beyond 2**62.
         """
         table = int_array("table", table, (None, None))
         documents = int_array("documents", documents, (4, None))

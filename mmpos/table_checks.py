@@ -7,10 +7,13 @@ import numpy as np
 from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
 from mmpos.columns import (
     AXES,
+    DELTA,
     DENOMINATOR,
     FIRST_SEGMENT,
     FIRST_TOKEN,
     HEIGHT,
+    NEXT_POSITION,
+    NO_POSITION,
     OFFSET,
     SKIP,
     WIDTH,
@@ -30,6 +33,7 @@ def check_table(table: IntArray, documents: IntArray, num_tokens: int, fractiona
     if (rows - AXES) % 4 or not 1 <= (rows - AXES) // 4 <= MAX_AXES:
         raise InvalidInputError(f"table: got {rows} rows, want 5 + 4·axes for 1 to {MAX_AXES} axes")
     lengths = _lengths(table, num_tokens)
+    first_bad("table.segment_lengths", lengths, maximum=INT32_MAX + 1)  # so that no sum with them wraps around
     first_bad("table.skip", table[SKIP], minimum=0, maximum=INT32_MAX)
     for name, row in (("height", HEIGHT), ("width", WIDTH), ("denominator", DENOMINATOR)):
         first_bad(f"table.{name}", table[row], minimum=1, maximum=INT32_MAX)
@@ -92,3 +96,26 @@ def _check_documents(table: IntArray, documents: IntArray, num_tokens: int, segm
         d = int(wrong.argmax())
         got = documents[FIRST_TOKEN, d]
         raise InvalidInputError(f"documents.first_token[{d}]: got {got}, want {tokens[d]}, the offset of its segment")
+    _check_deltas(documents)
+    check_next(documents[NEXT_POSITION])
+
+
+def _check_deltas(documents: IntArray) -> None:
+    delta, none = documents[DELTA], documents[NEXT_POSITION:] == NO_POSITION
+    apart = none[0] != none[1]
+    if apart.any():
+        d = int(apart.argmax())
+        got = f"{documents[NEXT_POSITION, d]} with delta {delta[d]}"
+        raise InvalidInputError(f"documents.next_position[{d}]: got {got}, want {NO_POSITION} for both or neither")
+    beyond = ~none[1] & (np.abs(delta.astype(np.float64)) > MAX_NUMERATOR)
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want within 2**62")
+
+
+def check_next(next_positions: IntArray) -> None:
+    """Raise for the first next position, other than NO_POSITION, that is not an id or right after the last one."""
+    beyond = (next_positions < INT32_MIN) & (next_positions != NO_POSITION) | (next_positions > INT32_MAX + 1)
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(f"documents[{d}]: got next position {next_positions[d]}, want from -2**31 to 2**31")

@@ -39,10 +39,10 @@ def pair_axes(rotary: Rotary) -> list[int]:
     interleaved = [j % axes for j in range(pairs)]
     if not isinstance(allocation, str):
         return list(allocation)
-    section = rotary.mrope_section or [pairs // axes] * axes
+    section = rotary.mrope_section or [dim // 2 for dim in rotary.axes_dim or [2 * (pairs // axes)] * axes]
     if allocation == "mrope-interleaved":
         return [j % 3 if j < 3 * section[j % 3] else 0 for j in range(pairs)]
-    if allocation == "sections":
+    if allocation == "sections" or rotary.axes_dim is not None:
         return [axis for axis in range(axes) for _ in range(section[axis])]
     return interleaved if allocation == "interleaved" else sorted(interleaved)
 
@@ -57,7 +57,7 @@ def frequencies(rotary: Rotary) -> list[Any]:
     for j, axis in enumerate(axes):
         exponent = Fraction(j, pairs)
         if rotary.allocation == "axial":
-            exponent = Fraction(seen[axis] * rotary.axes, pairs)
+            exponent = Fraction(seen[axis], axes.count(axis))
         elif rotary.allocation == "pixtral":
             exponent = Fraction(2 * seen[axis] + axis, pairs)
         theta = rotary.theta if isinstance(rotary.theta, float) else rotary.theta[axis]
@@ -208,12 +208,14 @@ ROTARIES: Mapping[str, Rotary] = {
     "mrope-interleaved": Rotary(24, allocation="mrope-interleaved", mrope_section=[6, 3, 3]),
     "axial": Rotary(24, allocation="axial"),
     "axial 3": Rotary(24, axes=3, allocation="axial"),
+    "axial by axis": Rotary(24, allocation="axial", axes_dim=[4, 14, 6]),
     "pixtral": Rotary(16, allocation="pixtral"),
     "vector": Rotary(12, allocation=[1, 1, 0, 1, 0, 0]),
     "inv_freq": Rotary(8, inv_freq=[0.3, 2.5, 0.0, -1.25]),
     "theta per axis": Rotary(16, theta=[100.0, 5e5], allocation="split"),
     "partial": Rotary(20, rotary_dim=12),
     "partial axial": Rotary(14, rotary_dim=4, allocation="axial"),
+    "partial axial by axis": Rotary(20, rotary_dim=14, allocation="axial", axes_dim=[8, 6], theta=[100.0, 5e5]),
 }
 """Every allocation, with full and partial rotation and head_dims that are powers of two and not."""
 

@@ -83,8 +83,8 @@ def test_several_documents_schemes_starts_and_files() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(side: Any) -> None:
-    ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(2)]])).padded(side=side)
-    specs = ("--spec", "3,2x3", "--spec", "2")
+    ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(4)]])).padded(side=side)
+    specs = ("--spec", "3,2x3", "--spec", "4")
     assert check(ids, *specs, "--padding", side)[0] == 0
     other = "left" if side == "right" else "right"
     code, words = check(ids, *specs, "--padding", other)
@@ -145,7 +145,7 @@ def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
     clip = {"grid": [3, 1, 1], "seconds_per_frame": 0.5}
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, clip, {"text": 1}]]}))
     arguments = ("--spec", "batch.json", "--config", "config.json")
-    said = "All 5 tokens of 1 document have the ids of mrope-transformers.\n"
+    said = "All 5 tokens of 1 document have the ids of mrope-transformers(tokens_per_second=4).\n"
     assert check([[0, 1, 3, 5, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments) == (0, said)
     code, words = check([[0, 1, 5, 9, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments)
     assert code == 3

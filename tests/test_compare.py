@@ -53,10 +53,10 @@ SCHEMES = f"""
     v2pe                         1 ✓✗✓✓✓✓✗✗✓ 144 144 2
     videorope                    3 ✓✗✓✓✓✓✗✓✓ 1 1 0
     vrope                        4 ✓✓✓✓✓✓✗✓✓ 47 576 {log2(255 / 127)}
-    rope-tie,axes=3              3 ✓✓✓✓✓✓✗✓✗ 1249 2307 {log2(33281 / 8449)}
-    rope-tie-fractional,axes=3   3 ✓✓✓✓✓✓✓✗✗ 576 576 2
-    rope-tie-v2,axes=3           3 ✓✓✓✓✓✓✓✗✗ 576 576 2
-    rope-tie-lcm,axes=3          3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
+    rope-tie(axes=3)             3 ✓✓✓✓✓✓✗✓✗ 1249 2307 {log2(33281 / 8449)}
+    rope-tie-fractional(axes=3)  3 ✓✓✓✓✓✓✓✗✗ 576 576 2
+    rope-tie-v2(axes=3)          3 ✓✓✓✓✓✓✓✗✗ 576 576 2
+    rope-tie-lcm(axes=3)         3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
 """
 
 # axes; unique, bounded, length-independent, linear shift, relative, extrapolates, deterministic.
@@ -84,7 +84,7 @@ ENCODINGS = """
 def by_hand(table: str) -> dict[str, list[Any]]:
     rows = [line.split() for line in table.strip().splitlines()]
     return {
-        name.replace(",", ", "): [int(axes), *(MARKS[mark] for mark in marks), *map(number, numbers)]
+        name: [int(axes), *(MARKS[mark] for mark in marks), *map(number, numbers)]
         for name, axes, marks, *numbers in rows
     }
 
@@ -141,7 +141,7 @@ def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
         ("mrope-interleave-reset", "linear-shift"): "1,1x1,1: start 1 moves token 1 from (1, 0, 0) to (2, 0, 0)",
         ("mrope", "delta-0"): "1,2x2,1: delta -2" + line,
         ("rope-tie-v2", "integer"): "1,1x2,1: token 1 is at (3/2, 1)" + even,
-        ("rope-tie, axes=3", "prefix-stable"): "1,1x1: a frame more moves token 1 from (4, 4, 4) to (4, 6, 6)",
+        ("rope-tie(axes=3)", "prefix-stable"): "1,1x1: a frame more moves token 1 from (4, 4, 4) to (4, 6, 6)",
         ("rows", "growth"): "rows has no next position",
         ("grid-2d", "symmetric"): "grid-2d takes no text",
     }
@@ -331,8 +331,8 @@ def test_units_beyond_64_bits_are_exact() -> None:
 
 def test_schemes_with_parameters_are_named_with_them() -> None:
     matrix = measure(["rope-tie-v2", RopeTieV2(rounding="floor")])
-    assert list(matrix.rows) == ["rope-tie-v2", "rope-tie-v2, rounding=floor"]
-    assert (matrix["rope-tie-v2, rounding=floor", "integer"], matrix["rope-tie-v2", "integer"].value) == (
+    assert list(matrix.rows) == ["rope-tie-v2", "rope-tie-v2(rounding=floor)"]
+    assert (matrix["rope-tie-v2(rounding=floor)", "integer"], matrix["rope-tie-v2", "integer"].value) == (
         Finding(True),
         False,
     )
@@ -396,7 +396,7 @@ def test_tables_of_other_sizes_are_measured_as_far_as_they_go() -> None:
     assert values(matrix, "separation") == {
         "learned-absolute": [1, True, True, True, False, False, False, False],
         "too": [1, True, True, True, None, False, False, False],
-        "sinusoidal, dim=128": [1, True, True, True, True, True, True, True],
+        "sinusoidal(dim=128)": [1, True, True, True, True, True, True, True],
     }
     assert matrix["too", "linear-shift"].why == "100 positions are too few to tell: a matrix of 64 channels fits any"
 

@@ -211,7 +211,7 @@ def test_the_profile_gives_scheme_placeholders_and_merging(ask: Ask) -> None:
     want = InputIds([1, 258, 258, 1], [[1, 2, 4]], image_token_id=258, spatial_merge_size=2)
     same(found, PositionsQuery(want).run())
     scheme = ask("place", SEGMENTS, profile="halves").scheme
-    assert scheme == "rope-tie-v2"
+    assert scheme == "rope-tie-v2(axes=3)"
     with pytest.raises(InvalidInputError, match="profile: got 'x', want one of 'default', 'halves'"):
         ask("place", SEGMENTS, profile="x")
 
@@ -351,6 +351,7 @@ TABLE = place(SEGMENTS, "rope-tie-v2")
 ROTARIES = [
     Rotary(16),
     Rotary(16, allocation="split", pairing="adjacent", rotary_dim=8),
+    Rotary(16, allocation="axial", axes_dim=[4, 12]),
     Rotary(16, scaling=YaRN(4, 128), precision="hf"),
 ]
 

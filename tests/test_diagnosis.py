@@ -24,6 +24,16 @@ from mmpos.specs import read_documents
 Ids = npt.NDArray[Any]
 
 
+SPECS = st.lists(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3).map(
+        lambda parts: ",".join(f"{n},{h}x{w}" for n, h, w in parts) + ",2"
+    ),
+    min_size=1,
+    max_size=3,
+)
+SCHEMES = st.sampled_from([name for name in mmpos.SCHEMES if name != "grid-2d"])
+
+
 def table(*specs: str) -> SegmentTable:
     return SegmentTable.from_documents(read_documents(specs))
 
@@ -125,7 +135,7 @@ def test_a_difference_has_all_its_fields() -> None:
     assert str(diagnosis) == (
         "documents[1], token 4, is row 0, column 1 of a grid of width 3 (segment 2): got (5, 9.5), want (5, 11/2) in "
         "rope-tie-v2. 1 of 13 tokens differ, in 1 of 2 documents. "
-        "Cause unknown: no known mistake gives the first difference."
+        "Cause unknown: one token alone proves no mistake."
     )
 
 
@@ -207,8 +217,8 @@ def test_integers_with_too_few_bits() -> None:
     assert why([*range(256), *range(44)], "300") == "ids wrap around in uint8"
     assert why([32767, -32768, -32767], "3", start=32767) == "ids wrap around in int16"
     assert why([65535, 0, 1], "3", start=65535) == "ids wrap around in uint16"
-    ids = [2**30, 1 - 2**30, 2**30 + 2]  # 2**31 + 2 halves are 2 - 2**31 in int32
-    assert why(ids, "1,1x1,1", scheme="rope-tie-fractional", start=2**30) == "numerators wrap around in int32"
+    ids = [2**30, 1 - 2**30, 2**30 + 2, 3 - 2**30, 2**30 + 4]  # 2**31 + 2 halves are 2 - 2**31 in int32
+    assert why(ids, "1,1x1,1,1x1,1", scheme="rope-tie-fractional", start=2**30) == "numerators wrap around in int32"
 
 
 def test_axes_in_another_order() -> None:
@@ -250,43 +260,37 @@ def test_another_scheme() -> None:
     assert why(ids, "3,2x3,1") == "these are the ids of naive-2d"
     assert why(ids, "3,2x3,1", scheme=RopeTieV2(rounding="floor")) == "these are the ids of naive-2d"
     merged = [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 2, 3, 2, 3]]
-    assert why(merged, "2x4", scheme="grid-2d") == (
-        "these are the ids of grid-2d with order='merged', spatial_merge_size=2"
-    )
+    assert why(merged, "2x4", scheme="grid-2d") == ("these are the ids of grid-2d(order=merged, spatial_merge_size=2)")
     raster = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3]]
-    assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == (
-        "these are the ids of grid-2d with order='raster', spatial_merge_size=1"
-    )
+    assert why(raster, "2x4", scheme=Grid2D("merged", 2)) == "these are the ids of grid-2d"
 
 
 def test_another_scheme_with_parameters() -> None:
     floored = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
-    assert why(floored, "3,2x3,2") == "these are the ids of rope-tie-v2 with rounding='floor'"
+    assert why(floored, "3,2x3,2") == "these are the ids of rope-tie-v2(rounding=floor)"
     video: dict[str, list[list[float]]] = {
         "rope-tie": [[0, 4, 8, 12], [0, 6, 6, 12], [0, 6, 6, 12]],
         "rope-tie-fractional": [[0, 1, 2, 3], [0, 1.5, 1.5, 3], [0, 1.5, 1.5, 3]],
         "rope-tie-lcm": [[0, 2, 4, 6], [0, 3, 3, 6], [0, 3, 3, 6]],
     }
     for name, ids in video.items():
-        assert why(ids, "1,2x1x1,1", scheme="mrope") == f"these are the ids of {name} with axes=3"
+        assert why(ids, "1,2x1x1,1", scheme="mrope") == f"these are the ids of {name}(axes=3)"
     halves: list[list[float]] = [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]]
-    assert why(halves, "1,2x1x2,1", scheme="mrope") == "these are the ids of rope-tie-v2 with axes=3"
+    assert why(halves, "1,2x1x2,1", scheme="mrope") == "these are the ids of rope-tie-v2(axes=3)"
 
 
 def test_times_of_video_frames() -> None:
     space = [3, 3, 3]
-    ids = [[0, 1, 2, 3, 4, 5, 4], [0, 1, 2, *space, 4], [0, 1, 2, *space, 4]]
-    assert why(ids, "3,3x1x1,1", scheme="mrope") == "these are the ids of mrope-transformers"
+    ids = [[0, 1, 2, 3, 4, 5, 4, 5], [0, 1, 2, *space, 4, 5], [0, 1, 2, *space, 4, 5]]
+    assert why(ids, "3,3x1x1,2", scheme="mrope") == "these are the ids of mrope-transformers"
     ids = [[0, 1, 2, 3, 28, 53, 54], [0, 1, 2, *space, 54], [0, 1, 2, *space, 54]]
-    assert why(ids, "3,3x1x1,1", scheme="mrope-qwen2.5") == (
-        "these are the ids of mrope-qwen2.5 with tokens_per_second=25"
+    assert why(ids, "3,3x1x1,1", scheme="mrope-qwen2.5") == ("these are the ids of mrope-qwen2.5(tokens_per_second=25)")
+    ids = [[0, 1, 2, 3, 5, 7, 4, 5], [0, 1, 2, *space, 4, 5], [0, 1, 2, *space, 4, 5]]
+    assert why(ids, "3,3x1x1,2", scheme=MRopeQwen25()) == (
+        "these are the ids of mrope-transformers(tokens_per_second=2)"
     )
-    ids = [[0, 1, 2, 3, 5, 7, 4], [0, 1, 2, *space, 4], [0, 1, 2, *space, 4]]
-    assert why(ids, "3,3x1x1,1", scheme=MRopeQwen25()) == (
-        "these are the ids of mrope-transformers with tokens_per_second=2"
-    )
-    ids = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, *space, 6], [0, 1, 2, *space, 6]]
-    assert why(ids, "3,3x1x1,1", scheme=MRopeTransformers()) == "these are the ids of mrope"
+    ids = [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, *space, 6, 7], [0, 1, 2, *space, 6, 7]]
+    assert why(ids, "3,3x1x1,2", scheme=MRopeTransformers()) == "these are the ids of mrope"
 
 
 @pytest.mark.parametrize(
@@ -315,23 +319,23 @@ def test_the_smallest_seconds_per_frame_have_no_half() -> None:
 
 
 def test_the_same_scheme_is_named_with_the_parameters_that_differ() -> None:
-    ids = [[0, 1, 2, 2], [0, 1, 1, 2], [0, 1, 1, 2]]
-    assert why(ids, "1,2x1x1,1", scheme=MRopeTransformers(tokens_per_second=4)) == (
-        "these are the ids of mrope-transformers with tokens_per_second=None"
+    ids = [[0, 1, 2, 3, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]]
+    assert why(ids, "1,3x1x1,1", scheme=MRopeTransformers(tokens_per_second=4)) == (
+        "these are the ids of mrope-transformers"
     )
-    ids = [[0, 1, 5, 6], [0, 1, 1, 6], [0, 1, 1, 6]]
-    assert why(ids, "1,2x1x1,1", scheme=MRopeTransformers(tokens_per_second=4)) == (
-        "these are the ids of mrope-qwen2.5 with tokens_per_second=4"
+    ids = [[0, 1, 5, 6, 7], [0, 1, 1, 6, 7], [0, 1, 1, 6, 7]]
+    assert why(ids, "1,2x1x1,2", scheme=MRopeTransformers(tokens_per_second=4)) == (
+        "these are the ids of mrope-qwen2.5(tokens_per_second=4)"
     )
 
 
 @pytest.mark.parametrize("outside", [0, 1])
 def test_padding_on_the_other_side(outside: int) -> None:
     said = "ids are padded on the other side than the tokens"
-    left = [[[outside, outside, 0, 1], [0, 1, 2, 3]]] * 2
-    assert why(left, "2", "4") == said
-    right = [[[0, 1, outside, outside], [0, 1, 2, 3]]] * 2
-    assert why(right, "2", "4", side="left") == said
+    left = [[[outside, outside, outside, 0, 1, 2], [0, 1, 2, 3, 4, 5]]] * 2
+    assert why(left, "3", "6") == said
+    right = [[[0, 1, 2, outside, outside, outside], [0, 1, 2, 3, 4, 5]]] * 2
+    assert why(right, "3", "6", side="left") == said
 
 
 def test_padding_counted_as_tokens() -> None:
@@ -379,13 +383,14 @@ def test_text_that_goes_on_elsewhere_after_a_grid(after: list[int], cause: str) 
 
 
 def test_the_maximum_of_halves_and_of_three_axes() -> None:
-    want = mmpos.place(table("1,2x3,1"), "rope-tie-v2").dense()
-    assert want.tolist() == [[0, 3, 3, 3, 4, 4, 4, 7], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 7]]
+    want = mmpos.place(table("1,2x3,2"), "rope-tie-v2").dense()
+    assert want.tolist() == [[0, 3, 3, 3, 4, 4, 4, 7, 8], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 7, 8]]
     ids = want.copy()
-    ids[:, -1] = 5
-    assert why(ids, "1,2x3,1", scheme="rope-tie-v2") == "text after a grid goes on at the maximum of all ids plus one"
-    assert ids_of("1,2x1x1,1", scheme=RopeTie(axes=3)).tolist() == [[0, 4, 8, 12], [0, 6, 6, 12], [0, 6, 6, 12]]
-    assert why([[0, 4, 8, 9], [0, 6, 6, 9], [0, 6, 6, 9]], "1,2x1x1,1", scheme=RopeTie(axes=3)) == (
+    ids[:, -2:] = 5, 6
+    assert why(ids, "1,2x3,2", scheme="rope-tie-v2") == "text after a grid goes on at the maximum of all ids plus one"
+    video = [[0, 4, 8, 12, 13], [0, 6, 6, 12, 13], [0, 6, 6, 12, 13]]
+    assert ids_of("1,2x1x1,2", scheme=RopeTie(axes=3)).tolist() == video
+    assert why([[0, 4, 8, 9, 10], [0, 6, 6, 9, 10], [0, 6, 6, 9, 10]], "1,2x1x1,2", scheme=RopeTie(axes=3)) == (
         "text after a grid goes on at the maximum of all ids plus one"
     )
 
@@ -460,11 +465,39 @@ def test_ids_far_beyond_any_start_are_a_constant_too_large(far: Any) -> None:
 
 
 def test_what_no_mistake_gives_has_no_cause() -> None:
-    said = "Cause unknown: no known mistake gives the first difference."
+    said = "Cause unknown: no known mistake gives the first two differences."
     ids = ids_of("3,2x3,4")
     ids[:, 11:] = 3, 99
     assert found(ids, "3,2x3,4").sentences[2] == said
-    assert found([0, 1, 2, 3, 9], "5").sentences[2] == said
+    assert found([0, 1, 2, 3, 9], "5").sentences[2] == "Cause unknown: one token alone proves no mistake."
+
+
+@settings(settled, max_examples=100)
+@given(SPECS, SCHEMES, st.data())
+def test_one_wrong_token_is_no_evidence_of_any_mistake(specs: list[str], scheme: str, data: st.DataObject) -> None:
+    segments = table(*specs)
+    placed = mmpos.place(segments, scheme)
+    ids = placed.dense().astype(np.float64)
+    token = data.draw(st.integers(0, ids.shape[1] - 1))
+    others = st.integers(0, 50) | st.sampled_from([-1, 2**31, *range(placed.num_tokens)])
+    ids[:, token] = (
+        data.draw(others) if data.draw(st.booleans()) else ids[:, data.draw(st.integers(0, ids.shape[1] - 1))]
+    )
+    for documents, how in ((segments, scheme), (placed, None)):
+        diagnosis = mmpos.diagnose(ids, documents, how)
+        assert diagnosis.equal or (diagnosis.different_tokens, diagnosis.cause) == (1, None)
+
+
+def test_a_mistake_that_gives_one_of_eleven_wrong_ids_is_not_named() -> None:
+    diagnosis = found([1, 9, 4, 8, 2, 7, 3, 6, 5, 0, 12], "11", scheme="flatten")  # a start at 1 gives the first
+    assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
+    diagnosis = found([1, 9, 4, 8, 2, 7, 3, 6, 5, 10, 12], "11", scheme="flatten")  # and the last but one
+    assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
+
+
+def test_as_many_resets_as_wrong_tokens_are_no_evidence() -> None:
+    assert found([0, 1, 2, 0, 0], "5").cause is None
+    assert why([0, 1, 0, 1, 0, 1], "6") == "ids are reset inside a document: they begin anew at this token"
 
 
 def test_infinite_ids_of_a_narrow_float_are_its_own_fault() -> None:
@@ -481,16 +514,6 @@ def test_a_cause_that_explains_a_part_says_how_much() -> None:
         "forgotten.",
         "To do: go on after a grid at the scheme's cursor: positions.next_positions has it.",
     )
-
-
-SPECS = st.lists(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3).map(
-        lambda parts: ",".join(f"{n},{h}x{w}" for n, h, w in parts) + ",2"
-    ),
-    min_size=1,
-    max_size=3,
-)
-SCHEMES = st.sampled_from([name for name in mmpos.SCHEMES if name != "grid-2d"])
 
 
 @settings(settled, max_examples=25)

@@ -243,3 +243,13 @@ def test_an_assistant_that_is_not_patched_is_refused() -> None:
     model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
     with pytest.raises(ValueError, match="mm_position_ids"):
         generated(model, input_ids, mm_position_ids=table, assistant_model=model_of("llama"))
+
+
+def test_generation_ends_where_ids_would_leave_int32() -> None:
+    table = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
+    assert generated(
+        patched(), tokens(1, 4), mm_position_ids=place(SegmentTable.from_documents([[Text(4)]]))
+    ).shape == (1, 4 + NEW)
+    with pytest.raises(InvalidInputError) as refused:
+        generated(patched(), tokens(1, 4), mm_position_ids=table)
+    assert str(refused.value) == "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"

@@ -76,6 +76,26 @@ def test_axial_is_one_full_ladder_per_axis(axes: int) -> None:
     np.testing.assert_allclose(rotary.inv_freq_array, expected, rtol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "axes_dim", [[16, 56, 56], [44, 42, 42], [32, 48, 48]], ids=["FLUX, HunyuanVideo", "Wan", "CogVideoX"]
+)
+def test_axial_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[int]) -> None:
+    rotary = Rotary(128, theta=256.0, allocation="axial", axes_dim=axes_dim)
+    assert (rotary.axes, rotary.axes_dim) == (3, tuple(axes_dim))
+    assert rotary.pair_axis.tolist() == [a for a, dim in enumerate(axes_dim) for _ in range(dim // 2)]
+    expected = np.concatenate([1 / 256.0 ** (np.arange(0, dim, 2) / dim) for dim in axes_dim])
+    np.testing.assert_allclose(rotary.inv_freq_array, expected, rtol=1e-14)
+    scaled = Rotary(128, theta=[1e4, 2e4, 3e4], allocation="axial", axes_dim=axes_dim, scaling=NTK(2))
+    parts = [Rotary(dim, theta, axes=1, scaling=NTK(2)) for dim, theta in zip(axes_dim, (1e4, 2e4, 3e4), strict=True)]
+    assert scaled.turns.tolist() == [turn for part in parts for turn in part.turns.tolist()]
+    assert scaled.inv_freq_float32.tolist() == [f for part in parts for f in part.inv_freq_float32.tolist()]
+
+
+def test_equal_channels_for_every_axis_are_plain_axial() -> None:
+    assert Rotary(64, allocation="axial", axes_dim=[32, 32]) == Rotary(64, allocation="axial")
+    assert Rotary(96, allocation="axial", axes_dim=(32, 32, 32)) == Rotary(96, axes=3, allocation="axial")
+
+
 def test_pixtral_is_even_frequencies_of_rows_then_odd_ones_of_columns() -> None:
     rotary, plain = Rotary(64, allocation="pixtral"), Rotary(64, axes=1)
     assert rotary.pair_axis.tolist() == [0] * 16 + [1] * 16
@@ -143,7 +163,21 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"axes": 2, "allocation": [0, 1, 2, 0, 1, 0, 1, 0]}, "allocation[2]: got 2, want <= 1"),
         ({"allocation": [0, 1, -1, 0, 1, 0, 1, 0]}, "allocation[2]: got -1, want >= 0"),
         ({"allocation": [0.0] * 8}, "allocation[0]: got 0.0, want an integer"),
-        ({"allocation": "axial", "axes": 3}, "allocation 'axial': got 8 pairs, want a multiple of axes=3"),
+        ({"allocation": "axial", "axes": 3}, "allocation 'axial': got 8 pairs, want a multiple of axes=3, or axes_dim"),
+        ({"axes_dim": [8, 8]}, "axes_dim: got [8, 8], want None for allocation 'interleaved'"),
+        ({"axes_dim": [8, 8], "allocation": [0, 1] * 4}, "axes_dim: got [8, 8], want None for allocation (0, 1,"),
+        ({"axes_dim": [4, 8], "allocation": "axial"}, "axes_dim: got [4, 8], want channels that sum to 16, those that"),
+        ({"axes_dim": [3, 13], "allocation": "axial"}, "axes_dim[0]: got 3, want an even number"),
+        ({"axes_dim": [0, 16], "allocation": "axial"}, "axes_dim[0]: got 0, want >= 2"),
+        (
+            {"axes_dim": [4, 12], "allocation": "axial", "axes": 3},
+            "axes_dim: got [4, 12], want 3 numbers of channels, one per axis",
+        ),
+        ({"axes_dim": 8, "allocation": "axial"}, "axes_dim: got 8, want a sequence of numbers"),
+        (
+            {"axes_dim": [2, 14], "allocation": "axial", "scaling": NTK(2)},
+            "scaling: got NTK for 1 pairs, want at least 2",
+        ),
         ({"allocation": "pixtral", "axes": 3}, "axes: got 3, want 2 for allocation 'pixtral'"),
         ({"allocation": "pixtral", "rotary_dim": 10}, "allocation 'pixtral': got 5 pairs, want an even number"),
         ({"allocation": "sections"}, "mrope_section: got None, want pairs per axis for allocation 'sections'"),
@@ -231,6 +265,7 @@ ROTARIES = [
     Rotary(16),
     Rotary(16, theta=[1e4, 0.1 + 1e6], rotary_dim=12, pairing="adjacent", precision="hf"),
     Rotary(16, allocation="sections", mrope_section=(2, 3, 3)),
+    Rotary(16, allocation="axial", axes_dim=(4, 10, 2)),
     Rotary(16, allocation=(0, 0, 1, 2, 0, 0, 1, 2), inv_freq=[0.1] * 8),
     Rotary(128, allocation="mrope-interleaved"),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),

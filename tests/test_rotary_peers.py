@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from rotary_oracle import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
@@ -106,11 +108,13 @@ def test_rotations_of_transformers_vision_encoders(model: str, config: str, modu
     close(apply_rotary(q, k, positions, rotary), theirs)
 
 
-def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not() -> None:
+def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not_and_hf_is_wrong_alike() -> None:
     told = transformers("llama", "LlamaConfig", "configuration")(head_dim=128)
     ids = torch.tensor([[0, 4_095, 131_071, 1_000_003]])
     q = normal(1, 1, 4, 128)
-    cos, sin = transformers("llama", "LlamaRotaryEmbedding")(told)(q, ids)
+    embedding = transformers("llama", "LlamaRotaryEmbedding")(told)
+    cos, sin = embedding(q, ids)
+    in_bfloat16 = embedding(q.bfloat16(), ids)
     theirs, _ = transformers("llama", "apply_rotary_pos_emb")(q, q, cos, sin)
     angle = (ids[0, :, None] * 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)).repeat(1, 2)
     wide = q.to(torch.float64)
@@ -120,6 +124,9 @@ def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not() -> Non
         ours, _ = apply_rotary(q, None, ids, rotary, layout="bhsd")
         assert ((ours - theirs).abs().max() < HF) == same_as_theirs
         assert ((ours - truth).abs().max() < HF) != same_as_theirs
+        tables = zip(rotary.cos_sin(ids, layout="transformers"), in_bfloat16, strict=True)
+        # Float32 numbers in a last place apart may round to neighbours in bfloat16.
+        assert all((x.bfloat16() - y).abs().max() <= 2.0**-8 for x, y in tables) == same_as_theirs
     assert (theirs - truth).abs().amax(dim=(0, 1, 3))[3] > 1e-2
 
 
@@ -164,3 +171,22 @@ def test_timms_axial_rotation(pairing: Any, half: bool) -> None:
     embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
     theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
     close(apply_rotary(q, None, positions, rotary)[:1], [theirs])
+
+
+@pytest.mark.parametrize(
+    ("axes_dim", "theta"), [([16, 56, 56], 256.0), ([44, 42, 42], 1e4)], ids=["HunyuanVideo", "Wan"]
+)
+def test_rotations_of_video_diffusion(axes_dim: list[int], theta: float) -> None:
+    """Diffusers' formula in other words: each axis turns a block of adjacent pairs, as complex float64 numbers."""
+    ids = torch.from_numpy(np.indices((5, 6, 7)).reshape(3, -1))
+    q = normal(ids.shape[1], 4, 128)
+    rotary = Rotary(128, theta, allocation="axial", axes_dim=axes_dim, pairing="adjacent")
+    blocks = []
+    for position, block in zip(ids, q.double().split(axes_dim, dim=-1), strict=True):
+        frequency = theta ** -torch.arange(0, 1, 2 / block.shape[-1], dtype=torch.float64)
+        turn = torch.polar(torch.ones(()).double(), position[:, None, None] * frequency)
+        blocks.append(torch.view_as_real(torch.view_as_complex(block.unflatten(-1, (-1, 2))) * turn).flatten(-2))
+    expected = torch.cat(blocks, dim=-1)
+    length = q.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
+    found, _ = apply_rotary(q, None, ids, rotary)
+    assert ((found - expected).abs() <= ARITHMETIC * length).all()

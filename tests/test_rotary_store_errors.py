@@ -126,6 +126,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         calls(slot_mapping=torch.tensor([0, -1, 64, 65])),
         "slot_mapping[2]: got 64, want < 64, the slots of key_cache",
     ),
+    "slots for two tokens": (
+        calls(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9])),
+        "slot_mapping[4]: got 9, the slot of token 2, want one of its own: a slot of two tokens holds some of each",
+    ),
     "a slot of no cache": (
         calls(key_cache=cache_of((0, 16, 2, 12)), value_cache=cache_of((0, 16, 2, 12))),
         "slot_mapping[0]: got 0, want < 0, the slots of key_cache",

@@ -72,6 +72,10 @@ def test_slots_that_the_host_does_not_look_at_are_refused_if_validated(monkeypat
     assert torch.equal(paged.slots_of(slots, 1, 2, pages, validate=False), slots[0])
     with pytest.raises(InvalidInputError, match=r"^slot_mapping\[1\]: got 64, want < 64, the slots of key_cache$"):
         paged.slots_of(slots, 1, 2, pages, validate=True)
+    twice = torch.tensor([3, 2, -1, -1, 3])
+    assert torch.equal(paged.slots_of(twice, 1, 5, pages, validate=False), twice)
+    with pytest.raises(InvalidInputError, match=r"^slot_mapping\[4\]: got 3, the slot of token 0, want"):
+        paged.slots_of(twice, 1, 5, pages, validate=True)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -122,6 +122,20 @@ def test_shapes_and_dtypes(positions: PositionTable, leading: tuple[int, ...], p
     assert (angles.shape, angles.dtype) == ((batch_seq[1], batch_seq[0], 1, 12), torch.float32)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5), (0, 0), (0,)])
+def test_ids_of_no_tokens_keep_their_batch(shape: tuple[int, ...]) -> None:
+    rotary, ids = Rotary(head_dim=16), torch.zeros(2, *shape, dtype=torch.int32)
+    batch_seq = shape if len(shape) == 2 else (1, *shape)
+    for layout, want in (("pairs", (*shape, 8)), ("transformers", (*batch_seq, 16))):
+        assert [x.shape for x in rotary.cos_sin(ids, layout)] == [want, want]  # type: ignore[arg-type]
+    cache = rotary.cos_sin(ids, "torchtitan")
+    assert isinstance(cache, Tensor)
+    assert cache.shape == (*shape, 32)
+    assert rotary.angles(ids).shape == (batch_seq[1], batch_seq[0], 1, 16)
+    q = torch.zeros(*batch_seq, 4, 16)
+    assert apply_rotary(q, q, ids, rotary)[0].shape == q.shape
+
+
 @pytest.mark.parametrize("layout", ["pairs", "transformers", "torchtitan"])
 @pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
 def test_a_table_its_device_form_and_its_dense_ids_give_the_same_bits(positions: PositionTable, layout: Any) -> None:

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches, documents, exact, grids, place_all, placed, settled
 
-from mmpos import Grid, Scheme, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, Scheme, SegmentTable, Text, UnsupportedError, diagnose, place
+from mmpos.compare import measure
+from mmpos.plot import id_growth
 from mmpos.schemes import (
     SCHEMES,
     V2PE,
@@ -291,3 +293,42 @@ def test_the_names_of_all_schemes() -> None:
 def test_fractions_belong_to_the_scheme(scheme: str | Scheme, fractional: bool) -> None:
     assert placed([Text(2)], scheme).fractional is fractional
     assert placed([Text(2)], scheme).dense().dtype == (np.float64 if fractional else np.int32)
+
+
+@dataclass(frozen=True)
+class Wide(Scheme):
+    """Every grid takes so many ids; a parameter without a default."""
+
+    name: ClassVar[str] = "wide"
+    axes = 2
+    width: int
+
+    def advance(self, grids: Grids) -> npt.NDArray[np.int64]:
+        return np.full_like(grids.height, self.width)
+
+    def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
+        return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "label"),
+    [
+        ("rope-tie", "rope-tie"),
+        (RopeTieV2(), "rope-tie-v2"),
+        (RopeTieV2(rounding="floor"), "rope-tie-v2(rounding=floor)"),
+        (RopeTieV2(axes=3, rounding="floor"), "rope-tie-v2(axes=3, rounding=floor)"),
+        (MRopeQwen25(tokens_per_second=Fraction(25, 2)), "mrope-qwen2.5(tokens_per_second=25/2)"),
+        (Diagonal(), "diagonal"),
+        (Wide(3), "wide(width=3)"),
+    ],
+    ids=str,
+)
+def test_a_scheme_is_named_with_the_parameters_that_are_not_the_defaults(scheme: str | Scheme, label: str) -> None:
+    segments = SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]])
+    assert get_scheme(scheme).label == label
+    assert place(segments, scheme).scheme == label
+    assert repr(place(segments, scheme)).endswith(f"scheme={label!r})")
+    assert list(measure([scheme]).rows) == [label]
+    assert id_growth([scheme], [2]).schemes == (label,)
+    ids = place(segments, scheme).dense()
+    assert str(diagnose(ids, segments, scheme)) == f"All 3 tokens of 1 document have the ids of {label}."

@@ -170,6 +170,62 @@ def test_norms_of_a_row_per_head_and_of_all_heads_are_sorted_inside_heads() -> N
     assert torch.equal(got[names[1]], sorted_rows(flat))
 
 
+UNKNOWN = (
+    "which may hold channels of q or k under a name that is not known, want norms= to sort it as a norm is sorted, or "
+    "leave= if its channels are no rotated ones"
+)
+
+
+BESIDE = ["per_dim_scale", "norm.weight"]  # no known parts of attention
+
+
+@pytest.mark.parametrize(
+    "name", ["q_ln.weight", "norm_q.weight", "k_layer_norm.weight", "qk_norm.weight", "query_rms.scale", *BESIDE]
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_what_may_hold_channels_of_q_or_k_is_refused_until_it_is_told(name: str, first: bool) -> None:
+    norm = {f"{LAYER}{name}": torch.rand(12)}
+    weights = {**norm, **layer()} if first else {**layer(), **norm}
+    with pytest.raises(mmpos.InvalidInputError) as refused:
+        permute_qk(weights, ROTARY)
+    assert str(refused.value) == f"{LAYER}{name}: got (12,), {UNKNOWN}"
+    part = re.escape(name)
+    found = permute_qk(weights, ROTARY, norms=part)
+    assert torch.equal(found[f"{LAYER}{name}"], norm[f"{LAYER}{name}"][ORDER])
+    left = permute_qk(weights, ROTARY, leave=part)
+    assert left[f"{LAYER}{name}"] is norm[f"{LAYER}{name}"]
+    for got in (found, left):
+        assert torch.equal(got[f"{LAYER}q_proj.weight"], sorted_rows(weights[f"{LAYER}q_proj.weight"]))
+    back = permute_qk(found, ROTARY, norms=part, inverse=True)
+    assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
+
+
+def test_what_holds_no_whole_head_or_is_known_beside_q_is_passed_on() -> None:
+    others = {
+        f"{LAYER}{name}": torch.rand(shape)
+        for name, shape in {
+            "o_proj.weight": (WIDTH, 12 * HEADS),
+            "o_proj.bias": (WIDTH,),
+            "v_norm.weight": (12,),
+            "g_proj.weight": (12 * HEADS, WIDTH),
+            "sinks": (12,),
+            "k_scale": (),
+            "q_lambda": (HEADS,),
+            "rotary_emb.inv_freq": (12,),
+        }.items()
+    }
+    others |= {"model.layers.0.mlp.up_proj.weight": torch.rand(36, WIDTH), "model.norm.weight": torch.rand(WIDTH)}
+    found = permute_qk({**layer(), **others}, ROTARY)
+    assert all(found[name] is tensor for name, tensor in others.items())
+
+
+def test_what_is_left_is_not_sorted_whatever_its_name() -> None:
+    weights = {**layer("resampler."), **layer()}
+    found = permute_qk(weights, ROTARY, leave="^resampler")
+    for name, tensor in weights.items():
+        assert (found[name] is tensor) == (name.startswith("resampler") or "v_proj" in name)
+
+
 @pytest.mark.parametrize("tower", ["audio_tower.", "model.visual.", "thinker.vision_model.encoder.", "vit."])
 def test_towers_keep_their_order_unless_named(tower: str) -> None:
     weights = {**layer(f"{tower}layers.0.attn."), **layer()}
@@ -245,6 +301,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         permute_qk(fused, ROTARY, fused="packed")  # type: ignore[call-overload]
     with pytest.raises(mmpos.InvalidInputError, match=re.escape("names: got '(', want a regular expression")):
         permute_qk(fused, ROTARY, names="(")
+    with pytest.raises(mmpos.InvalidInputError, match=re.escape("norms: got '[', want a regular expression")):
+        permute_qk(fused, ROTARY, norms="[")
+    with pytest.raises(mmpos.InvalidInputError, match="leave: got 1, want a regular expression"):
+        permute_qk(fused, ROTARY, leave=1)  # type: ignore[call-overload]
     with pytest.raises(mmpos.InvalidInputError, match="inverse: got 1, want True or False"):
         permute_qk(fused, ROTARY, inverse=1)  # type: ignore[call-overload]
 

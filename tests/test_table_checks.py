@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmpos import SCHEMES, Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
-from mmpos.columns import AXES, DENOMINATOR, FIRST_SEGMENT, FIRST_TOKEN, HEIGHT, OFFSET, SKIP, WIDTH
+from mmpos.columns import (
+    AXES,
+    DELTA,
+    DENOMINATOR,
+    FIRST_SEGMENT,
+    FIRST_TOKEN,
+    HEIGHT,
+    NEXT_POSITION,
+    NO_POSITION,
+    OFFSET,
+    SKIP,
+    WIDTH,
+)
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
 GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
@@ -79,6 +91,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (changed(DENOMINATOR, 1, 2), "table.denominator[1]: got 2, want <= 1"),
     (document(FIRST_SEGMENT, 0, 1), "documents.first_segment: got other than ascending from 0, want ascending from 0"),
     (document(FIRST_SEGMENT, 1, 7), "documents.first_segment[1]: got 7, want <= 6"),
+    ({"num_tokens": 2**63 - 1}, "table.segment_lengths[5]: got 9223372036854775791, want <= 2147483648"),
+    (
+        document(DELTA, 1, NO_POSITION),
+        f"documents.next_position[1]: got 10 with delta {NO_POSITION}, want {NO_POSITION} for both or neither",
+    ),
     (document(FIRST_TOKEN, 1, 10), "documents.first_token[1]: got 10, want 11, the offset of its segment"),
 ]
 
@@ -97,6 +114,15 @@ def test_what_is_no_table_is_refused(changes: dict[str, Any], message: str) -> N
         (changed(AXES + 2, 1, -(2**40)), "table[:, 1]: got ids from -1099511627770 to 11, want ids within int32"),
         (changed(AXES + 1, 1, 2**63 - 1), None),
         (changed(AXES + 3, 1, 2**62), "table[:, 1]: got numerators up to 9.22e+18, want at most 2**62"),
+        (
+            document(NEXT_POSITION, 1, 2**31 + 1),
+            "documents[1]: got next position 2147483649, want from -2**31 to 2**31",
+        ),
+        (
+            document(NEXT_POSITION, 0, -(2**40)),
+            "documents[0]: got next position -1099511627776, want from -2**31 to 2**31",
+        ),
+        (document(DELTA, 1, 2**63 - 1), "documents.delta[1]: got 9223372036854775807, want within 2**62"),
     ],
 )
 def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | None) -> None:
@@ -125,3 +151,26 @@ def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
     assert ids.min() >= -(2**31)
     assert ids.max() < 2**31
     assert (found.dense(dtype=np.int64) == ids).all()
+
+
+@given(
+    st.integers(NEXT_POSITION, DELTA), st.sampled_from([0, -1, 1]), st.sampled_from([0, 2**31, -(2**31), 2**62, 2**63])
+)
+def test_whatever_passes_goes_on_within_int32(row: int, by: int, near: int) -> None:
+    value = max(-(2**63), min(near + by, 2**63 - 1))
+    try:
+        found = again(PLACED, **document(row, 1, value))
+        more = [found.decode(2), found.window([1], [3], [4])]
+    except (InvalidInputError, LimitExceededError):
+        return
+    for grown in more:
+        np.testing.assert_array_equal(grown.dense(), grown.rationals()[0])
+        assert repr(again(grown)) == repr(grown)
+
+
+def test_a_cursor_beyond_int32_is_refused_by_place_as_by_the_door() -> None:
+    documents = SegmentTable.from_documents([[Text(1)], [Text(1), Grid(1, 2)]])
+    assert place(documents, start=[0, 2**31 - 6]).next_positions.tolist() == [1, 2**31]
+    with pytest.raises(LimitExceededError) as refused:
+        place(documents, start=[0, 2**31 - 5])
+    assert str(refused.value) == "documents[1]: got next position 2147483649, want from -2**31 to 2**31"

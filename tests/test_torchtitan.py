@@ -117,6 +117,53 @@ def test_ids_of_text_are_equal_on_all_axes_and_none_begins_at_zero() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_folded_batch_is_rotated_as_its_rows_and_restarts_where_the_table_does() -> None:
+    """torchtitan's main branch has no batch axis: query (tokens, heads, dim), positions (tokens,) or (tokens, axes)."""
+    rotary = Rotary(head_dim=16, rotary_dim=12)
+    q, k = normal(24, 4, 16), normal(24, 2, 16, seed=1)
+    module, text = RoPE(rotary), document_positions(PACKED)
+    assert text.shape == (24,)
+    for positions in (PACKED, HALVES, FAR):
+        expected = apply_rotary(q, k, positions, rotary)
+        for given in (table_tensor(positions), table_tensor(positions, capacity=20), dense(positions, 24)[0]):
+            torch.testing.assert_close(module(q, k, given), expected, rtol=0, atol=0)
+    for ids, told in ((text, text), (torch.arange(24), None)):
+        torch.testing.assert_close(module(q, k, told), apply_rotary(q, k, ids.expand(2, 24), rotary), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(91,), (7, 13), (1, 91), (91, 1), (1,), (1, 1)])
+def test_no_number_of_tokens_makes_ids_look_like_a_table(shape: tuple[int, ...]) -> None:
+    tokens = torch.Size(shape).numel()
+    rotary, placed = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(tokens)]]), start=5)
+    table = table_tensor(placed, capacity=6)
+    assert table.numel() == 91
+    q, ids = normal(*shape, 2, 16), torch.arange(5, 5 + tokens).view(shape)
+    expected = apply_rotary(q.reshape(-1, 2, 16), None, placed, rotary)[0].view(q.shape)
+    for given in (table, ids, ids[..., None].expand(*shape, 2)):
+        torch.testing.assert_close(RoPE(rotary)(q, q, given)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pairing", ["adjacent", "half"])
+def test_a_folded_batch_with_our_cache_by_torchtitans_formula(pairing: Any) -> None:
+    rotary, q = Rotary(head_dim=16, pairing=pairing), normal(24, 4, 16)
+    cache = rope_cache(rotary, HALVES)
+    assert cache.shape == (24, 1, 8 if pairing == "adjacent" else 32)
+    found, _ = RoPE(rotary)(q, q, table_tensor(HALVES))
+    torch.testing.assert_close(found, turned(q, cache), rtol=0, atol=SUMMED)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_folded_batch_is_cut_as_one_sequence(world_size: int) -> None:
+    order = _HeadTailLoadBalancer(24, world_size, "cpu")._generate_indices()[0].chunk(world_size)
+    for rank in range(world_size):
+        index = order[rank].long() if world_size > 1 else torch.arange(24)
+        found = shard(PACKED, None, rank, world_size)
+        assert torch.equal(dense(found, 24 // world_size)[0], dense(PACKED, 24)[0, index])
+    tables = shard_tensors(PACKED, None, world_size)
+    assert torch.equal(tables[0], table_tensor(shard(PACKED, None, 0, world_size), tables.shape[3] // 13 - 1))
+    assert shard(place(SegmentTable.from_documents([])), None, 0, world_size).num_tokens == 0
+
+
 def test_the_module_outlives_the_meta_device_and_casts() -> None:
     with torch.device("meta"):
         module = RoPE(Rotary(head_dim=16))
@@ -152,6 +199,12 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
     rows = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in (q, k)]
     with pytest.raises(InvalidInputError, match=r"^positions: got None for tokens on several ranks, want those of the"):
         RoPE(Rotary(head_dim=16))(*rows)
+    folded = [DTensor.from_local(x[0], mesh, [Shard(1)], run_check=False) for x in (q, k)]
+    found = RoPE(Rotary(head_dim=16))(*folded, table_tensor(PACKED.slice(0, 12)))
+    assert [x.shape for x in found] == [(12, 4, 16), (12, 2, 16)]
+    torch.testing.assert_close([x.to_local() for x in found], [x[0] for x in expected], rtol=0, atol=0)
+    with pytest.raises(InvalidInputError, match=r"^positions: got None for tokens on several ranks"):
+        RoPE(Rotary(head_dim=16))(*[DTensor.from_local(x[0], mesh, [Shard(0)], run_check=False) for x in (q, k)])
     model = Recorder()
     deliver_positions(model, rank=1)
     wrapped = DTensor.from_local(torch.stack((table_tensor(PACKED),) * 2), mesh, [Shard(1)], run_check=False)
@@ -161,16 +214,16 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        (torch.zeros(12, dtype=torch.int64), "positions: got torch.int64 (12,), want int64 (columns,) of a "
-         "table_tensor with 2 axes, a multiple of 13"),
+        (torch.zeros(1, 1, 12, dtype=torch.int64), "positions: got torch.int64 (1, 1, 12), want int64 (1, 1, columns) "
+         "of a table_tensor with 2 axes, a multiple of 13"),
         (PACKED, "positions: got PositionTable, want a tensor, as from table_tensor"),
-        (torch.zeros(13), "positions: got torch.float32 (13,), want int64 (columns,) of a table_tensor with 2 axes, "
-         "a multiple of 13"),
+        (torch.zeros(1, 1, 13), "positions: got torch.float32 (1, 1, 13), want int64 (1, 1, columns) of a "
+         "table_tensor with 2 axes, a multiple of 13"),
         (table_tensor(PACKED.slice(0, 23)), "positions: got a table of 23 tokens, want 2·12 as in query"),
-        (torch.zeros(12, 2, dtype=torch.int64), "positions: got shape (12, 2), want (columns,) of a table, (2, 12) or "
-         "(2, 12, 2)"),
-        (torch.zeros(2, 12, 3, dtype=torch.int64), "positions: got shape (2, 12, 3), want (columns,) of a table, "
+        (torch.zeros(12, 2, dtype=torch.int64), "positions: got shape (12, 2), want (1, 1, columns) of a table, "
          "(2, 12) or (2, 12, 2)"),
+        (torch.zeros(2, 12, 3, dtype=torch.int64), "positions: got shape (2, 12, 3), want (1, 1, columns) of a "
+         "table, (2, 12) or (2, 12, 2)"),
     ],
     ids=["columns", "untold", "float", "tokens", "rows", "axes"],
 )  # fmt: skip
@@ -181,12 +234,14 @@ def test_positions_that_do_not_fit_are_named(positions: Any, message: str) -> No
     assert str(caught.value) == message
 
 
-def test_a_query_without_rows_and_a_key_that_is_none_are_refused() -> None:
+def test_a_query_without_tokens_and_a_key_that_is_none_are_refused() -> None:
     q: Any = normal(2, 12, 4, 16)
-    wanted = "want (batch, seq, num_heads, head_dim)"
+    wanted = "want (batch, seq, num_heads, head_dim) or (tokens, num_heads, head_dim)"
     for query, key, message in (
-        (q[0], q, f"query: got shape (12, 4, 16), {wanted}"),
+        (q[0, 0], q, f"query: got shape (4, 16), {wanted}"),
         (q, None, f"key: got NoneType, {wanted}"),
+        (q, q[0], "key: got shape (12, 4, 16), want 4 dimensions as query"),
+        (q[0], q, "key: got shape (2, 12, 4, 16), want 3 dimensions as query"),
     ):
         with pytest.raises(InvalidInputError) as caught:
             RoPE(Rotary(head_dim=16))(query, key)
@@ -195,7 +250,7 @@ def test_a_query_without_rows_and_a_key_that_is_none_are_refused() -> None:
 
 def test_a_table_tensor_has_one_shape_for_every_step_of_a_capacity() -> None:
     assert PACKED.num_segments == 6
-    assert table_tensor(PACKED).shape == (13 * 7,)
+    assert table_tensor(PACKED).shape == (1, 1, 13 * 7)
     shorter = place(SegmentTable.from_documents([[Text(24)]]))
     assert table_tensor(shorter, capacity=6).shape == table_tensor(PACKED, capacity=6).shape
     with pytest.raises(LimitExceededError, match=r"^capacity: got 5, want >= 6, the segments of the table$"):
@@ -254,8 +309,8 @@ def test_shards_of_all_ranks_are_rows_of_one_tensor() -> None:
     parts = [shard(PACKED, 12, rank, 2) for rank in range(2)]
     most = max(part.num_segments for part in parts)
     assert torch.equal(found, torch.stack([table_tensor(part, most) for part in parts]))
-    assert shard_tensors(PACKED, 12, 2, None, capacity=9).shape == (2, 13 * 10)
-    assert shard_tensors(place(SegmentTable.from_documents([])), 12, 2).shape == (2, 13 * 2)
+    assert shard_tensors(PACKED, 12, 2, None, capacity=9).shape == (2, 1, 1, 13 * 10)
+    assert shard_tensors(place(SegmentTable.from_documents([])), 12, 2).shape == (2, 1, 1, 13 * 2)
 
 
 class Recorder(nn.Module):
@@ -282,11 +337,12 @@ def test_positions_of_images_take_the_place_of_those_of_text() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mm_position_ids": "ids"}, "mm_position_ids: got str, want (columns,) of table_tensor, (world_size, columns) "
-         "of shard_tensors, or ids (batch, seq, axes)"),
-        ({"mm_position_ids": torch.zeros(())}, "mm_position_ids: got shape (), want (columns,) of table_tensor, "
-         "(world_size, columns) of shard_tensors, or ids (batch, seq, axes)"),
-        ({"mm_position_ids": torch.zeros(2, 13)}, "mm_position_ids: got tables of 2 ranks, want one for rank 2"),
+        ({"mm_position_ids": "ids"}, "mm_position_ids: got str, want a table_tensor, (world_size, 1, 1, columns) of "
+         "shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"),
+        ({"mm_position_ids": torch.zeros(13)}, "mm_position_ids: got shape (13,), want a table_tensor, (world_size, 1, "
+         "1, columns) of shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"),
+        ({"mm_position_ids": torch.zeros(2, 1, 1, 13)},
+         "mm_position_ids: got tables of 2 ranks, want one for rank 2"),
         ({"mm_position_ids": torch.zeros(13), "mrope_positions": torch.zeros(2, 12, 3)},
          "mrope_positions: got ids beside mm_position_ids, want build_mrope_positions=False"),
     ],
@@ -382,12 +438,15 @@ def test_configs_that_torchtitan_does_not_have_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_graphs_are_whole_for_every_sort_of_positions() -> None:
+@pytest.mark.parametrize("tokens", [(2, 12), (24,)], ids=["rows", "folded"])
+def test_graphs_are_whole_for_every_sort_of_positions(tokens: tuple[int, ...]) -> None:
     """torchtitan compiles each block with fullgraph."""
+    torch.compiler.reset()
     module = RoPE(Rotary(head_dim=16))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    q, k = normal(2, 12, 4, 16), normal(2, 12, 2, 16, seed=1)
-    for given in (table_tensor(HALVES), table_tensor(FAR), dense(PACKED, 12), torch.arange(24).view(2, 12), None):
+    q, k = normal(*tokens, 4, 16), normal(*tokens, 2, 16, seed=1)
+    ids = dense(PACKED, 12).reshape(*tokens, 2)
+    for given in (table_tensor(HALVES), table_tensor(FAR), ids, torch.arange(24).view(tokens), None):
         found = with_gradients(lambda q, k, given=given: compiled(q, k, given), q, k)  # type: ignore[misc]
         expected = with_gradients(lambda q, k, given=given: module(q, k, given), q, k)  # type: ignore[misc]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

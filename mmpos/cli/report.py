@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.columns import AXIS_NAMES, DELTA, NEXT_POSITION, NO_POSITION
+from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
 from mmpos.consuming import ids_consumed
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.parts import Grid
@@ -72,7 +72,7 @@ def print_positions(out: Console, segments: SegmentTable, positions: PositionTab
 def heading(positions: PositionTable, document: int) -> str:
     """Tokens, scheme and axes of a document."""
     length = int(positions.lengths[document])
-    axes = ", ".join(AXIS_NAMES[positions.axes])
+    axes = ", ".join(axis_names(positions.axes))
     return f"{length:,} token{'' if length == 1 else 's'}, scheme {positions.scheme}, positions ({axes})"
 
 
@@ -213,7 +213,7 @@ def _dense_rows(positions: PositionTable) -> list[str]:
     """The ids of a few tokens, one line per axis, columns flush right."""
     ids = exact(positions)
     lines = [["token", *map(str, range(len(ids)))]]
-    for axis, name in enumerate(AXIS_NAMES[positions.axes]):
+    for axis, name in enumerate(axis_names(positions.axes)):
         lines.append([name, *(str(values[axis]) for values in ids)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)) for line in lines]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
 import numpy as np
 
 from mmpos.compare.finding import Finding
-from mmpos.compare.labels import parameters
 from mmpos.compare.vectors import Known, first_positions, scores, vectors
 from mmpos.encodings import AttentionBias, Rotation
 from mmpos.errors import InvalidInputError
@@ -127,9 +129,11 @@ def extrapolates(encoding: Known) -> Finding:
 
 def deterministic(encoding: Known) -> Finding:
     """All follows from a formula: there are no weights to learn."""
-    for name, value, _ in parameters(encoding):
+    known: tuple[Field[Any], ...] = fields(encoding) if is_dataclass(encoding) else ()
+    for field in known:
+        value = getattr(encoding, field.name)
         if isinstance(value, np.ndarray):
-            return Finding(False, f"{name}: {'×'.join(map(str, value.shape))} numbers to learn")
+            return Finding(False, f"{field.name}: {'×'.join(map(str, value.shape))} numbers to learn")
     return Finding(True)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from mmpos.checks import one_of
 from mmpos.compare import encoded
 from mmpos.compare.finding import Property
-from mmpos.compare.labels import label
 from mmpos.compare.matrix import Matrix, measured
 from mmpos.compare.vectors import Known
 from mmpos.encodings import ENCODINGS, Encoding
 from mmpos.errors import InvalidInputError
+from mmpos.schemes.base import label
 
 __all__ = ["ENCODING_PROPERTIES", "measure_encodings"]
 

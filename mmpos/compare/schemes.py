@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from mmpos.compare import changes, costs, places, rotated
 from mmpos.compare.finding import Property
-from mmpos.compare.labels import label, parameters
 from mmpos.compare.matrix import Matrix, measured
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
@@ -44,11 +43,11 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
     if schemes is not None and (isinstance(schemes, str) or not isinstance(schemes, Iterable)):
         raise InvalidInputError(f"schemes: got {schemes!r}, want a list of names or Scheme objects")
     found = every_scheme() if schemes is None else [get_scheme(scheme) for scheme in schemes]
-    return measured("scheme", ((label(scheme), scheme) for scheme in found), SCHEME_PROPERTIES)
+    return measured("scheme", ((scheme.label, scheme) for scheme in found), SCHEME_PROPERTIES)
 
 
 def every_scheme() -> list[Scheme]:
     """Every scheme with its default parameters, then with three axes those that have the choice."""
     made: list[Scheme] = [scheme() for scheme in SCHEMES.values()]
-    choice = [type(scheme) for scheme in made if any(name == "axes" for name, _, _ in parameters(scheme))]
+    choice = [type(scheme) for scheme in made if "axes" in vars(scheme)]  # where the axes are a parameter
     return made + [scheme(axes=3) for scheme in choice]  # type: ignore[call-arg]

@@ -28,10 +28,12 @@ class Guess:
     Args:
         cause: the mistake in words, which follow "Cause: ".
         ids: (axes, tokens), or (tokens,) the same on all axes.
+        evidence: how many of the tokens that differ it was made to fit: the first at least, by which it was chosen.
     """
 
     cause: str
     ids: npt.NDArray[Any]
+    evidence: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,13 @@ class Case:
         """What the first token that differs has too much, if it is the same on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
+
+    def held(self, ids: npt.NDArray[Any]) -> Ids:
+        """The ids as the dtype in which they came would hold them."""
+        if self.came.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                ids = ids.astype(self.came.dtype)
+        return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
         """(tokens,) whether ids agree with those that came on every axis."""

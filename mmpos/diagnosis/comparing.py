@@ -43,7 +43,7 @@ def diagnose(
     (2, 3)
 
     A cause is computed and not guessed: each known mistake is made on these documents, and is named only if it gives
-    the first difference; the first that gives every id that came is preferred.
+    the first two differences; the first that gives every id that came is preferred.
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes, which stands for all

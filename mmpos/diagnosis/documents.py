@@ -39,7 +39,7 @@ def reset(case: Case) -> Iterator[Guess]:
     since = np.maximum.accumulate(np.where(again | (case.index == 0), token, 0))
     shift = np.where(again[since], start - case.want[:, since], 0)
     words = "ids are reset inside a document: they begin anew at this token"
-    yield Guess(words, case.want + shift)
+    yield Guess(words, case.want + shift, evidence=int(again.sum()))
 
 
 def delta_forgotten(case: Case) -> Iterator[Guess]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmpos.checks import IntArray
 from mmpos.diagnosis.case import Case, Flags, Guess
 from mmpos.diagnosis.suspects import SUSPECTS
 
@@ -20,28 +21,28 @@ class Verdict:
 
 
 def find_cause(case: Case) -> Verdict | None:
-    """The first mistake that gives every id that came; else the one that gives most of them.
+    """The first mistake that gives every id that came; else the one that explains most.
 
-    Every mistake named gives the first difference, and agrees with more tokens than the scheme itself does.
+    A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
+    with more tokens than the scheme does, by more than those that it was made to fit.
     """
-    best, most = None, int((~case.wrong).sum())
+    best, most = None, 0
+    wrong = np.flatnonzero(case.wrong)
+    right = case.wrong.size - wrong.size
     for suspect in SUSPECTS:
         for guess in suspect.guesses(case):
-            if not _agrees(case, guess, slice(case.first, case.first + 1)).all():
+            if not _agrees(case, guess, wrong[:2]).all():
                 continue
             agrees = _agrees(case, guess, slice(None))
-            if agrees.sum() > most:
+            beyond = int(agrees.sum()) - right - guess.evidence
+            if beyond > 0 and (beyond > most or agrees.all()):
                 best = Verdict(guess.cause, suspect.remedy, int((agrees & case.wrong).sum()))
-                most = int(agrees.sum())
-            if most == agrees.size:
-                return best
+                most = beyond
+                if agrees.all():
+                    return best
     return best
 
 
-def _agrees(case: Case, guess: Guess, tokens: slice) -> Flags:
-    """Whether the tokens have the ids of the mistake, as the dtype in which they came would hold them."""
-    ids = guess.ids[..., tokens]
-    if case.came.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            ids = ids.astype(case.came.dtype)
-    return case.near(ids.astype(np.float64), case.got[:, tokens])
+def _agrees(case: Case, guess: Guess, tokens: slice | IntArray) -> Flags:
+    """Whether the tokens have the ids of the mistake."""
+    return case.near(case.held(guess.ids[..., tokens]), case.got[:, tokens])

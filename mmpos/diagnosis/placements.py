@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -47,7 +47,7 @@ def other_scheme(case: Case) -> Iterator[Guess]:
     for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
         ids = None if scheme == case.scheme else case.placed(scheme)
         if ids is not None:
-            yield Guess(f"these are the ids of {_named(scheme, case.scheme)}", ids)
+            yield Guess(f"these are the ids of {scheme.label}", ids)
 
 
 def other_times(case: Case) -> Iterator[Guess]:
@@ -86,11 +86,3 @@ def _times(seconds: IntArray) -> Iterator[tuple[str, IntArray | None]]:
     halves = seconds * np.where(given, [[1], [2]], 1)
     if (halves <= INT32_MAX).all():
         yield "times are half of what they should be: temporal_patch_size is forgotten", halves
-
-
-def _named(scheme: Scheme, right: Scheme | None) -> str:
-    """The name of a scheme with the parameters that are not the usual ones, or not those of the right scheme."""
-    usual = right if type(right) is type(scheme) else SCHEMES[scheme.name]()
-    names = [field.name for field in fields(scheme)]  # type: ignore[arg-type]
-    told = [f"{name}={getattr(scheme, name)!r}" for name in names if getattr(scheme, name) != getattr(usual, name)]
-    return scheme.name + (f" with {', '.join(told)}" if told else "")

@@ -15,7 +15,7 @@ class Diagnosis:
 
     Args:
         equal: whether all ids that were compared agree; the fields after num_documents are then empty.
-        scheme: name of the scheme.
+        scheme: name of the scheme, with the parameters that are not the defaults.
         num_tokens: tokens that were compared, padding left out.
         num_documents: their documents.
         different_tokens: tokens of which an id differs.
@@ -62,7 +62,9 @@ class Diagnosis:
             f"in {self.different_documents} of {documents}."
         )
         if self.cause is None:
-            return first, count, "Cause unknown: no known mistake gives the first difference."
+            many = self.different_tokens > 1
+            why = "no known mistake gives the first two differences" if many else "one token alone proves no mistake"
+            return first, count, f"Cause unknown: {why}."
         part = f" (so {self.explained} of the {self.different_tokens})"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
         return first, count, cause, f"To do: {self.remedy}."

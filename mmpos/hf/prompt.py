@@ -70,7 +70,7 @@ class Prompt:
         """
         seq = self.ids.shape[2]
         token = start + torch.arange(length, device=self.ids.device)
-        after = (self.next_positions[:, None] + (token - seq)).to(self.ids.dtype)
+        after = self.next_positions[:, None] + (token - seq)  # int64, lest ids beyond int32 wrap around
         ids = torch.where(token < seq, self.ids[:, :, token.clamp(max=seq - 1)], after)
         return ids.repeat_interleave(rows // self.ids.shape[1], dim=1)
 

@@ -25,7 +25,7 @@ class Growth:
     """The ids that one image consumes: by how much text goes on from before it to after it.
 
     Args:
-        schemes: their names.
+        schemes: their names, with the parameters that are not the defaults.
         sides: (sizes,) n, of squares n×n and strips 1×n² of as many patches.
         squares: (schemes, sizes) ids that n×n consumes.
         strips: (schemes, sizes) ids that 1×n² consumes.
@@ -72,7 +72,7 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
     found = []
     for scheme in chosen:
         try:
-            found.append((scheme.name, *(ids_consumed(scheme, images) for images in (squares, strips))))
+            found.append((scheme.label, *(ids_consumed(scheme, images) for images in (squares, strips))))
         except UnsupportedError:
             if schemes is not None:
                 raise

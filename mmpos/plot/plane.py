@@ -14,13 +14,8 @@ from mmpos.positions import PositionTable
 
 Points = npt.NDArray[np.float64]  # (2, tokens): x right, y down
 
-_AXES = {2: (1, 0), 3: (2, 1), 4: (1, 0)}
-_NAMES = {
-    1: ("token", "position id"),
-    2: ("column id", "row id (downwards, as in an image)"),
-    3: ("column id", "row id (downwards, as in an image)"),
-    4: ("id on axis 1", "id on axis 0 (downwards)"),
-}
+_COLUMN_ROW = ("column id", "row id (downwards, as in an image)")
+_NAMES = {1: ("token", "position id"), 2: _COLUMN_ROW, 3: _COLUMN_ROW}
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +128,20 @@ def read_plane(positions: PositionTable, document: int) -> Plane:
         if k + 1 == len(segments) and end:
             after = end_point[:, 0]
         images.append(_image(positions, s, points[:, a:b], before, after))
-    return Plane(_NAMES[positions.axes], np.concatenate(text, axis=1), tuple(images), end_point, positions.axes > 1)
+    names = _NAMES.get(positions.axes, ("id on axis 1", "id on axis 0 (downwards)"))
+    return Plane(names, np.concatenate(text, axis=1), tuple(images), end_point, positions.axes > 1)
 
 
 def _points(view: PositionTable) -> Points:
     if view.axes == 1:
         return np.concatenate([np.arange(view.num_tokens, dtype=np.float64)[None], view.dense(dtype=np.float64)])
-    points: Points = view.dense(dtype=np.float64, axes=_AXES[view.axes])
+    points: Points = view.dense(dtype=np.float64, axes=_drawn(view.axes))
     return points
+
+
+def _drawn(axes: int) -> tuple[int, int]:
+    """The axes that x and y are: column and row, or the first two of those that have no names."""
+    return (2, 1) if axes == 3 else (1, 0)
 
 
 def _image(positions: PositionTable, s: int, points: Points, before: Points | None, after: Points | None) -> Image:
@@ -149,7 +150,7 @@ def _image(positions: PositionTable, s: int, points: Points, before: Points | No
 
     def step(part: npt.NDArray[Any], tokens: int) -> Points:
         values = part[:, s] / denominator
-        return np.array([tokens, values[0]] if positions.axes == 1 else values[list(_AXES[positions.axes])])
+        return np.array([tokens, values[0]] if positions.axes == 1 else values[list(_drawn(positions.axes))])
 
     square: tuple[float, float] | None = None
     gaps: tuple[tuple[Fraction, ...], ...] = ()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.rotary.values import even
 
 __all__ = ["ALLOCATIONS", "Layout", "allocate", "default_axes", "default_section"]
 
@@ -19,38 +20,40 @@ class Layout:
 
     Args:
         axis: (pairs,) the axis whose position multiplies the pair's frequency.
-        rung: (pairs,) which frequency of that axis's ladder: θ_rung = theta^(−rung/rungs).
-        rungs: frequencies of a full ladder.
+        rung: (pairs,) which frequency of that axis's ladder: θ_rung = theta^(−rung/rungs[axis]).
+        rungs: (axes,) frequencies of each axis's full ladder.
     """
 
     axis: tuple[int, ...]
     rung: tuple[int, ...]
-    rungs: int
+    rungs: tuple[int, ...]
 
 
-def _shared(axis: Sequence[int]) -> Layout:
+def _shared(axis: Sequence[int], axes: int) -> Layout:
     """One ladder for all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
-    return Layout(tuple(axis), tuple(range(len(axis))), len(axis))
+    return Layout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
 
 
 def _interleaved(axes: int, pairs: int) -> Layout:
     """Pair j to axis j mod axes (HunyuanImage-3.0)."""
-    return _shared([j % axes for j in range(pairs)])
+    return _shared([j % axes for j in range(pairs)], axes)
 
 
 def _split(axes: int, pairs: int) -> Layout:
     """Contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
-    return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)])
+    return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)], axes)
 
 
 def _axial(axes: int, pairs: int) -> Layout:
     """Each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
     if pairs % axes:
-        raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}")
-    rungs = pairs // axes
-    return Layout(
-        tuple(a for a in range(axes) for _ in range(rungs)), tuple(j for _ in range(axes) for j in range(rungs)), rungs
-    )
+        raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}, or axes_dim")
+    return _ladders([pairs // axes] * axes, pairs)
+
+
+def _ladders(sizes: Sequence[int], pairs: int) -> Layout:
+    """Each axis its own full ladder of so many frequencies, one block per axis (FLUX, Wan, HunyuanVideo)."""
+    return replace(_sections(sizes, pairs), rung=tuple(j for size in sizes for j in range(size)), rungs=tuple(sizes))
 
 
 def _pixtral(axes: int, pairs: int) -> Layout:
@@ -59,12 +62,13 @@ def _pixtral(axes: int, pairs: int) -> Layout:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
     if pairs % 2:
         raise InvalidInputError(f"allocation 'pixtral': got {pairs} pairs, want an even number")
-    return Layout((0,) * (pairs // 2) + (1,) * (pairs // 2), (*range(0, pairs, 2), *range(1, pairs, 2)), pairs)
+    axis = (0,) * (pairs // 2) + (1,) * (pairs // 2)
+    return replace(_shared(axis, axes), rung=(*range(0, pairs, 2), *range(1, pairs, 2)))
 
 
 def _sections(section: Sequence[int], pairs: int) -> Layout:
     """Contiguous blocks of the given sizes (Qwen2-VL)."""
-    return _shared([a for a, count in enumerate(section) for _ in range(count)])
+    return _shared([a for a, count in enumerate(section) for _ in range(count)], len(section))
 
 
 def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
@@ -77,7 +81,7 @@ def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
         raise InvalidInputError(
             f"mrope_section: got {list(section)}, want sizes that interleave over {pairs} pairs, as {counts} does"
         )
-    return _shared(axis)
+    return _shared(axis, 3)
 
 
 _BY_AXES: Mapping[str, Callable[[int, int], Layout]] = MappingProxyType(
@@ -90,7 +94,13 @@ ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION)
 """Every allocation that has a name; a sequence of the axis of each pair is one, too."""
 
 
-def allocate(allocation: str | Sequence[int], axes: int, pairs: int, section: Sequence[int] | None) -> Layout:
+def allocate(
+    allocation: str | Sequence[int],
+    axes: int,
+    pairs: int,
+    section: Sequence[int] | None,
+    axes_dim: Sequence[int] | None = None,
+) -> Layout:
     """The layout of an allocation over this many pairs.
 
     Args:
@@ -98,18 +108,21 @@ def allocate(allocation: str | Sequence[int], axes: int, pairs: int, section: Se
         axes: position axes.
         pairs: pairs of channels.
         section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
+        axes_dim: (axes,) channels per axis, for "axial" only.
 
     Raises:
         InvalidInputError: the allocation does not cover the pairs and axes.
     """
     if section is not None and (not isinstance(allocation, str) or allocation not in _BY_SECTION):
         raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
+    if axes_dim is not None:
+        return _axial_by_dim(allocation, axes, pairs, axes_dim)
     if not isinstance(allocation, str):
         if len(allocation) != pairs:
             raise InvalidInputError(f"allocation: got {len(allocation)} axes, want one for each of {pairs} pairs")
         for j, axis in enumerate(allocation):
             integer(f"allocation[{j}]", axis, minimum=0, maximum=axes - 1)
-        return _shared(allocation)
+        return _shared(allocation, axes)
     if allocation in _BY_AXES:
         if pairs < axes:
             raise InvalidInputError(f"axes: got {axes}, want at most one per pair, of which there are {pairs}")
@@ -124,10 +137,27 @@ def allocate(allocation: str | Sequence[int], axes: int, pairs: int, section: Se
     return _BY_SECTION[allocation](section, pairs)
 
 
-def default_axes(allocation: str | Sequence[int], section: Sequence[int] | None) -> int:
+def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
+    """The layout of "axial" with channels told for every axis."""
+    got = list(axes_dim)
+    if allocation != "axial":
+        raise InvalidInputError(f"axes_dim: got {got}, want None for allocation {allocation!r}")
+    if len(axes_dim) != axes:
+        raise InvalidInputError(f"axes_dim: got {got}, want {axes} numbers of channels, one per axis")
+    for axis, channels in enumerate(axes_dim):
+        even(f"axes_dim[{axis}]", channels)
+    if sum(axes_dim) != 2 * pairs:
+        raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to {2 * pairs}, those that turn")
+    return _ladders([channels // 2 for channels in axes_dim], pairs)
+
+
+def default_axes(
+    allocation: str | Sequence[int], section: Sequence[int] | None, axes_dim: Sequence[int] | None = None
+) -> int:
     """The axes that an allocation speaks of; 2 where it does not say."""
-    if section is not None:
-        return len(section)
+    per_axis = axes_dim if section is None else section
+    if per_axis is not None:
+        return len(per_axis)
     if isinstance(allocation, str):
         return 3 if allocation == "mrope-interleaved" else 2
     return max(allocation, default=0) + 1

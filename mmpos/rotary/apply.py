@@ -198,10 +198,11 @@ def check_positions(source: Source, rotary: Rotary, q: Tensor) -> None:
     if source.tokens != batch * seq:
         hint = "; heads and seq would fit if they were exchanged, see layout" if source.tokens == batch * heads else ""
         raise InvalidInputError(f"positions: got {source.tokens} tokens, want {batch * seq} as in q{hint}")
-    known = source.mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL) or source.row_length
-    if batch > 1 and known and source.row_length != seq:
+    row_length = source.shape[1] if len(source.shape) == 2 else 0
+    known = row_length or source.mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL)
+    if batch > 1 and known and row_length != seq:
         raise InvalidInputError(
-            f"positions: got documents of {source.row_length or 'unequal'} tokens, want {seq}, the seq of q; "
+            f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
             "pad the table, or use layout thd"
         )
 

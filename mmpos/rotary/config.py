@@ -59,17 +59,20 @@ class Rotary:
         axes: position axes; None for what the allocation says, else 2.
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks as equal as possible, the first
             ones larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL),
-            "axial" (per axis a full ladder of rotary_dim/axes channels, one block after the other), "pixtral"
-            (even θ to rows, odd θ to columns, row block first), or (pairs,) the axis of each pair.
+            "axial" (per axis a full ladder of rotary_dim/axes channels, or of axes_dim, one block after the other),
+            "pixtral" (even θ to rows, odd θ to columns, row block first), or (pairs,) the axis of each pair.
         pairing: "half": channels (j, j + rotary_dim/2), or "adjacent": (2j, 2j + 1).
         rotary_dim: channels that turn, the first ones; even; None for all.
         scaling: changes each ladder before allocation: one of ``mmpos.rotary.scaling``; "axial" scales
             every axis's short ladder by its own theta and channels, "pixtral" the full one.
-        precision: "exact" turns of 64 bits, or "hf": float32 angles as Transformers has them.
+        precision: "exact" turns of 64 bits, or "hf": float32 angles as Transformers, TransformerEngine and others have
+            them, which err by 0.06 rad at id 1,000,000; take it where their tests or checkpoints are to be met.
         mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None there is 24, 20, 20
             for the latter with 64 pairs.
         inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling.
         length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
+        axes_dim: (axes,) channels of each axis, for "axial" whose axes have different numbers of them, as FLUX and
+            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None.
 
     Raises:
         InvalidInputError: naming the argument, what came and what was wanted.
@@ -86,6 +89,7 @@ class Rotary:
     mrope_section: Sequence[int] | None = None
     inv_freq: Sequence[float] | None = None
     length: int | None = None
+    axes_dim: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -215,7 +219,7 @@ class Rotary:
 
     @cached_property
     def _layout(self) -> Layout:
-        return allocate(self.allocation, self.axes, self.num_pairs, self.mrope_section)
+        return allocate(self.allocation, self.axes, self.num_pairs, self.mrope_section, self.axes_dim)
 
     @property
     def _thetas(self) -> tuple[float, ...]:
@@ -224,13 +228,17 @@ class Rotary:
     def _pairs(self, arithmetic: Arithmetic) -> list[Any]:
         if self.inv_freq is not None:
             return list(arithmetic.array(self.inv_freq))
-        layout = self._layout
+        layout, kinds = self._layout, self._kinds
         with arithmetic.context():
-            ladders = {theta: self._ladder(arithmetic, theta) for theta in set(self._thetas)}
-        return [ladders[self._thetas[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
+            ladders = {kind: self._ladder(arithmetic, *kind) for kind in set(kinds)}
+        return [ladders[kinds[axis]][rung] for axis, rung in zip(layout.axis, layout.rung, strict=True)]
 
-    def _ladder(self, arithmetic: Arithmetic, theta: float) -> Any:
-        dim = 2 * self._layout.rungs
+    @property
+    def _kinds(self) -> tuple[tuple[float, int], ...]:
+        """(axes,) theta and channels of each axis's ladder."""
+        return tuple(zip(self._thetas, (2 * rungs for rungs in self._layout.rungs), strict=True))
+
+    def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int) -> Any:
         if self.scaling is None:
             return 1 / arithmetic.powers(arithmetic.number(theta), dim)
         return self.scaling.inv_freq(arithmetic, theta, dim, self.length)
@@ -244,9 +252,12 @@ class Rotary:
         if section is None:
             section = default_section(self.allocation, self.num_pairs)
         self._set("mrope_section", None if section is None else integers("mrope_section", section))
-        axes = default_axes(self.allocation, self.mrope_section) if self.axes is None else self.axes
+        if self.axes_dim is not None:
+            self._set("axes_dim", integers("axes_dim", self.axes_dim))
+        axes = default_axes(self.allocation, self.mrope_section, self.axes_dim) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
-        _ = self._layout  # refuses what does not fit
+        if len(set(self._layout.rungs)) == 1:  # the layout refuses what does not fit
+            self._set("axes_dim", None)
 
     def _check_frequencies(self) -> None:
         one = isinstance(self.theta, str | bytes) or not isinstance(self.theta, Sequence | np.ndarray)
@@ -258,8 +269,8 @@ class Rotary:
         if self.scaling is not None:
             if not isinstance(self.scaling, Scaling):
                 raise InvalidInputError(f"scaling: got {self.scaling!r}, want a Scaling such as Linear(2.0), or None")
-            for theta in self._thetas:
-                self.scaling.check(theta, 2 * self._layout.rungs)
+            for theta, dim in self._kinds:
+                self.scaling.check(theta, dim)
         if self.inv_freq is not None:
             self._check_inv_freq(self.inv_freq)
         if self.length is not None:

@@ -65,13 +65,13 @@ class DevicePositions:
             InvalidInputError: axes, fractions, tokens or the length of documents differ.
             LimitExceededError: more segments than the capacity.
         """
+        fresh = torch.from_numpy(_columns(positions, self.table.shape[1]))
         got = (positions.axes, positions.fractional, positions.num_tokens, _row_length(positions))
         want = (self.axes, self.fractional, self.num_tokens, self.row_length)
         if got != want:
             raise InvalidInputError(
                 f"positions: got (axes, fractional, tokens, document length) {got}, want {want} as before"
             )
-        fresh = torch.from_numpy(_columns(positions, self.table.shape[1]))
         if self.table.is_cuda:
             fresh = fresh.pin_memory()
         self.table.copy_(fresh, non_blocking=True)
@@ -107,6 +107,8 @@ class DevicePositions:
 
 def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """The table with unused columns behind it, which begin at the token count and are reached by no token."""
+    if not isinstance(positions, PositionTable):
+        raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
     used = positions.num_segments
     reserved = max(used, 1) if capacity is None else integer("capacity", capacity, minimum=1)
     if used > reserved:

@@ -22,13 +22,13 @@ Positions = DevicePositions | PositionTable | Tensor
 
 
 class Source(NamedTuple):
-    """Positions as the operator takes them; row_length is 0 when documents differ in length."""
+    """Positions as the operator takes them; shape is (batch, seq), or (tokens,) when documents differ in length."""
 
     positions: Tensor
     mode: int
     axes: int
     tokens: int
-    row_length: int
+    shape: tuple[int, ...]
 
 
 def source_of(positions: Positions, device: torch.device, validate: bool = False) -> Source:
@@ -37,7 +37,8 @@ def source_of(positions: Positions, device: torch.device, validate: bool = False
         positions = DevicePositions.from_table(positions, device)
     if isinstance(positions, DevicePositions):
         mode = phases.TABLE_FRACTIONAL if positions.fractional else phases.TABLE_INTEGER
-        return Source(positions.table, mode, positions.axes, positions.num_tokens, positions.row_length)
+        tokens, seq = positions.num_tokens, positions.row_length
+        return Source(positions.table, mode, positions.axes, tokens, (tokens // seq, seq) if seq else (tokens,))
     if not isinstance(positions, Tensor):
         raise InvalidInputError(
             f"positions: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
@@ -82,8 +83,7 @@ def _torch_power(base: float, exponents: Any) -> Any:
 def _dense_source(ids: Tensor, validate: bool) -> Source:
     if ids.dim() not in (2, 3) or not ids.shape[0]:
         raise InvalidInputError(f"positions: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
-    row_length = ids.shape[2] if ids.dim() == 3 else 0
-    flat = ids.reshape(ids.shape[0], -1).contiguous()  # the kernel steps from token to token by one
+    flat = ids.flatten(1).contiguous()  # the kernel steps from token to token by one
     if ids.dtype in (torch.int32, torch.int64):
         mode = phases.DENSE_INTEGER
     elif ids.dtype == torch.float64:
@@ -96,4 +96,4 @@ def _dense_source(ids: Tensor, validate: bool) -> Source:
         if not (low >= INT32_MIN and high < INT32_MAX + 1):
             raise InvalidInputError(f"positions: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
     flat = phases.fixed_from_float(flat) if mode == phases.DENSE_FIXED else flat
-    return Source(flat, mode, flat.shape[0], flat.shape[1], row_length)
+    return Source(flat, mode, flat.shape[0], flat.shape[1], tuple(ids.shape[1:]))

@@ -46,8 +46,9 @@ def rotate_and_store(
     The rotation, and the norm before it, are those of ``apply_rotary``, to the bit. Slot s of a cache is offset
     s mod block_size of block s // block_size. A token whose slot is negative is rotated and not stored, and so is
     one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
-    large. Of several tokens with the same slot any may win. Sources: vLLM's reshape_and_cache_flash, FlashInfer's
-    append_paged_kv_cache.
+    large. A slot for several tokens is an error where slots are read: on the host, and with ``validate``; unread, on a
+    device or in a compiled graph, it gets some elements of each. Sources: vLLM's reshape_and_cache_flash,
+    FlashInfer's append_paged_kv_cache.
 
     Args:
         q: as for ``apply_rotary``.
@@ -76,7 +77,7 @@ def rotate_and_store(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or
-            of validated ones, that the caches do not have.
+            of validated ones, that the caches do not have or that an earlier token has.
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits, which needs scales.
     """
@@ -91,9 +92,9 @@ def rotate_and_store(
     source = source_of(positions, q.device, validate)
     check_positions(source, rotary, q4)
     caches = _caches(key_cache, value_cache, cache_layout, k4, v4)
-    slots = paged.slots_of(slot_mapping, batch, seq, caches[0], validate)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
     _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
+    slots = paged.slots_of(slot_mapping, batch, seq, caches[0], validate)
     _check_memory(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     arguments = (
         v4, *caches, slots, return_k, *norm, source.positions, *constants(rotary, q.device), source.mode,

@@ -68,7 +68,7 @@ def _source(rotary: Rotary, positions: Positions, device: torch.device | str | N
 
 def _rows(x: Tensor, source: Source) -> Tensor:
     """(tokens, …) as (batch, seq, …) where all documents have one length."""
-    return x.reshape(-1, source.row_length, *x.shape[1:]) if source.row_length else x
+    return x.reshape(*source.shape, *x.shape[1:])
 
 
 def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:

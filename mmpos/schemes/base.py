@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -174,6 +174,11 @@ class Scheme(ABC):
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 
+    @cached_property
+    def label(self) -> str:
+        """Its name, with the parameters that are not the defaults: rope-tie-v2(axes=3, rounding=floor)."""
+        return label(self)
+
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
         """(grids,) ids consumed: how far a grid moves the cursor."""
@@ -193,6 +198,28 @@ class Scheme(ABC):
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         """(grids,) lowest next position that each grid demands, where the cursor does not say it."""
         return None
+
+
+def changed_parameters(named: Any) -> dict[str, Any]:
+    """The parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
+    known = [field for field in fields(named) if field.init] if is_dataclass(named) else []
+    values = {field.name: (getattr(named, field.name), field.default) for field in known}
+    return {
+        name: value
+        for name, (value, default) in values.items()
+        if not hasattr(value, "shape") and (default is MISSING or value != default)
+    }
+
+
+def label(named: Any) -> str:
+    """The name of a scheme or an encoding, with the parameters that are not the defaults.
+
+    >>> from mmpos.encodings import Rope1D
+    >>> label(Rope1D(theta=500.0)), label(Rope1D())
+    ('rope-1d(theta=500.0)', 'rope-1d')
+    """
+    told = ", ".join(f"{name}={value}" for name, value in changed_parameters(named).items())
+    return f"{named.name}({told})" if told else str(named.name)
 
 
 MAX_PIECES = 2**20

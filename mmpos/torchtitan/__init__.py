@@ -1,9 +1,10 @@
 """Positions and rotations for torchtitan: module, inputs, shards and configs; the override alone imports it.
 
 Shapes used throughout:
-    query          (batch, seq, num_heads, head_dim); key likewise with num_kv_heads
-    seq            tokens of one row of torchtitan's batch, packed with documents or padded
-    table          (columns,) int64: a PositionTable as one tensor without a batch dimension
+    query          (batch, seq, num_heads, head_dim), or (tokens, num_heads, head_dim) where torchtitan folds the batch,
+                   as its main branch does; key likewise with num_kv_heads
+    seq            tokens of one row of torchtitan's batch, packed with documents or padded; None where it is folded
+    table          (1, 1, columns) int64: a PositionTable as one tensor, in a shape that no ids have
 """
 
 from mmpos.extras import needed_for

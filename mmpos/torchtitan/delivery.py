@@ -44,12 +44,14 @@ def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
 
 
 def _own(given: Tensor, rank: int) -> Tensor:
-    if not isinstance(given, Tensor) or given.dim() not in (1, 2, 3):
+    if not isinstance(given, Tensor) or given.dim() not in (2, 3, 4):
         got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        want = "(columns,) of table_tensor, (world_size, columns) of shard_tensors, or ids (batch, seq, axes)"
+        want = (
+            "a table_tensor, (world_size, 1, 1, columns) of shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"
+        )
         raise InvalidInputError(f"{NAME}: got {got}, want {want}")
     given = local(given)  # where the trainer wrapped all that it passes on
-    if given.dim() != 2:
+    if given.dim() != 4:
         return given
     if rank >= given.shape[0]:
         raise InvalidInputError(f"{NAME}: got tables of {given.shape[0]} ranks, want one for rank {rank}")

@@ -12,11 +12,13 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 
-__all__ = ["document_positions", "rope_cache", "rows", "table_tensor"]
+__all__ = ["document_positions", "rope_cache", "table_tensor", "tokens_of"]
 
 
 def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tensor:
     """The table as one tensor of integers, which no mixed precision rounds and no stage of a pipeline slices.
+
+    Its shape tells it from ids, which are (batch, seq), (tokens,), or either with an axis behind.
 
     Args:
         positions: the tokens of a batch, row after row; or those of a rank, from ``shard``.
@@ -24,7 +26,8 @@ def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tenso
             None reserves as many as there are.
 
     Returns:
-        (columns,) int64, on the CPU: rows of (capacity + 1) columns, one after the other; the last is used by no token.
+        (1, 1, columns) int64, on the CPU: rows of (capacity + 1) columns, one after the other, the last of which no
+        token uses.
 
     Raises:
         LimitExceededError: more segments than the capacity.
@@ -34,10 +37,10 @@ def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tenso
         raise LimitExceededError(
             f"capacity: got {reserved}, want >= {positions.num_segments}, the segments of the table"
         )
-    return DevicePositions.from_table(positions, "cpu", capacity=reserved + 1).table.reshape(-1)
+    return DevicePositions.from_table(positions, "cpu", capacity=reserved + 1).table.reshape(1, 1, -1)
 
 
-def document_positions(positions: PositionTable, seq: int) -> Tensor:
+def document_positions(positions: PositionTable, seq: int | None = None) -> Tensor:
     """How far every token is behind the first of its document: what torchtitan reads documents and masks from.
 
     Ids of images are no such thing: torchtitan takes every 0 for the start of a document. A run of padding is a
@@ -45,39 +48,42 @@ def document_positions(positions: PositionTable, seq: int) -> Tensor:
 
     Args:
         positions: the tokens of a batch, row after row.
-        seq: tokens of a row.
+        seq: tokens of a row; None where torchtitan folds the batch.
 
     Returns:
-        (batch, seq) int64, a new tensor.
+        (batch, seq) int64, or (tokens,) without seq; a new tensor.
     """
-    rows(positions, seq)
+    shape = tokens_of(positions, seq)
     begins = np.diff(positions.is_padding, prepend=False)
     begins[positions.documents[FIRST_SEGMENT][positions.lengths > 0]] = True
     starts = positions.table[OFFSET][begins]
     lengths = np.diff(starts, append=positions.num_tokens)
-    return torch.from_numpy(np.arange(positions.num_tokens) - np.repeat(starts, lengths)).view(-1, seq)
+    return torch.from_numpy(np.arange(positions.num_tokens) - np.repeat(starts, lengths)).view(shape)
 
 
-def rope_cache(rotary: Rotary, positions: PositionTable, seq: int) -> Tensor:
+def rope_cache(rotary: Rotary, positions: PositionTable, seq: int | None = None) -> Tensor:
     """The cache that torchtitan's ``apply_rotary_emb`` broadcasts over the heads, for the tokens of this batch alone.
 
     Args:
         rotary: pairing "half" for CosSinRoPE, "adjacent" for ComplexRoPE.
         positions: the tokens of a batch, row after row.
-        seq: tokens of a row.
+        seq: tokens of a row; None where torchtitan folds the batch.
 
     Returns:
-        (batch, seq, 1, 2·rotary_dim) float32 of cos then sin, or complex64 (batch, seq, 1, pairs) for adjacent pairs.
+        (batch, seq, 1, 2·rotary_dim) float32 of cos then sin, or complex64 (batch, seq, 1, pairs) for adjacent pairs;
+        without seq (tokens, 1, …).
     """
-    rows(positions, seq)
+    shape = tokens_of(positions, seq)
     cache = rotary.cos_sin(positions, layout="torchtitan")
     assert isinstance(cache, Tensor)
-    return cache.reshape(-1, seq, 1, cache.shape[-1])
+    return cache.reshape(*shape, 1, cache.shape[-1])
 
 
-def rows(positions: PositionTable, seq: int) -> int:
-    """How many rows of seq tokens the table has."""
+def tokens_of(positions: PositionTable, seq: int | None) -> tuple[int, ...]:
+    """(batch, seq), or (tokens,) without seq."""
+    if seq is None:
+        return (positions.num_tokens,)
     seq = integer("seq", seq, minimum=1)
     if positions.num_tokens % seq:
         raise InvalidInputError(f"seq: got {seq}, want a divisor of {positions.num_tokens}, the tokens of the table")
-    return positions.num_tokens // seq
+    return positions.num_tokens // seq, seq

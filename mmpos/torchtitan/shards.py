@@ -12,7 +12,7 @@ from mmpos.checks import INT32_MAX, integer, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.sharding import shard_ranges
-from mmpos.torchtitan.inputs import rows, table_tensor
+from mmpos.torchtitan.inputs import table_tensor, tokens_of
 
 __all__ = ["LoadBalancer", "shard", "shard_tensors"]
 
@@ -20,13 +20,17 @@ LoadBalancer = Literal["headtail"]
 
 
 def shard(
-    positions: PositionTable, seq: int, rank: int, world_size: int, load_balancer: LoadBalancer | None = "headtail"
+    positions: PositionTable,
+    seq: int | None,
+    rank: int,
+    world_size: int,
+    load_balancer: LoadBalancer | None = "headtail",
 ) -> PositionTable:
     """The tokens of one context-parallel rank. Source: torch's ``_HeadTailLoadBalancer``, whose indices these are.
 
     Args:
         positions: the tokens of a batch, row after row.
-        seq: tokens of a row.
+        seq: tokens of a row; None where torchtitan folds the batch and cuts it as one sequence.
         rank: 0 to world_size − 1.
         world_size: context-parallel ranks C.
         load_balancer: "headtail", torchtitan's default, gives rank r the blocks r and 2C−1−r of 2C; None gives
@@ -39,20 +43,20 @@ def shard(
         InvalidInputError: seq is not a multiple of 2C, or of C.
     """
     one_of("load_balancer", load_balancer, ("headtail", None))
-    batch = rows(positions, seq)
+    *batch, length = tokens_of(positions, seq)
     world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
     multiple = 2 * world_size if load_balancer and world_size > 1 else world_size
-    if seq % multiple:
-        raise InvalidInputError(f"seq: got {seq}, want a multiple of {multiple} for world_size={world_size}")
-    row = positions.slice(0, seq if batch else 0)
+    if length % multiple:
+        raise InvalidInputError(f"seq: got {length}, want a multiple of {multiple} for world_size={world_size}")
+    row = positions.slice(0, min(length, positions.num_tokens))
     starts, stops = shard_ranges(row, rank, world_size, "zigzag-sequence" if load_balancer else "contiguous-sequence")
-    first = np.arange(batch) * seq
+    first = np.arange(batch[0] if batch else 1) * length
     return positions.take(np.add.outer(first, starts).ravel(), np.add.outer(first, stops).ravel())
 
 
 def shard_tensors(
     positions: PositionTable,
-    seq: int,
+    seq: int | None,
     world_size: int,
     load_balancer: LoadBalancer | None = "headtail",
     capacity: int | None = None,
@@ -61,13 +65,13 @@ def shard_tensors(
 
     Args:
         positions: the tokens of a batch, row after row.
-        seq: tokens of a row.
+        seq: tokens of a row; None where torchtitan folds the batch and cuts it as one sequence.
         world_size: context-parallel ranks.
         load_balancer: as for ``shard``.
         capacity: segments to reserve for every rank; None reserves what the fullest rank has.
 
     Returns:
-        (world_size, columns) int64, on the CPU: row r is the ``table_tensor`` of rank r.
+        (world_size, 1, 1, columns) int64, on the CPU: the ``table_tensor`` of every rank.
 
     Raises:
         InvalidInputError: as for ``shard``.

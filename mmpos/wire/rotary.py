@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
 _PLAIN = ("head_dim", "axes", "rotary_dim", "length")
-_LISTS = ("mrope_section", "inv_freq")
+_LISTS = ("mrope_section", "inv_freq", "axes_dim")
 
 
 def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
@@ -79,7 +79,7 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
 def _check_lists(name: str, message: pb.Rotary) -> None:
     """Refuse lists that no rotation of this size has, before anything is made of them."""
     most = max(message.head_dim, 2)
-    lists = {field: getattr(message, field) for field in ("theta", "pair_axis", "mrope_section", "inv_freq")}
+    lists = {field: getattr(message, field) for field in ("theta", "pair_axis", *_LISTS)}
     lists |= {f"scaling.{field}": getattr(message.scaling, field) for field in ("short_factor", "long_factor")}
     for field, numbers in lists.items():
         if len(numbers) > most:

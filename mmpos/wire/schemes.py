@@ -8,6 +8,7 @@ from typing import Any
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rpc.v1 import scheme_pb2 as pb
 from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes.base import changed_parameters
 from mmpos.wire.fields import get_rational, path, put_rational
 
 
@@ -28,11 +29,7 @@ def put_scheme(message: pb.Scheme, scheme: str | Scheme) -> None:
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES in a call of a service")
     message.name = scheme.name
-    default = type(scheme)()
-    for name in parameters(type(scheme)):
-        value = getattr(scheme, name)
-        if value == getattr(default, name):
-            continue
+    for name, value in changed_parameters(scheme).items():
         if name == "tokens_per_second":
             put_rational(message.tokens_per_second, value)
         else:

@@ -270,6 +270,7 @@ class Rotary(_message.Message):
     MROPE_SECTION_FIELD_NUMBER: _builtins.int
     INV_FREQ_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
+    AXES_DIM_FIELD_NUMBER: _builtins.int
     head_dim: _builtins.int
     """Channels of a head; even; required."""
     axes: _builtins.int
@@ -304,6 +305,10 @@ class Rotary(_message.Message):
     def inv_freq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Radians per position of every pair, instead of theta and scaling."""
 
+    @_builtins.property
+    def axes_dim(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Channels per axis, for "axial" whose axes have different numbers of them; empty, equal parts."""
+
     def __init__(
         self,
         *,
@@ -319,10 +324,11 @@ class Rotary(_message.Message):
         mrope_section: _abc.Iterable[_builtins.int] | None = ...,
         inv_freq: _abc.Iterable[_builtins.float] | None = ...,
         length: _builtins.int | None = ...,
+        axes_dim: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "length", b"length", "rotary_dim", b"rotary_dim", "scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allocation", b"_allocation", "_axes", b"_axes", "_length", b"_length", "_rotary_dim", b"_rotary_dim", "_scaling", b"_scaling", "allocation", b"allocation", "axes", b"axes", "axes_dim", b"axes_dim", "head_dim", b"head_dim", "inv_freq", b"inv_freq", "length", b"length", "mrope_section", b"mrope_section", "pair_axis", b"pair_axis", "pairing", b"pairing", "precision", b"precision", "rotary_dim", b"rotary_dim", "scaling", b"scaling", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allocation: _TypeAlias = _typing.Literal["allocation"]  # noqa: Y015
     _WhichOneofArgType__allocation: _TypeAlias = _typing.Literal["_allocation", b"_allocation"]  # noqa: Y015

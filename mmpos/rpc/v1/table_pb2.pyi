@@ -170,7 +170,7 @@ class PositionTable(_message.Message):
     """
     documents: _builtins.bytes
     """(4, documents) int64, little-endian, one row after the other: first segment, first token, next position, delta.
-    The last two are -2^63 where the scheme has none.
+    The last two are -2^63 where the scheme has none; next positions are otherwise from -2^31 to 2^31.
     """
     num_tokens: _builtins.int
     """Tokens in all, padding included."""
@@ -179,7 +179,7 @@ class PositionTable(_message.Message):
     fractional: _builtins.bool
     """Whether ids may be fractions; a property of the scheme, not of the batch."""
     scheme: _builtins.str
-    """The scheme's name, for people; nothing depends on it."""
+    """The scheme's name and parameters, for people; nothing depends on it."""
     def __init__(
         self,
         *,

@@ -27,7 +27,7 @@ class Batch:
 
     def runs(self, token_ids: Sequence[int]) -> list[Runs]:
         """The runs of each of one or two placeholders."""
-        if native.core is not None:
+        if native.core is not None and min(token_ids) >= 0:  # the extension takes -1 for no second one
             found = native.core.runs(self.ids, self.starts, self.stops, *token_ids, *[-1] * (2 - len(token_ids)))
             if found is not None:
                 document, first, tokens, kind = native.int64(found).reshape(-1, 4).T

@@ -114,6 +114,8 @@ class Dense:
             raise InvalidInputError(f"dtype: got {self.dtype!r}, want int32, int64, float64 or None") from None
         if self.axes is not None:
             object.__setattr__(self, "axes", tuple(int_array("axes", self.axes, (None,)).tolist()))
+            if not self.axes:  # a message without axes asks for all
+                raise InvalidInputError("axes: got none, want at least one, or None for all")
 
 
 @dataclass(frozen=True, eq=False)

@@ -294,8 +294,8 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
 ) -> None:
     batching, collate = BATCHINGS[kind]
 
-    def new(threads: int = 0) -> BatchDataset:
-        options: dict[str, Any] = {"shuffle": shuffle, "on_error": "skip", "quarantine": tmp_path, "epoch": 3}
+    def new(threads: int = 0, epoch: int = 3) -> BatchDataset:
+        options: dict[str, Any] = {"shuffle": shuffle, "on_error": "skip", "quarantine": tmp_path, "epoch": epoch}
         return data(corpus, batching, collate=collate, threads=threads, **options)
 
     whole, states = [], []
@@ -315,8 +315,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
     for i, state in enumerate(states):
-        again = new(threads=2 * (i % 2))
-        again.set_epoch(5)
+        again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
         again.set_epoch(4)  # of the iteration after this one

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
+from peer_cases import Tolerance, agree, meeting
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
+from mmpos.rotary import DevicePositions, Linear, Llama3, Rotary, YaRN, apply_rotary
 
 SUMMED = 1e-6  # products of numbers below 4, rounded in another order
 
@@ -364,3 +366,111 @@ def test_empty_tables_have_empty_angles() -> None:
     for positions in (empty, DevicePositions.from_table(empty)):
         assert rotary_pos_emb(positions, Rotary(16), "sbhd").shape == (0, 1, 1, 16)
         assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)
+
+
+# What Megatron asserts of its own, at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes) and
+# fusions/test_mla_yarn_rope_apply.py (packed and shared angles on ranks, latent attention with YaRN); 51 cases there.
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's embeddings make their frequencies on the current GPU, which is this machine here."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+def float32_phase(ids: int, theta: float) -> float:
+    """How far an angle in float32 may be off, in rad, at the fastest pair of ids below this.
+
+    The product is rounded once, 2⁻²⁴ of the angle. Its frequency is a power, whose exponent is rounded once and counts
+    ln(theta)-fold, whose own error is 2 ulp at most, and which is inverted; scalings round up to four times more.
+    """
+    return ids * (math.log(theta) + 10) * 2.0**-24
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize(
+    ("channels", "percent", "interleaved", "base", "scaling", "seq", "offset"),
+    meeting(
+        {
+            "channels": (8, 64, 128),
+            "percent": (1.0, 0.5, 0.25),
+            "interleaved": (False, True),
+            "base": (10_000, 500_000),
+            "scaling": (None, Linear(4.0), Llama3(8.0, 1.0, 4.0, 8192), Llama3(32.0, 1.0, 4.0, 8192)),
+            "seq": (64, 4096),
+            "offset": (0, 1000),
+        }
+    ),
+)
+def test_angles_are_those_of_megatrons_embedding(
+    megatron: SimpleNamespace, channels: int, percent: float, interleaved: bool, base: int, scaling: Any, seq: int,
+    offset: int,
+) -> None:  # fmt: skip
+    llama = {"rope_scaling": True, "rope_scaling_factor": scaling.factor} if isinstance(scaling, Llama3) else {}
+    factor = scaling.factor if isinstance(scaling, Linear) else None
+    theirs = megatron.embedding.RotaryEmbedding(
+        channels, percent, interleaved, factor, base, use_cpu_initialization=True, **llama
+    )(seq, offset)
+    rotary = Rotary(
+        channels, base, rotary_dim=int(channels * percent), axes=1, scaling=scaling,
+        pairing="adjacent" if interleaved else "half",
+    )  # fmt: skip
+    ours = rotary_pos_emb(place(SegmentTable.from_documents([[Text(seq)]]), "flatten", start=offset), rotary, "sbhd")
+    assert (
+        (ours.shape, ours.dtype)
+        == (theirs.shape, theirs.dtype)
+        == ((seq, 1, 1, int(channels * percent)), torch.float32)
+    )
+    turn = 2 * math.pi
+    apart = (ours.double() - theirs.double() + math.pi).remainder(turn) - math.pi
+    assert apart.abs().max() <= float32_phase(seq + offset, base) + turn * 2.0**-24
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize(
+    ("factor", "mscale", "every"), [(1.0, 1.0, 0.0), (40.0, 1.0, 0.0), (40.0, 0.7, 0.7), (4.0, 1.0, 1.0)]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_latent_attention_turns_by_megatrons_yarn(
+    megatron: SimpleNamespace, factor: float, mscale: float, every: float, packed: bool
+) -> None:
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    lengths = [27, 27, 45, 29] if packed else [64, 64]
+    original = max(lengths)
+    embedding = YarnRotaryEmbedding(
+        64, scaling_factor=factor, original_max_position_embeddings=original, mscale=mscale, mscale_all_dim=every
+    )
+    freqs, concentration = embedding(original)
+    scaling = YaRN(factor, original, mscale=mscale, mscale_all_dim=every)
+    rotary = Rotary(64, axes=1, pairing="adjacent", scaling=scaling)
+    assert rotary.attention_factor == pytest.approx(concentration, rel=2.0**-50)
+    positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "flatten")
+    ours = rotary_pos_emb(positions, replace(rotary, pairing="half"), "thd", mscale=concentration)
+    q = normal(sum(lengths), 4, 64).bfloat16()
+    options: dict[str, Any] = {"multi_latent_attention": True, "mscale": concentration}
+    for angles in (ours, freqs):  # of every token, or of the longest sequence, from which all begin
+        cu_seqlens = torch.from_numpy(positions.cu_seqlens)
+        found = megatron.embedding._apply_rotary_pos_emb_thd(q, cu_seqlens, angles, cp_group=Ranks(0, 1), **options)
+        found = torch.stack(found.chunk(2, dim=-1), dim=-1).flatten(-2)  # it leaves neighbours half a head apart
+        # Tables, products and sums in bfloat16, of angles in float32.
+        room = 3.1 * 2.0**-8 + float32_phase(original, 10000.0)
+        want = turned(q, positions, rotary)
+        agree(want, found, q * concentration, 32, True, phase=room, peer=Tolerance(2e-2, 5e-2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "rows"), [(0, [0, 3, 4, 7]), (1, [1, 2, 5, 6])])
+def test_packed_and_shared_angles_of_a_rank(megatron: SimpleNamespace, rank: int, rows: list[int]) -> None:
+    positions = place(SegmentTable.from_documents([[Text(4)], [Text(4)]]), "flatten")
+    rotary, q = Rotary(8, axes=1), normal(4, 2, 8)
+    assert positions.shard_indices(rank, 2).tolist() == rows
+    packed = rotary_pos_emb(positions, rotary, "thd")
+    shared = packed[:4]
+    want = turned(q, positions.shard(rank, 2), rotary)
+    for angles in (packed, shared):
+        cu_seqlens = torch.from_numpy(positions.cu_seqlens)
+        same(megatron.embedding._apply_rotary_pos_emb_thd(q, cu_seqlens, angles, cp_group=Ranks(rank, 2)), want)
+    same(megatron.embedding._apply_rotary_pos_emb_bshd(q.unsqueeze(1), packed[rows]).squeeze(1), want)

@@ -154,6 +154,19 @@ def test_without_a_video_token_every_other_id_is_text() -> None:
     assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]))
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("image", "video"), [(IMAGE, -1), (-1, VIDEO), (-200, -1), (-1, -200)])
+def test_placeholders_may_be_negative(image: int, video: int) -> None:
+    ids = [3, image, image, -7, video, video, 3]
+    tokens: dict[str, Any] = {"image_token_id": image, "video_token_id": video}
+    segments = SegmentTable.from_input_ids(ids, [[1, 1, 2]], [[2, 1, 1]], **tokens)
+    want = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1), Grid(1, 1, frames=2), Text(1)]])
+    assert fields(segments) == fields(want)
+    assert refused(ids, [[1, 1, 2]], **tokens) == (
+        "video_grid_thw: got 0 grids, want more for 2 placeholders from document 0, token 4 on"
+    )
+
+
 @pytest.mark.parametrize(
     ("input_ids", "options"),
     [

@@ -289,6 +289,8 @@ def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> Non
     assert told == Rotary(8)
     assert hash(told) == hash(Rotary(8))
     assert Rotary(8, allocation=[0, 1, 0, 1]) == Rotary(8, allocation=(0, 1, 0, 1))
+    assert Rotary(8, theta=[1e5, 1e5]) == Rotary(8, theta=1e5)
+    assert Rotary(8, theta=[1e5], axes=1) == Rotary(8, theta=1e5, axes=1)
     different = [
         Rotary(8),
         Rotary(8, theta=1e5),

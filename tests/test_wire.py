@@ -207,6 +207,7 @@ ROTARIES = [
     Rotary(128),
     Rotary(64, theta=5e5, scaling=YaRN(4, 2048, beta_fast=16, truncate=False)),
     Rotary(64, theta=[1e4, 2e4], allocation="split"),
+    Rotary(64, theta=[2e4], axes=1),
     Rotary(128, allocation="mrope-interleaved"),
     Rotary(128, allocation="sections", mrope_section=[16, 24, 24]),
     Rotary(8, allocation=[0, 1, 0, 1], pairing="adjacent", precision="hf"),
@@ -502,6 +503,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
         ),
         (lambda: Pad(3, "up"), "side: got 'up', want one of 'left', 'right'"),  # type: ignore[arg-type]
         (lambda: Dense("nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
+        (lambda: Dense(axes=()), "axes: got none, want at least one, or None for all"),
         (lambda: PositionsQuery([]), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
         (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
         (lambda: PositionsQuery(SEGMENTS, start=0.5), "start: got 0.5, want an integer"),

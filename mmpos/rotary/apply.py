@@ -66,8 +66,8 @@ def apply_rotary(
         norm_eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         norm_weight_offset: added to the weights; Gemma's are 1.0 less than what multiplies.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
-            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, and for a norm,
-            whose sum has another order in the kernel.
+            in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, for a norm,
+            whose sum has another order in the kernel, and for "hf", whose cos and sin are those of libraries.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
 
     Returns:

@@ -264,6 +264,8 @@ class Rotary:
         self._set("theta", finite("theta", self.theta, minimum=1) if one else numbers("theta", self.theta, 1))
         if len(self._thetas) != self.axes:
             raise InvalidInputError(f"theta: got {len(self._thetas)} bases, want one, or {self.axes}, one per axis")
+        if len(set(self._thetas)) == 1:
+            self._set("theta", self._thetas[0])
         if self.scaling is not None:
             if not isinstance(self.scaling, Scaling):
                 raise InvalidInputError(f"scaling: got {self.scaling!r}, want a Scaling such as Linear(2.0), or None")

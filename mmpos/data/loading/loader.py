@@ -97,6 +97,7 @@ class BatchDataset(IterableDataset[Any]):
         self._split = Split(*_ranks(rank, world_size), by=split)
         # Shared, so that workers that outlive an epoch see the next one, and this process sees that there are workers.
         self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
+        self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
         self._stream: BatchStream | None = None
         self._streamed = self.epoch
@@ -108,8 +109,9 @@ class BatchDataset(IterableDataset[Any]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; workers that live on see it, too."""
+        """Choose the order of the next iteration, after the rest of a state; workers that live on see it, too."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
+        self._chosen.fill_(True)
 
     def __iter__(self) -> BatchStream:
         """The batches of an epoch, from the begin or from the state that was loaded."""
@@ -141,13 +143,15 @@ class BatchDataset(IterableDataset[Any]):
         return {**state, **self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration, and the epoch, go on from a state.
+        """Let the next iteration go on from a state; those after it read its epoch, too, unless set_epoch was called.
 
         Raises:
             InvalidInputError: the state is of a dataset with other arguments, or of another worker.
         """
         self._check(state)
-        self.set_epoch(state["epoch"])
+        # StatefulDataLoader loads a state only when reading begins, after the epoch was chosen.
+        if not self._chosen:
+            self._epoch.fill_(state["epoch"])
         self._state = dict(state)
 
     @property

@@ -1,0 +1,150 @@
+"""Parts that the tests of peers share: designs in which every two settings meet, their rotation, and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where tensors lie: a GPU runs the kernel, a CPU the extension or plain torch."""
+
+UNIT = 2.0**-24
+"""Half the distance of 1 to the next float32: what one rounding errs by, relative to its result."""
+
+SIDE = 6 * UNIT
+"""Error of one rotation in float32, of the length of its pair.
+
+Cos and sin within 2 ulp of a number below 1 are off by 2·UNIT each, which moves a pair by 2√2·UNIT of its length; two
+products and their sum are rounded once each, 2·UNIT more. Ours are within 1.7e-7, 2.9·UNIT: 4.1·UNIT, and 2.
+"""
+
+
+class Tolerance(NamedTuple):
+    """A difference that a peer allows: atol + rtol · |reference|."""
+
+    rtol: float
+    atol: float
+
+
+def meeting(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Cases in which every two values of every two factors meet, as pytest.param with an id; few, and always the same.
+
+    Each case begins with a pair that no case has yet, and takes of every other factor the value that brings most such
+    pairs. Such a design finds what depends on one setting, or on two of them together.
+
+    >>> [case.values for case in meeting({"a": "xy", "b": (1, 2), "c": (True, False)})]
+    [('x', 1, True), ('x', 2, False), ('y', 1, False), ('y', 2, True)]
+
+    Args:
+        factors: name of a parameter to its values.
+    """
+    values = list(factors.values())
+    return [
+        pytest.param(*(values[factor][i] for factor, i in enumerate(case)), id="-".join(map(str, case)))
+        for case in _covering([len(choices) for choices in values])
+    ]
+
+
+def _covering(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Places of values in their factors, case after case."""
+    left = {
+        (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
+    }
+    while left:
+        a, i, b, j = min(left)
+        case = {a: i, b: j}
+        for factor in range(len(sizes)):
+            if factor not in case:
+                gains = [
+                    sum(_pair(factor, value, *other) in left for other in case.items())
+                    for value in range(sizes[factor])
+                ]
+                case[factor] = gains.index(max(gains))
+        left -= {_pair(*one, *other) for one, other in combinations(sorted(case.items()), 2)}
+        yield tuple(case[factor] for factor in range(len(sizes)))
+
+
+def _pair(a: int, i: int, b: int, j: int) -> tuple[int, int, int, int]:
+    return (a, i, b, j) if a < b else (b, j, a, i)
+
+
+def float32_angles(ids: Tensor, dim: int, theta: float) -> Tensor:
+    """(…, dim/2) angles as all of them have them: float32 frequencies, float32 products."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return ids.float()[..., None] * (1.0 / torch.pow(theta, exponents)).to(ids.device)
+
+
+def channels(width: int, adjacent: bool) -> tuple[slice, slice]:
+    """Where the first and the second channel of each pair lie."""
+    return (slice(0, width, 2), slice(1, width, 2)) if adjacent else (slice(width // 2), slice(width // 2, width))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+    """Their formula: each pair (a, b) becomes (a·cos − b·sin, b·cos + a·sin), and what is behind the pairs stays.
+
+    Args:
+        x: (…, head_dim), rounded after each operation as its dtype is.
+        cos: (…, pairs), broadcast against x.
+        sin: likewise.
+        adjacent: whether pair j is channels (2j, 2j + 1).
+    """
+    first, second = channels(2 * cos.shape[-1], adjacent)
+    out = x.clone()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def agree(
+    ours: Tensor | None,
+    theirs: Tensor,
+    x: Tensor,
+    pairs: int,
+    adjacent: bool,
+    *,
+    phase: float = 0.0,
+    before: float = 0.0,
+    peer: Tolerance | None = None,
+) -> None:
+    """Assert that two rotations of x are one, within what rounding explains, and within what the peer demands.
+
+    Both are off by SIDE of the length of each pair, and rounded to their dtype; what does not turn is equal.
+
+    Args:
+        ours: the result of this library.
+        theirs: that of the peer's formula, in the same dtype.
+        x: what was rotated, in the same layout.
+        pairs: pairs of channels that turn, the first ones.
+        adjacent: as for ``turned``.
+        phase: what else the peer is off by, in rad or of the length: angles, or tables and arithmetic in fewer bits.
+        before: the error of x itself where it was normalised, relative.
+        peer: the peer's own tolerance.
+    """
+    assert ours is not None
+    assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+    first, second = channels(2 * pairs, adjacent)
+    turning = torch.hypot(x[..., first].float(), x[..., second].float()) * (2 * SIDE + phase + before)
+    rounding = torch.finfo(ours.dtype).eps * torch.maximum(ours.abs(), theirs.abs()).float()
+    room = (before * x.float().abs() + rounding) if before else torch.zeros_like(rounding)
+    room[..., first], room[..., second] = turning + rounding[..., first], turning + rounding[..., second]
+    apart = (ours.float() - theirs.float()).abs() - torch.finfo(ours.dtype).smallest_normal
+    worst = int((apart - room).argmax())
+    assert (apart <= room).all(), f"{apart.flatten()[worst]:.3g} apart at {worst}, want {room.flatten()[worst]:.3g}"
+    if peer is not None:
+        torch.testing.assert_close(ours, theirs, rtol=peer.rtol, atol=peer.atol)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers, the same in every run."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def drawn(high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Integers below high, the same in every run."""
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)

@@ -23,7 +23,7 @@ class Replica:
 
     def counted(self, name: str) -> float:
         """The sum of a metric, over its labels."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 

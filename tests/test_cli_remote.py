@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from waiting import without_torch
 
 from mmpos.__main__ import main
 from mmpos_server.testing import running
@@ -66,9 +67,9 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert err.count("\n") == 1
 
 
-def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().removeprefix("mmpos_server listening on ").strip()

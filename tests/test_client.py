@@ -506,7 +506,7 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.wire.positions import get_query, put_result
 
 def place(request, context):
-    time.sleep(1)  # under way when a worker dies
+    time.sleep(0.5)  # under way when a worker dies
     response = pb.PlaceResponse()
     put_result(response.positions, get_query("query", request.query).run())
     return response
@@ -569,7 +569,7 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
         calls = [pool.submit(clients[i % 4].place, SEGMENTS, "mrope", i) for i in range(24)]
         calls += [pool.submit(clients[i].place, large) for i in range(2)]
         streams = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
-        time.sleep(0.6)
+        time.sleep(0.3)
         workers[0].kill()
         for i, call in enumerate(calls[:24]):
             same(call.result(), place(SEGMENTS, "mrope", i))
@@ -666,7 +666,12 @@ def links(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     room: Any = sync_streams if kind == "sync" else aio_streams
     opened = room._opened
-    monkeypatch.setattr(room, "_opened", lambda *arguments: found.append(opened(*arguments)) or found[-1])
+
+    def kept(*arguments: Any) -> Any:
+        found.append(opened(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(room, "_opened", kept)
     return found
 
 
@@ -849,14 +854,14 @@ def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(kind: str, re
 def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> None:
     def stream(requests: Any, context: Any) -> Iterator[pb.StreamPlaceResponse]:
         for n, response in enumerate(echo_stream(requests, context)):
-            time.sleep(0.15 if n < 3 else 0.8)
+            time.sleep(0.1 if n < 3 else 0.5)
             yield response
 
     found: list[Any] = []
-    with serving(Fake(stream=stream)) as address, Client(address, timeout=0.3) as client:
-        with pytest.raises(ServiceTimeoutError, match=r"^stream: got no answer in 0.3 seconds, want one$"):
+    with serving(Fake(stream=stream)) as address, Client(address, timeout=0.2) as client:
+        with pytest.raises(ServiceTimeoutError, match=r"^stream: got no answer in 0.2 seconds, want one$"):
             found.extend(client.stream(numbered(4)))
-        assert failure(lambda: Calls(kind, address, timeout=0.3).stream(numbered(4)))[0] is ServiceTimeoutError
+        assert failure(lambda: Calls(kind, address, timeout=0.2).stream(numbered(4)))[0] is ServiceTimeoutError
 
 
 # Channels
@@ -1117,7 +1122,10 @@ def load(path: Path, address: str, *arguments: str, **environment: str) -> subpr
 
 @pytest.mark.parametrize(
     ("method", "used", "support"),
-    [("fork", "new", "0"), ("fork", "used", "1"), ("spawn", "used", "0")],
+    [
+        ("fork", "used", "1"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", "new", "0"), ("spawn", "used", "0"))),
+    ],
 )
 def test_a_client_works_in_the_workers_of_a_loader(
     method: str, used: str, support: str, server: str, tmp_path: Path

@@ -384,7 +384,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_collate_as_the_main_process_does(method: str) -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]

@@ -83,8 +83,14 @@ def there_and_back(call: Callable[..., Any], q: Tensor, k: Tensor, positions: An
     return [q_out, k_out, *torch.autograd.grad(q_out.pow(2).sum() + k_out.pow(3).sum(), (q, k))]
 
 
-@pytest.mark.parametrize("form", [as_device, as_ids, as_packed_ids])
-@pytest.mark.parametrize("function", [by_function, by_module])
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        *((by_module, form) for form in (as_device, as_ids, as_packed_ids)),
+        (by_function, as_ids),
+        *(pytest.param(by_function, form, marks=pytest.mark.slow) for form in (as_device, as_packed_ids)),
+    ],
+)
 def test_whole_graphs_and_few_of_them_over_a_mix_of_batches(function: Any, form: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)

@@ -147,7 +147,7 @@ def test_every_table_agrees(scheme: str, view: str) -> None:
     assert_same(*in_both_ways(q, table, rotary))
 
 
-@pytest.mark.parametrize("axes", BY_AXES)
+@pytest.mark.parametrize("axes", [pytest.param(n, marks=[pytest.mark.slow] * (n in (1, 3))) for n in BY_AXES])
 def test_every_form_of_positions_agrees(axes: int) -> None:
     table = packed(BY_AXES[axes])
     ids = torch.from_numpy(table.dense()).to(DEVICE)
@@ -194,7 +194,7 @@ def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
 
 # The shape of the launch.
 
-TILINGS = [(64, 1), (4, 1), (2, 1), (4, 3), (16, 7), (1, 1)]
+TILINGS = [(64, 1), (4, 3), (16, 7), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (4, 2, 1))]
 
 
 @pytest.mark.parametrize(("block", "shares"), TILINGS)

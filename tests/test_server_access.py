@@ -250,7 +250,7 @@ def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
         assert refusal(ask, bytes(100_000), metadata=bearer(ALICE))[0] == "RESOURCE_EXHAUSTED"
 
         def items() -> Iterator[bytes]:
-            more.wait(20)
+            more.wait(60)
             yield b""
 
         # Before the first item: a stream that only waits is no place to stay.

@@ -176,7 +176,7 @@ def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
 def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
     waiting.clear()
     call = place(channel, "wait")
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     call.cancel()
     found = spans(kept, 3)
     told: dict[str, Any] = {
@@ -372,7 +372,7 @@ def test_the_program_sends_its_spans_where_the_environment_says_and_the_last_one
             client.place(SEGMENTS)
         assert sent == []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     (resource,) = sent
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")

@@ -28,7 +28,7 @@ FREQUENCY = 2 * LIBRARY + 16 + 1
 """Roundings of a frequency θ^−x of a library: of the power, of x (which counts x·ln θ < 16 times), of 1 over it."""
 
 EXACT = 2e-7
-"""Error of cos and sin of exact turns, as docs/transformers.md promises for every id; integers and polynomials make them."""
+"""Error of cos and sin of exact turns, at every id, as docs/transformers.md promises."""
 
 
 def unit(dtype: Any) -> float:

@@ -20,7 +20,7 @@ gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
 	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
 
 test: $(VENV)/dev  ## the tests
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow

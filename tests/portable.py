@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-SUITES = {"test": ["-n", "2"], "slow": ["-n", "2", "--dist", "loadgroup", "-m", "slow"]}
+SUITES = {"test": ["-n", "2", "--dist", "worksteal"], "slow": ["-n", "2", "--dist", "loadgroup", "-m", "slow"]}
 """Those of the Makefile."""
 
 FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"]["found"]

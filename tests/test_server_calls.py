@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -215,7 +216,7 @@ def test_bytes_of_requests_beyond_their_sum_are_refused(serve: Any, fake: Fake) 
 def test_a_deadline_stops_the_work_in_a_thread(serve: Any, fake: Fake) -> None:
     ask = place(serve())
     for seconds in (0.3, 3, 30):  # as long as it takes until work begins
-        assert refusal(lambda: ask(query("wait image"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"  # noqa: B023
+        assert refusal(partial(ask, query("wait image"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
         if fake.begun.is_set():
             break
     assert fake.begun.is_set()

@@ -263,10 +263,10 @@ Serve = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start servers whose one method does this, with so many threads for images and settings of concurrency."""
+    """Start servers whose one method does this, with two threads for images and these settings of concurrency."""
     with ExitStack() as stack:
 
-        def start(run: Any, threads: int = 2, **concurrency: int) -> str:
+        def start(run: Any, **concurrency: int) -> str:
             whole = queried(run, "positions")
             method = Method(
                 "mmpos.rpc.v1.PositionService",
@@ -276,7 +276,7 @@ def serve() -> Iterator[Serve]:
                 whole,
                 streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
             )
-            tables = {"concurrency": concurrency, "pools": {"image": threads}}
+            tables = {"concurrency": concurrency, "pools": {"image": 2}}
             config = ServerConfig.model_validate({**load().model_dump(), **tables})
             return stack.enter_context(running(config, methods=lambda *_: [method]))
 

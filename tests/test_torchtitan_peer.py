@@ -102,7 +102,7 @@ def test_frequencies_of_a_config_are_those_of_torchtitans_cache(pairing: str, sc
     ids = torch.arange(4096)
     found = rotary.cos_sin(ids[None], layout="torchtitan")
     angles = ids[:, None] * torch.tensor(rotary.inv_freq_array, dtype=torch.float32)
-    bound = cos_sin(angles, FREQUENCY + 4)  # blended, and the product
+    bound = rotary.attention_factor * cos_sin(angles, FREQUENCY + 4)  # blended, and the product
     bound = bound.repeat(1, 4) if pairing == "half" else sqrt(2) * bound
     assert_within(found, config.build().cache, bound)
 

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow check format proto baseline bench tables dist clean
+.PHONY: help demo gallery test slow portable check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -20,10 +20,13 @@ gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
 	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
 
 test: $(VENV)/dev  ## the tests
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+
+portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
+	$(BIN)/python tests/portable.py $(PORTABLE)
 
 check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from mmpos import native
+
+# How long an example takes is decided by whatever else the machine does.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(params=["C", "numpy"])

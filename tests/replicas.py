@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from waiting import free_port
+from waiting import free_port, without_torch
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Replica:
 
     def counted(self, name: str) -> float:
         """The sum of a metric, over its labels."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
@@ -40,7 +41,8 @@ def replicas(count: int, folder: Path, *arguments: str) -> Iterator[list[Replica
     try:
         for number, (words, _) in enumerate(commands):
             with (folder / f"{number}.log").open("w") as log:
-                processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True))
+                options: Any = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "env": without_torch(folder)}
+                processes.append(subprocess.Popen(words, **options))
         found = []
         for process, (_, port) in zip(processes, commands, strict=True):
             assert process.stdout is not None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from mpmath import mp
 from oracle import Document, exact
+from tolerance import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
@@ -24,9 +25,6 @@ Array = npt.NDArray[Any]
 Real = npt.NDArray[np.float64]
 
 DIGITS = 60
-
-ARITHMETIC = 4e-7
-"""Error of a rotation in float32, of the length of its pair: cos and sin 1.7e-7, products and sum 1.2e-7."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from waiting import without_torch
 
 from mmpos.__main__ import main
 from mmpos.cli.scheme_options import make_scheme
@@ -135,9 +136,9 @@ def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(capsys: p
         )
 
 
-def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_serves_until_it_is_told_to_stop(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().removeprefix("mmpos_server listening on ").strip()

@@ -27,9 +27,10 @@ import pytest
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from PIL import Image
+from waiting import eventually
 
 from mmpos import Grid, ImageSize, SegmentTable, SequenceBuilder, Text, place
-from mmpos.client import AsyncClient, Client, Tls
+from mmpos.client import AsyncClient, Client, Tls, aio_streams, sync_streams
 from mmpos.client.channel import channel_options, target
 from mmpos.client.failures import error_of
 from mmpos.client.options import Endpoint, Options
@@ -473,14 +474,15 @@ def test_no_other_status_is_tried_again_and_each_is_an_error_of_ours(code: str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_call_takes_longer_than_its_timeout(kind: str) -> None:
+    over = threading.Event()
+
     def slow(request: Any, context: Any) -> Any:
-        time.sleep(0.6)
+        assert over.wait(60)
         return echo(request, context)
 
     with serving(Fake(slow)) as address:
-        begin = time.monotonic()
         assert failure(lambda: Calls(kind, address, timeout=0.2).place(SEGMENTS))[0] is ServiceTimeoutError
-        assert time.monotonic() - begin < 0.5
+        over.set()
 
 
 def test_an_answer_that_makes_no_sense_is_the_fault_of_the_server() -> None:
@@ -508,7 +510,7 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.wire.positions import get_query, put_result
 
 def place(request, context):
-    time.sleep(1)  # under way when a worker dies
+    time.sleep(0.5)  # under way when a worker dies
     response = pb.PlaceResponse()
     put_result(response.positions, get_query("query", request.query).run())
     return response
@@ -571,7 +573,7 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
         calls = [pool.submit(clients[i % 4].place, SEGMENTS, "mrope", i) for i in range(24)]
         calls += [pool.submit(clients[i].place, large) for i in range(2)]
         streams = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
-        time.sleep(0.6)
+        time.sleep(0.3)
         workers[0].kill()
         for i, call in enumerate(calls[:24]):
             same(call.result(), place(SEGMENTS, "mrope", i))
@@ -662,20 +664,36 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
     assert read == 30
 
 
+@pytest.fixture
+def links(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streams that a client has opened."""
+    found: list[Any] = []
+    room: Any = sync_streams if kind == "sync" else aio_streams
+    opened = room._opened
+
+    def kept(*arguments: Any) -> Any:
+        found.append(opened(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(room, "_opened", kept)
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str) -> None:
-    given: list[float] = []
+def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str, links: list[Any]) -> None:
+    given: list[PositionsQuery] = []
 
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(4):
-            time.sleep(0.15)
-            given.append(time.monotonic())
+            assert not given or eventually(lambda: links[-1].ready)  # the answer to the one before has come
+            given.append(query)
             yield query
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(4):
-            await asyncio.sleep(0.15)
-            given.append(time.monotonic())
+            if given:
+                await asyncio.wait([links[-1].answer])
+            given.append(query)
             yield query
 
     async def main() -> list[int]:
@@ -687,6 +705,7 @@ def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str,
             counts = [len(given) for _ in client.stream(slowly())]
     else:
         counts = asyncio.run(main())
+    assert len(counts) == 4
     assert counts[0] < 4
 
 
@@ -707,7 +726,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     def stream(requests: Any, context: Any) -> Iterator[pb.StreamPlaceResponse]:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
-        ended.wait(5)  # which nothing but the end of the call sets
+        ended.wait(60)  # which nothing but the end of the call sets
 
     async def first(address: str) -> Any:
         async with AsyncClient(address) as client:
@@ -715,10 +734,9 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
             found = await anext(results)
             assert not ended.is_set()
             await results.aclose()
-            assert await asyncio.to_thread(ended.wait, 2)
+            assert await asyncio.to_thread(ended.wait, 30)
             return found
 
-    begin = time.monotonic()
     with serving(Fake(stream=stream)) as address:
         if kind == "async":
             same(asyncio.run(first(address)), numbered(1)[0].run())
@@ -728,8 +746,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
                 same(next(results), numbered(1)[0].run())
                 assert not ended.is_set()
                 results.close()
-                assert ended.wait(2)
-    assert time.monotonic() - begin < 4
+                assert ended.wait(30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -747,16 +764,19 @@ def test_a_stream_that_is_done_is_not_cancelled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_breaks_while_nothing_is_under_way_has_lost_nothing(kind: str) -> None:
+def test_a_stream_that_breaks_while_nothing_is_under_way_has_lost_nothing(kind: str, links: list[Any]) -> None:
+    def broken() -> bool:
+        return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
+
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(3):
             yield query
-            time.sleep(0.2)
+            assert eventually(broken)  # and what reads it has seen that
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(3):
             yield query
-            await asyncio.sleep(0.2)
+            await asyncio.wait([links[-1].answer])
 
     def ending(requests: Any, context: Any) -> Iterator[pb.StreamPlaceResponse]:
         yield next(echo_stream(requests, context))
@@ -838,14 +858,14 @@ def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(kind: str, re
 def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> None:
     def stream(requests: Any, context: Any) -> Iterator[pb.StreamPlaceResponse]:
         for n, response in enumerate(echo_stream(requests, context)):
-            time.sleep(0.15 if n < 3 else 0.8)
+            time.sleep(0.1 if n < 3 else 0.5)
             yield response
 
     found: list[Any] = []
-    with serving(Fake(stream=stream)) as address, Client(address, timeout=0.3) as client:
-        with pytest.raises(ServiceTimeoutError, match=r"^stream: got no answer in 0.3 seconds, want one$"):
+    with serving(Fake(stream=stream)) as address, Client(address, timeout=0.2) as client:
+        with pytest.raises(ServiceTimeoutError, match=r"^stream: got no answer in 0.2 seconds, want one$"):
             found.extend(client.stream(numbered(4)))
-        assert failure(lambda: Calls(kind, address, timeout=0.3).stream(numbered(4)))[0] is ServiceTimeoutError
+        assert failure(lambda: Calls(kind, address, timeout=0.2).stream(numbered(4)))[0] is ServiceTimeoutError
 
 
 # Channels
@@ -856,8 +876,8 @@ def test_several_servers_take_turns_and_the_sick_one_takes_none() -> None:
     with ExitStack() as stack:
         addresses = [stack.enter_context(serving(fake, serving=i < 2)) for i, fake in enumerate(fakes)]
         client = stack.enter_context(Client(addresses))
-        client.place(SEGMENTS)
-        time.sleep(0.3)  # until all are connected and looked after
+        # Until those that are well are connected.
+        assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.metadata for fake in fakes[:2]))
         counts = [len(fake.metadata) for fake in fakes]
         for _ in range(10):
             client.place(SEGMENTS)
@@ -978,17 +998,17 @@ def test_a_client_that_was_closed_opens_again(server: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
-    arrived = threading.Event()
+    arrived, over = threading.Event(), threading.Event()
 
     def slow(request: Any, context: Any) -> Any:
         arrived.set()
-        time.sleep(0.5)
+        over.wait(60)
         return echo(request, context)
 
     async def main(address: str) -> None:
         client = AsyncClient(address)
         calls = [asyncio.ensure_future(client.place(SEGMENTS)) for _ in range(2)]
-        assert await asyncio.to_thread(arrived.wait, 5)
+        assert await asyncio.to_thread(arrived.wait, 60)
         calls[0].cancel()
         await asyncio.sleep(0.05)
         assert calls[0].cancelled()
@@ -999,14 +1019,15 @@ def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
     with serving(Fake(slow)) as address:
         if kind == "async":
             asyncio.run(main(address))
-            return
-        client = Client(address)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(client.place, SEGMENTS)
-            assert arrived.wait(5)
-            client.close()
-            with pytest.raises(ServiceError, match=r"^CANCELLED: "):
-                call.result()
+        else:
+            client = Client(address)
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(client.place, SEGMENTS)
+                assert arrived.wait(60)
+                client.close()
+                with pytest.raises(ServiceError, match=r"^CANCELLED: "):
+                    call.result()
+        over.set()
 
 
 def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_calls_do(
@@ -1075,7 +1096,7 @@ class Texts(Dataset):
 
 if __name__ == "__main__":
     address, method, used = sys.argv[1:]
-    client = Client(address, timeout=20)
+    client = Client(address, timeout=60)
     if used == "used":
         client.build(["before"])
     workers = 1 if method == "spawn" else 2
@@ -1105,7 +1126,10 @@ def load(path: Path, address: str, *arguments: str, **environment: str) -> subpr
 
 @pytest.mark.parametrize(
     ("method", "used", "support"),
-    [("fork", "new", "0"), ("fork", "used", "1"), ("spawn", "used", "0")],
+    [
+        ("fork", "used", "1"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", "new", "0"), ("spawn", "used", "0"))),
+    ],
 )
 def test_a_client_works_in_the_workers_of_a_loader(
     method: str, used: str, support: str, server: str, tmp_path: Path

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tolerance import assert_within, cos_sin
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, place
 from mmpos.rotary import Rotary
 from mmpos.schemes import Grid2D
-
-ULP = 2e-7
-"""Float32 cos and sin of the same float32 angles, by torch here and there."""
 
 
 def transformers(module: str, name: str) -> Any:
@@ -33,10 +31,9 @@ def encoder(thw: list[list[int]], scheme: Grid2D) -> PositionTable:
 def same_rotation(config: Any, module: Any, positions: PositionTable, ids: Tensor) -> None:
     """The module's cos and sin at its ids are ours at our table."""
     rotary = Rotary.from_hf_config(config, precision="hf")
-    cos, sin = module(torch.zeros(1), ids)
     ours = rotary.cos_sin(positions, layout="transformers")
-    for mine, theirs in zip(ours, (cos, sin), strict=True):
-        torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=ULP)
+    for mine, theirs in zip(ours, module(torch.zeros(1), ids), strict=True):
+        assert_within(mine.reshape(theirs.shape), theirs, cos_sin())  # of the same float32 angles
 
 
 QWEN = {

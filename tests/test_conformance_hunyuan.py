@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import Document, exact, placed
+from tolerance import assert_within, cos_sin
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Rotary
@@ -69,8 +70,7 @@ def test_even_frequencies_turn_by_rows_and_odd_ones_by_columns() -> None:
     angle = torch.stack([ids[:, j % 2] * theta[j] for j in range(64)], dim=1).repeat(1, 2)
     rotary = Rotary(head_dim=128, theta=10000.0, axes=2, allocation="interleaved", pairing="half", precision="hf")
     cos, sin = rotary.cos_sin(placed(document, FLOORED), layout="transformers")
-    torch.testing.assert_close(cos[0], angle.cos(), rtol=0, atol=2e-7)
-    torch.testing.assert_close(sin[0], angle.sin(), rtol=0, atol=2e-7)
+    assert_within((cos[0], sin[0]), (angle.cos(), angle.sin()), cos_sin())
 
 
 def test_fractional_ids_in_bfloat16_are_another_place_and_tables_are_integers() -> None:

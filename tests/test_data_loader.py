@@ -325,8 +325,9 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("carry", ["pickle", "json"])
+@pytest.mark.parametrize(
+    ("carry", "workers"), [("pickle", 0), ("json", 0), ("pickle", 2), pytest.param("json", 2, marks=pytest.mark.slow)]
+)
 def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     corpus: list[Reader], workers: int, carry: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from disaggregated_model import HEAD_DIM, HEADS, ROTARY, rotate
 from disaggregated_workers import BLOCK, BUILDER, CHUNK, REQUESTS
+from tolerance import EXACT, assert_within, rotations
 
 from mmpos.rotary import apply_rotary
 
@@ -58,7 +59,7 @@ def test_its_rotation_is_apply_rotary() -> None:
     x = np.random.default_rng(0).standard_normal((positions.num_tokens, 2, HEADS, HEAD_DIM), np.float32)
     q, k = (torch.from_numpy(part.copy()) for part in (x[:, 0], x[:, 1]))
     turned = np.stack([part.numpy() for part in apply_rotary(q, k, positions, ROTARY) if part is not None], axis=1)
-    np.testing.assert_allclose(rotate(x, positions.dense()), turned, rtol=0, atol=1e-6)
+    assert_within(rotate(x, positions.dense()), turned, rotations(turned, 2 * EXACT))
 
 
 def test_its_rotation_of_a_window_has_the_bits_of_the_whole() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, written
 from model_configs import CONFIGS, LAYER_TYPES, config_of, settings_of
+from tolerance import FREQUENCY, gamma
 from torch import Tensor
 
 import mmpos
@@ -309,7 +310,7 @@ def same_frequencies(rotary: Rotary, module: Any, layer_type: str | None) -> boo
     )
     found = (found[: len(found) // 2] if rotary.allocation == "axial" else found).sort().values
     factor = float(buffer(module, "attention_scaling", layer_type))
-    same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=8 * EPSILON, atol=0)
+    same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=2 * gamma(FREQUENCY), atol=0)
     return same and abs(rotary.attention_factor - factor) <= 8 * EPSILON * factor
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
+from tolerance import EXACT, assert_within
 
 import mmpos
 from mmpos.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
@@ -139,8 +140,7 @@ def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
     theta = [10000.0 ** (-2 * j / 128) for j in range(64)]
     angles = [[expected[j % 2][token] * theta[j] for j in range(64)] for token in range(11)]
     cos, sin = settings.rotary.cos_sin(positions)
-    np.testing.assert_allclose(cos[0], np.cos(angles), rtol=0, atol=3e-7)
-    np.testing.assert_allclose(sin[0], np.sin(angles), rtol=0, atol=3e-7)
+    assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
 
 
 # Refusals.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
+from tolerance import assert_within, cos_sin, rotations
 from transformers import AutoModel
 from transformers.vision_utils import get_vision_position_ids
 
@@ -18,9 +19,6 @@ import mmpos
 from mmpos.models import TEXT_TYPES, ModelSettings
 from mmpos.models.known import ENCODER_ORDERS
 from mmpos.rotary import Rotary, apply_rotary
-
-HF = 2e-6
-"""Float32 products of numbers below 5 in another order; cos and sin of the same float32 angles."""
 
 MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3]
 LAYOUTS: list[list[list[Any]]] = [
@@ -124,7 +122,7 @@ def turned(settings_rotary: Rotary, positions: Any, module: Any, cos: Any, sin: 
         theirs = getattr(module, apply)(*[turn[0].transpose(0, 1)] * 2, cos, sin)[0].transpose(0, 1)[None]
     else:
         theirs = getattr(module, apply)(turn, turn, cos, sin)[0]
-    torch.testing.assert_close(ours[..., : rotary.rotary_dim], theirs, rtol=0, atol=HF)
+    assert_within(ours[..., : rotary.rotary_dim], theirs, rotations(theirs, cos_sin()))  # of the same float32 angles
     assert torch.equal(ours[..., rotary.rotary_dim :], q[..., rotary.rotary_dim :])
 
 

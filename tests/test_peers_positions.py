@@ -25,6 +25,7 @@ import pytest
 import torch
 from oracle import exact
 from peer_cases import drawn, float32_angles
+from tolerance import assert_within, cos_sin
 from torch import Tensor
 
 from mmpos import Grid, Scheme, SegmentTable, Text, place
@@ -247,8 +248,7 @@ def test_allocations_of_multimodal_ropes(name: str) -> None:
     rotary = Rotary(128, precision="hf", **arguments)
     assert rotary.pair_axis.tolist() == axes
     for ours, theirs in zip(rotary.cos_sin(ids), (angles.cos(), angles.sin()), strict=True):
-        # Cos and sin of the same float32 angles: 2 ulp each way. Theirs: 1e-5.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * 2.0**-24)
+        assert_within(ours, theirs, cos_sin())  # of the same float32 angles; theirs: 1e-5
 
 
 def test_partial_rotations_of_qwen35_are_those_of_transformers() -> None:
@@ -271,7 +271,7 @@ def test_partial_rotations_of_qwen35_are_those_of_transformers() -> None:
     ):
         theirs = module.Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), ids)
         for ours, other in zip(rotary.cos_sin(ids, layout="transformers"), theirs, strict=True):
-            torch.testing.assert_close(ours, other, rtol=0, atol=4 * 2.0**-24)
+            assert_within(ours, other, cos_sin())
 
 
 # Serving: vLLM's requests by their features, SGLang's steps over text.

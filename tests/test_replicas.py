@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from replicas import Replica, replicas
+from waiting import eventually
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client
@@ -28,13 +30,27 @@ def numbers(positions: Any, first: int) -> list[int]:
     return [int(table.dense()[0, 0]) - first for table in positions]
 
 
+KILLED = threading.Event()
+"""A third of the work is done before, the rest after."""
+
+
 def called(client: Client, thread: int) -> list[Any]:
     """Calls of one thread, one after the other."""
-    return [client.place(SEGMENTS, start=thread * CALLS + number) for number in range(CALLS)]
+    found = []
+    for number in range(CALLS):
+        found.append(client.place(SEGMENTS, start=thread * CALLS + number))
+        assert number < CALLS // 3 or KILLED.wait(60)
+    return found
+
+
+def queries() -> Iterator[PositionsQuery]:
+    for number in range(ITEMS):
+        assert number < ITEMS // 3 or KILLED.wait(60)
+        yield PositionsQuery(SEGMENTS, start=number)
 
 
 def streamed(client: Client) -> list[Any]:
-    answers: Any = client.stream(PositionsQuery(SEGMENTS, start=i) for i in range(ITEMS))
+    answers: Any = client.stream(queries())
     return [answer.table for answer in answers]
 
 
@@ -42,11 +58,19 @@ async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
     """Calls, some at once, and a stream beside them."""
 
     async def calls(client: AsyncClient, worker: int) -> list[Any]:
-        return [await client.place(SEGMENTS, start=worker * CALLS + number) for number in range(CALLS // 4)]
+        found = []
+        for number in range(CALLS // 4):
+            found.append(await client.place(SEGMENTS, start=worker * CALLS + number))
+            assert number < CALLS // 12 or await asyncio.to_thread(KILLED.wait, 60)
+        return found
+
+    async def awaited_queries() -> AsyncIterator[PositionsQuery]:
+        for number in range(ITEMS):
+            assert number < ITEMS // 3 or await asyncio.to_thread(KILLED.wait, 60)
+            yield PositionsQuery(SEGMENTS, start=number)
 
     async def items(client: AsyncClient) -> list[Any]:
-        queries = (PositionsQuery(SEGMENTS, start=i) for i in range(ITEMS))
-        answers: Any = client.stream(queries)
+        answers: Any = client.stream(awaited_queries())
         return [answer.table async for answer in answers]
 
     async with AsyncClient(addresses, timeout=60) as client:
@@ -56,15 +80,11 @@ async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
 
 def busy(servers: list[Replica], calls: int) -> bool:
     """Whether each has answered so many, which is waited for."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if all(server.counted("mmpos_requests_total") >= calls for server in servers):
-            return True
-        time.sleep(0.02)
-    return False
+    return eventually(lambda: all(server.counted("mmpos_requests_total") >= calls for server in servers))
 
 
 def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: Path) -> None:
+    KILLED.clear()
     with replicas(3, tmp_path, "--log-level", "warning") as servers, ThreadPoolExecutor(8) as threads:
         addresses = [server.address for server in servers]
         with Client(addresses, timeout=60) as client:
@@ -74,8 +94,7 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: P
             assert busy(servers, 100)
             servers[1].process.kill()
             before = [server.counted("mmpos_requests_total") for server in (servers[0], servers[2])]
-            under_way: list[Future[Any]] = [*calls, stream, other]
-            assert not any(future.done() for future in under_way), "it was killed too late"
+            KILLED.set()
             for thread, call in enumerate(calls):
                 assert numbers(call.result(), thread * CALLS) == list(range(CALLS))
             assert numbers(stream.result(), 0) == list(range(ITEMS))
@@ -89,14 +108,22 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: P
 
 
 def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_are_answered(tmp_path: Path) -> None:
-    with replicas(3, tmp_path, "--notice-seconds", "6", "--log-level", "warning") as servers:
+    with replicas(3, tmp_path, "--notice-seconds", "600", "--log-level", "warning") as servers:
         addresses = [server.address for server in servers]
         with Client(addresses, timeout=30) as client:
             while not busy(servers, 0) or any(server.counted("mmpos_requests_total") == 0 for server in servers):
                 client.place(SEGMENTS)  # until all are connected
             leaving = servers[0]
             leaving.process.send_signal(signal.SIGTERM)
-            time.sleep(2)  # the notice reaches the client
+
+            def spared() -> bool:
+                """Whether ten calls go to the others, as soon as the notice has reached the client."""
+                count = leaving.counted("mmpos_requests_total")
+                for _ in range(10):
+                    client.place(SEGMENTS)
+                return leaving.counted("mmpos_requests_total") == count
+
+            assert eventually(spared)
             before = [server.counted("mmpos_requests_total") for server in servers]
             found = [client.place(SEGMENTS, start=number) for number in range(40)]
             after = [server.counted("mmpos_requests_total") for server in servers]
@@ -104,4 +131,5 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
         gone, *others = (a - b for a, b in zip(after, before, strict=True))
         # Their turns begin anew whenever a connection changes, so the halves need not be equal.
         assert (gone, sum(others), min(others) > 0) == (0, 40, True)
-        assert leaving.process.wait(30) == 0
+        leaving.process.send_signal(signal.SIGTERM)  # at once
+        assert leaving.process.wait(60) == 0

@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import ARITHMETIC
+from tolerance import ARITHMETIC, FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Rotary, apply_rotary
-
-HF = 1e-6
-"""Float32 products of numbers below 5 in another order; cos and sin of the same float32 angles."""
 
 SEGMENTS = SegmentTable.from_documents(
     [[Text(3), Grid(2, 3, frames=2), Text(2), Grid(3, 2), Text(4)], [Text(5), Grid(4, 4), Text(1), Text(5)]]
@@ -29,9 +26,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def close(found: Any, expected: Any, atol: float = HF) -> None:
+def close(found: Any, expected: Any, off: float = cos_sin()) -> None:
+    """Compare rotated heads whose cos and sin are off by so much; by default those of the same float32 angles."""
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+        assert_within(ours, theirs, rotations(theirs, off))
 
 
 def transformers(model: str, name: str, part: str = "modeling") -> Any:
@@ -94,7 +92,7 @@ def test_deepseek_rotates_adjacent_pairs_and_leaves_them_in_halves() -> None:
     cos, sin = Rotary(head_dim=64, axes=1).cos_sin(positions, layout="transformers")
     theirs = transformers("deepseek_v3", "apply_rotary_pos_emb_interleave")(q, k, cos, sin)
     ours = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs)
+    close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs, off=0)
 
 
 @pytest.mark.parametrize(("model", "config", "module"), VISION_MODELS, ids=[row[0] for row in VISION_MODELS])
@@ -119,14 +117,15 @@ def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not_and_hf_i
     angle = (ids[0, :, None] * 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)).repeat(1, 2)
     wide = q.to(torch.float64)
     truth = wide * angle.cos() + torch.cat((-wide[..., 64:], wide[..., :64]), dim=-1) * angle.sin()
+    length = wide.unflatten(-1, (2, 64)).norm(dim=-2).repeat(1, 1, 1, 2)  # of each channel's pair
     for precision, same_as_theirs in (("exact", False), ("hf", True)):
         rotary = Rotary.from_hf_config(told, precision=precision, axes=1)
         ours, _ = apply_rotary(q, None, ids, rotary, layout="bhsd")
-        assert ((ours - theirs).abs().max() < HF) == same_as_theirs
-        assert ((ours - truth).abs().max() < HF) != same_as_theirs
         tables = zip(rotary.cos_sin(ids, layout="transformers"), in_bfloat16, strict=True)
         # Float32 numbers in a last place apart may round to neighbours in bfloat16.
         assert all((x.bfloat16() - y).abs().max() <= 2.0**-8 for x, y in tables) == same_as_theirs
+        assert bool(((ours - theirs).abs() <= rotations(theirs, cos_sin())).all()) == same_as_theirs
+        assert bool(((ours - truth).abs() <= ARITHMETIC * length).all()) != same_as_theirs
     assert (theirs - truth).abs().amax(dim=(0, 1, 3))[3] > 1e-2
 
 
@@ -144,9 +143,11 @@ def test_ligers_mrope_kernel() -> None:
     expected = apply_rotary(q, k, positions, rotary, layout="bhsd")
     # It writes into q and k where they are contiguous as bshd.
     theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
-    close(expected, [x.cpu() for x in theirs])
+    close(expected, [x.cpu() for x in theirs], off=0)
     back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
-    close(apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True), [x.cpu() for x in back])
+    # Of vectors that were apart already, by as much: rotations keep lengths.
+    there_and_back = apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True)
+    assert_within(there_and_back, [x.cpu() for x in back], [3 * rotations(x.cpu()) for x in back])
 
 
 def liger(name: str) -> Any:
@@ -170,7 +171,7 @@ def test_timms_axial_rotation(pairing: Any, half: bool) -> None:
     q = normal(1, 35, 4, 64)
     embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
     theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
-    close(apply_rotary(q, None, positions, rotary)[:1], [theirs])
+    close(apply_rotary(q, None, positions, rotary)[:1], [theirs], off=cos_sin(6.0, FREQUENCY + 1))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tolerance import EXACT, assert_within, cos_sin, rotations, unit
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
-EXACT = 2e-7  # of cos and sin, as apply_rotary promises
-SUMMED = 1e-6  # products of numbers below 4, rounded in another order
+OF_ANGLES = cos_sin(np.pi, 1)  # of our angles, which are wrapped and rounded to float32
 
 PACKED = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
 EQUAL = place(SegmentTable.from_documents([[Text(2), Grid(2, 3)], [Text(8)]]))
@@ -86,8 +86,8 @@ def test_pairs_are_cos_and_sin_of_every_token_and_pair(positions: PositionTable)
     rotary = Rotary(head_dim=16, rotary_dim=12)
     cos, sin = rotary.cos_sin(positions)
     angles = exact_angles(positions, rotary)
-    np.testing.assert_allclose(cos.reshape(-1, 6), of_each(mpmath.cos, angles), rtol=0, atol=EXACT)
-    np.testing.assert_allclose(sin.reshape(-1, 6), of_each(mpmath.sin, angles), rtol=0, atol=EXACT)
+    assert_within(cos.reshape(-1, 6), of_each(mpmath.cos, angles), EXACT)
+    assert_within(sin.reshape(-1, 6), of_each(mpmath.sin, angles), EXACT)
 
 
 @pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
@@ -96,8 +96,8 @@ def test_angles_are_wrapped_once_per_channel(positions: PositionTable) -> None:
     angles = rotary.angles(positions)
     by_token = angles.transpose(0, 1).reshape(-1, 12)
     expected = of_each(wrapped, exact_angles(positions, rotary))
-    # 5e-9 of the turn, and half a unit in the last place of a float32 below π.
-    np.testing.assert_allclose(by_token, np.concatenate([expected, expected], axis=1), rtol=0, atol=1.3e-7)
+    # 5e-9 of the turn, and the rounding of numbers between 2 and π.
+    assert_within(by_token, np.concatenate([expected, expected], axis=1), 5e-9 + 2 * unit(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_a_table_its_device_form_and_its_dense_ids_give_the_same_bits(positions:
         dense = dense.reshape(2, positions.num_documents, -1)
     expected = rotary.cos_sin(positions, layout=layout)
     for same in (DevicePositions.from_table(positions, capacity=9), dense):
-        torch.testing.assert_close(rotary.cos_sin(same, layout=layout), expected, rtol=0, atol=0)
-        torch.testing.assert_close(rotary.angles(same), rotary.angles(positions), rtol=0, atol=0)
+        assert_within(rotary.cos_sin(same, layout=layout), expected, 0)
+        assert_within(rotary.angles(same), rotary.angles(positions), 0)
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
@@ -156,11 +156,11 @@ def test_transformers_formula_with_our_cos_and_sin_is_our_rotation(pairing: Any,
     q = bshd(EQUAL)
     cos, sin = rotary.cos_sin(EQUAL, layout="transformers")
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
-    torch.testing.assert_close(rotated_by(q, cos[:, :, None], sin[:, :, None], pairing), expected, rtol=0, atol=SUMMED)
+    assert_within(rotated_by(q, cos[:, :, None], sin[:, :, None], pairing), expected, rotations(expected))
     bhsd = q.transpose(1, 2)
     found = rotated_by(bhsd, cos[:, None], sin[:, None], pairing)
     expected, _ = apply_rotary(bhsd, None, EQUAL, rotary, layout="bhsd")
-    torch.testing.assert_close(found, expected, rtol=0, atol=SUMMED)
+    assert_within(found, expected, rotations(expected))
 
 
 @pytest.mark.slow
@@ -183,7 +183,8 @@ def test_transformers_own_functions_take_our_cos_and_sin(model: str, pairing: An
     if channels == "pairs twice":
         cos, sin = (torch.cat((x, x), dim=-1) for x in rotary.cos_sin(EQUAL))
     found, _ = turn(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
-    torch.testing.assert_close(found.transpose(1, 2), apply_rotary(q, None, EQUAL, rotary)[0], rtol=0, atol=SUMMED)
+    expected, _ = apply_rotary(q, None, EQUAL, rotary)
+    assert_within(found.transpose(1, 2), expected, rotations(expected))
 
 
 @pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])
@@ -192,7 +193,8 @@ def test_transformers_formula_takes_a_packed_batch_as_one_row(positions: Positio
     q = normal(1, positions.num_tokens, 3, 16)
     cos, sin = rotary.cos_sin(positions, layout="transformers")
     found = rotated_by(q, cos[:, :, None], sin[:, :, None], "half")
-    torch.testing.assert_close(found[0], apply_rotary(q[0], None, positions, rotary)[0], rtol=0, atol=SUMMED)
+    expected, _ = apply_rotary(q[0], None, positions, rotary)
+    assert_within(found[0], expected, rotations(expected))
 
 
 def test_torchtitan_cache_of_halves_is_cos_then_sin() -> None:
@@ -202,7 +204,7 @@ def test_torchtitan_cache_of_halves_is_cos_then_sin() -> None:
     assert isinstance(cache, Tensor)
     cos, sin = cache[..., None, :16], cache[..., None, 16:]
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
-    torch.testing.assert_close(q * cos + rotate_half(q) * sin, expected, rtol=0, atol=SUMMED)
+    assert_within(q * cos + rotate_half(q) * sin, expected, rotations(expected))
 
 
 def test_torchtitan_cache_of_adjacent_pairs_is_complex() -> None:
@@ -211,7 +213,8 @@ def test_torchtitan_cache_of_adjacent_pairs_is_complex() -> None:
     freqs_cis = rotary.cos_sin(EQUAL, layout="torchtitan")
     assert isinstance(freqs_cis, Tensor)
     found = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (-1, 2))) * freqs_cis.unsqueeze(2)).flatten(3)
-    torch.testing.assert_close(found, apply_rotary(q, None, EQUAL, rotary)[0], rtol=0, atol=SUMMED)
+    expected, _ = apply_rotary(q, None, EQUAL, rotary)
+    assert_within(found, expected, rotations(expected))
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
@@ -223,7 +226,7 @@ def test_megatrons_formula_with_our_angles_is_our_rotation(pairing: Any, scaling
     t = q.transpose(0, 1)
     found = rotated_by(t, freqs.cos() * mscale, freqs.sin() * mscale, pairing)
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
-    torch.testing.assert_close(found.transpose(0, 1), expected, rtol=0, atol=SUMMED)
+    assert_within(found.transpose(0, 1), expected, rotations(expected, OF_ANGLES))
 
 
 def test_megatrons_formula_takes_packed_tokens() -> None:
@@ -231,7 +234,8 @@ def test_megatrons_formula_takes_packed_tokens() -> None:
     q = normal(15, 3, 16)
     freqs = rotary.angles(PACKED)
     found = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
-    torch.testing.assert_close(found, apply_rotary(q, None, PACKED, rotary)[0], rtol=0, atol=SUMMED)
+    expected, _ = apply_rotary(q, None, PACKED, rotary)
+    assert_within(found, expected, rotations(expected, OF_ANGLES))
 
 
 def test_angles_of_the_farthest_ids_stay_within_half_a_turn_and_rotate_alike() -> None:
@@ -240,7 +244,8 @@ def test_angles_of_the_farthest_ids_stay_within_half_a_turn_and_rotate_alike() -
     freqs = rotary.angles(FARTHEST)
     assert (freqs.abs() <= float(np.float32(np.pi))).all()
     found = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
-    torch.testing.assert_close(found, apply_rotary(q, None, FARTHEST, rotary)[0], rtol=0, atol=SUMMED)
+    expected, _ = apply_rotary(q, None, FARTHEST, rotary)
+    assert_within(found, expected, rotations(expected, OF_ANGLES))
 
 
 def test_the_attention_factor_is_in_cos_and_sin_and_not_in_angles() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sections_engine import EngineRotary, step_ids
+from tolerance import EXACT, assert_within
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
@@ -138,7 +139,7 @@ def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_th
     assert (cache.shape, cache.dtype) == ((20000, 8), torch.float32)
     angle = np.arange(20000)[:, None] * np.array([100.0 ** (-j / 4) for j in (0, 2, 1, 3)])
     want = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
-    assert np.abs(cache.double().numpy() - want).max() < 2e-7
+    assert_within(cache, want, EXACT)
     assert torch.equal(Sections(rotary, 20000, permuted=True).cos_sin_cache(torch.bfloat16), cache.bfloat16())
 
 

@@ -217,8 +217,8 @@ def test_every_method_of_every_service_is_closed_but_health(file: Path) -> None:
         infer = "/inference.GRPCInferenceService/ModelInfer"
         assert {PLACE, STREAM, infer, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
         for path in sorted(paths - OPEN | {"/mmpos.rpc.v1.PositionService/None", "/x/y"}):
-            assert refusal(channel.unary_unary(path), b"", timeout=20) == UNAUTHENTICATED, path
-            opened = channel.stream_stream(path)(iter([b""]), timeout=20)
+            assert refusal(channel.unary_unary(path), b"", timeout=60) == UNAUTHENTICATED, path
+            opened = channel.stream_stream(path)(iter([b""]), timeout=60)
             assert refusal(list, opened) == UNAUTHENTICATED, path
 
 
@@ -235,7 +235,7 @@ def test_health_is_answered_and_watched_without_a_token(file: Path) -> None:
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == 1
-        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watching).status == 1
         watching.cancel()
     with running(listen=Listen(token_file=file)) as address, Client(address) as client:
@@ -250,11 +250,11 @@ def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
         assert refusal(ask, bytes(100_000), metadata=bearer(ALICE))[0] == "RESOURCE_EXHAUSTED"
 
         def items() -> Iterator[bytes]:
-            more.wait(20)
+            more.wait(60)
             yield b""
 
         # Before the first item: a stream that only waits is no place to stay.
-        assert refusal(list, channel.stream_stream(STREAM)(items(), timeout=20)) == UNAUTHENTICATED
+        assert refusal(list, channel.stream_stream(STREAM)(items(), timeout=60)) == UNAUTHENTICATED
         more.set()
 
 
@@ -272,16 +272,16 @@ def test_calls_without_a_token_are_counted_apart_and_written_together(
             await asyncio.gather(*(refuse(channel) for _ in range(50)))
             while capsys_lines(capsys, lines) < 50:
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(0.5)  # in which there is nothing to say
+            await asyncio.sleep(0.6)  # in which there is nothing to say
         await server.stop(1)
         return server
 
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(access, "_SECONDS", 0.2)
+    monkeypatch.setattr(access, "_SECONDS", 0.5)
     began = time.monotonic()
     server = asyncio.run(scenario())
     capsys_lines(capsys, lines)
-    assert len(lines) <= (time.monotonic() - began) / 0.2
+    assert len(lines) <= (time.monotonic() - began) / 0.5
     assert len(lines) < 50
     assert {(line["level"], line["event"]) for line in lines} == {("warning", "unauthenticated")}
     assert sum(line["calls"] for line in lines) == 50
@@ -428,7 +428,7 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
         with grpc.secure_channel(address, credentials) as channel:
             try:
                 info: Any = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
-                info(b"", metadata=metadata, timeout=20)
+                info(b"", metadata=metadata, timeout=60)
             except grpc.RpcError as error:
                 failed: Any = error
                 return str(failed.code().name)
@@ -464,7 +464,7 @@ def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
             assert eventually(lambda: [ask(ALICE), ask(f"{ALICE}2")] == [[False] * 8, [True] * 8])
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
 
 
 def answered(address: str, token: str) -> bool:

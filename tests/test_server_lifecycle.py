@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import eventually, free_port
+from waiting import eventually, free_port, without_torch
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 
@@ -52,16 +51,22 @@ class Program:
 
     def end(self) -> tuple[int, list[dict[str, Any]]]:
         """Exit code and log of a server that has been told to end."""
-        out, _ = self.process.communicate(timeout=20)
+        out, _ = self.process.communicate(timeout=60)
         assert out == ""
         return self.process.returncode, self.lines()
 
 
 Start = Callable[..., Program]
+Refused = Callable[..., str]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def environment(tmp_path: Path) -> dict[str, str]:
+    return without_torch(tmp_path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
     """Start servers; they are killed in the end."""
     processes: list[subprocess.Popen[str]] = []
 
@@ -70,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         log = tmp_path / f"{len(processes)}.log"
         with log.open("w") as err:
             command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
         processes.append(process)
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -100,20 +105,24 @@ def stream(channel: Any) -> Any:
 
 def page(port: int) -> dict[str, float]:
     """The metrics page, without bounds of histograms."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
     return {name: float(value) for name, value in pairs}
 
 
-def refused(*arguments: str) -> str:
-    """What a server says that does not start."""
-    found = subprocess.run(
-        [sys.executable, "-m", "mmpos_server", *arguments], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert (found.returncode, found.stdout) == (2, "")
-    assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
-    return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
+@pytest.fixture
+def refused(environment: dict[str, str]) -> Refused:
+    """Gives what a server says that does not start."""
+
+    def program(*arguments: str) -> str:
+        command = [sys.executable, "-m", "mmpos_server", *arguments]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        assert (found.returncode, found.stdout) == (2, "")
+        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
+        return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
+
+    return program
 
 
 def test_sigterm_under_load_loses_no_call(start: Start) -> None:
@@ -127,14 +136,14 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
             answered = 0
             try:
                 while True:
-                    assert ask(REQUEST, timeout=10) == want
+                    assert ask(REQUEST, timeout=60) == want
                     answered += 1
             except grpc.RpcError as error:
                 failed: Any = error
                 return answered, failed.code().name
 
         loads = threads.map(load, range(16))
-        time.sleep(0.5)
+        assert eventually(lambda: len(server.lines()) > 100)
         server.process.terminate()
         seen = list(loads)
     code, lines = server.end()
@@ -148,8 +157,8 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
     assert [line["event"] for line in lines if line["event"] != "request"] == ["draining", "stopped"]
 
 
-def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(start: Start) -> None:
-    server = start("--notice-seconds", "1.5")
+def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_notice(start: Start) -> None:
+    server = start("--notice-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         names = ["", "mmpos.rpc.v1.PositionService", "mmpos.rpc.v1.SequenceService"]
@@ -166,16 +175,20 @@ def test_health_says_not_serving_first_and_calls_are_answered_until_the_end(star
         watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
         assert [next(watching).status, next(leaving).status] == [SERVING, SERVING]
         leaving.cancel()
-        sent = time.monotonic()
         server.process.terminate()
         assert next(watching).status == NOT_SERVING
-        assert time.monotonic() - sent < 1.2
         assert health.Check(requests[0]).status == NOT_SERVING
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
+
+
+def test_a_server_ends_with_its_notice_and_a_watcher_holds_nobody_up(start: Start) -> None:
+    server = start("--notice-seconds", "0.5", "--drain-seconds", "600")
+    with grpc.insecure_channel(server.address) as channel:
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watching).status == SERVING
+        server.process.terminate()
         code, _ = server.end()
         assert code == 0
-        # And a watcher holds nobody up: the drain would last 30 seconds.
-        assert 1.5 < time.monotonic() - sent < 15
 
 
 def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: Start) -> None:
@@ -186,7 +199,7 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
         def items() -> Iterator[pb.StreamPlaceRequest]:
             for i in range(5):
                 yield pb.StreamPlaceRequest(id=i, query=REQUEST.query)
-            more.wait(20)
+            more.wait(60)
 
         answers = stream(channel)(items())
         found = [next(answers).id for _ in range(5)]
@@ -215,7 +228,7 @@ def test_a_client_that_stalls_and_dies_is_no_error_of_the_server(start: Start) -
     server = start()
     query = pb.PositionsQuery(spans=pb.Spans(lengths=[20000]), dense=pb.Dense())
     item = pb.StreamPlaceRequest(query=query).SerializeToString().hex()
-    subprocess.run([sys.executable, "-c", STALLING_CLIENT, server.address, item], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", STALLING_CLIENT, server.address, item], check=True, timeout=60)
     assert eventually(lambda: bool(server.lines()))
     server.process.terminate()
     code, lines = server.end()
@@ -228,20 +241,20 @@ def test_a_client_that_stalls_and_dies_is_no_error_of_the_server(start: Start) -
 def test_a_second_signal_ends_at_once(start: Start) -> None:
     server = start("--notice-seconds", "60")
     server.process.terminate()
-    time.sleep(0.3)
+    assert eventually(lambda: bool(server.lines()))
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGINT)
     assert server.end()[0] == 0
 
 
-def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start) -> None:
+def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:
     port = start().port
     said = f"port: got {port}, which is taken on 127.0.0.1, want a free one (0 picks one)"
     assert refused("--port", port) == said
     assert refused("--port", port, "--workers", "2") == said
 
 
-def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start) -> None:
+def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refused: Refused) -> None:
     metrics = free_port()
     server = start("--workers", "2", "--metrics-port", str(metrics))
     assert refused("--port", server.port).startswith("port: got ")
@@ -251,7 +264,7 @@ def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start) -> Non
     def ask() -> list[int]:
         # The kernel chooses a process by connection: each call has its own.
         with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            return list(place(channel)(REQUEST, wait_for_ready=True, timeout=10).positions.cu_seqlens)
+            return list(place(channel)(REQUEST, wait_for_ready=True, timeout=60).positions.cu_seqlens)
 
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
     counted = 'mmpos_requests_total{method="Place",status="OK"}'
@@ -271,7 +284,7 @@ def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start) -> Non
     assert sum(line["event"] == "stopped" for line in lines) == 2
 
 
-def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path) -> None:
+def test_a_mistake_in_the_settings_is_said_once_and_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
     said = refused("--port", "0", "--workers", "2", "--config", str(file))
@@ -315,7 +328,7 @@ def test_the_metrics_page(start: Start) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
-def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, tmp_path: Path) -> None:
+def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Refused, tmp_path: Path) -> None:
     for name in ("server", "other"):
         subprocess.run(
             "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
@@ -331,7 +344,7 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, tmp_path: P
     def ask(*client: bytes | None) -> Any:
         credentials = grpc.ssl_channel_credentials(cert.read_bytes(), *client)
         with grpc.secure_channel(server.address, credentials) as channel:
-            return place(channel)(REQUEST, timeout=3).positions.cu_seqlens
+            return place(channel)(REQUEST, timeout=60).positions.cu_seqlens
 
     assert ask(key.read_bytes(), cert.read_bytes()) == [0, 4096]
     with pytest.raises(grpc.RpcError):
@@ -350,5 +363,5 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, tmp_path: P
         (["--host", "192.0.2.1"], "port: got 192.0.2.1:50051 (Cannot assign requested address), want one to listen on"),
     ],
 )
-def test_what_stops_a_start_is_one_line(arguments: list[str], said: str) -> None:
+def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, refused: Refused) -> None:
     assert refused(*arguments) == said

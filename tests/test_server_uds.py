@@ -186,5 +186,5 @@ def test_the_program_says_where_it_listens_and_takes_the_socket_away(path: Path)
             assert mode(path) == 0o620
         finally:
             process.send_signal(signal.SIGTERM)
-            rest, _ = process.communicate(timeout=30)
+            rest, _ = process.communicate(timeout=60)
     assert (process.returncode, rest, path.exists()) == (0, "", False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -314,14 +316,22 @@ def test_a_claim_about_rotations_is_refused_cheaply(server: Victim, claim: Claim
     refused(server, "RotaryService/CosSin", claim)  # even before torch is imported, which takes seconds
 
 
+@cache
+def unpacking_to_256_mib() -> bytes:
+    packer = zlib.compressobj(1)
+    return b"".join(packer.compress(bytes(2**20)) for _ in range(256)) + packer.flush()
+
+
 @pytest.mark.parametrize("kind", [b"iCCP", b"zTXt"])
 def test_a_file_whose_notes_unpack_to_256_mib_is_read_without_them(server: Victim, kind: bytes) -> None:
-    packer = zlib.compressobj(9)
-    bomb = b"x\0\0" + b"".join(packer.compress(bytes(2**20)) for _ in range(256)) + packer.flush()
-    answer, cost = server.costly("SequenceService/Build", build({"image": png(10, 10, (kind, bomb))}, patches=True))
-    [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
-    assert result.sequence.patches.shape == [16, 14, 14, 3]
-    assert (cost.seconds <= SECONDS, cost.memory <= MEMORY) == (True, True)
+    bomb = b"x\0\0" + unpacking_to_256_mib()
+    for notes in ((), ((kind, bomb),)):  # what the first image loads is not measured
+        answer, cost = server.costly("SequenceService/Build", build({"image": png(10, 10, *notes)}, patches=True))
+        [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
+        assert result.sequence.patches.shape == [16, 14, 14, 3]
+    begun = process_time()
+    assert len(zlib.decompress(bomb[3:])) == 2**28
+    assert (cost.seconds < (process_time() - begun) / 2, cost.memory <= MEMORY) == (True, True)
 
 
 def test_what_is_unknown_in_a_rotation_is_not_kept_with_it() -> None:

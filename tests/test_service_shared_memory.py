@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from message_strategies import tensor
 from shared_objects import PREFIX, content, names, shared
 from victim import Answer, Victim, victim
+from waiting import eventually
 
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceOverloadedError
@@ -284,10 +284,7 @@ def test_nothing_stays_open(server: Victim) -> None:
             server.call("PositionService/Place", request)
         server.stream("PositionService/StreamPlace", items * 10)
         # A status is sent before all is put away.
-        end = time.monotonic() + 30
-        while (left := opened(server)) and time.monotonic() < end:
-            time.sleep(0.01)
-    assert left == []
+        assert eventually(lambda: not opened(server)), opened(server)
 
 
 def test_all_shared_memory_of_a_message_is_counted() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tolerance import assert_within, rotations, rounded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -40,8 +41,6 @@ from mmpos.torchtitan import (
     shard_tensors,
     table_tensor,
 )
-
-SUMMED = 1e-6  # products of numbers below 4, rounded in another order
 
 DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(1)], [Text(4), Grid(3, 3), Text(1)]]
 PACKED = place(SegmentTable.from_documents(DOCUMENTS))  # 24 tokens; rows of 12 cut the second document
@@ -92,8 +91,8 @@ def test_the_module_and_torchtitans_formula_with_our_cache_agree_there_and_back(
     cache, module, table = rope_cache(rotary, positions, 12), RoPE(rotary), table_tensor(positions)
     assert cache.shape == (2, 12, 1, 8 if pairing == "adjacent" else 32)
     expected = with_gradients(lambda q, k: (turned(q, cache), turned(k, cache)), q, k)
-    rtol, atol = (0.0, SUMMED) if dtype == torch.float32 else (2.0**-7, 2.0**-12)
-    torch.testing.assert_close(with_gradients(lambda q, k: module(q, k, table), q, k), expected, rtol=rtol, atol=atol)
+    found = with_gradients(lambda q, k: module(q, k, table), q, k)
+    assert_within(found, expected, [rounded(x, rotations(x)) for x in expected])
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -103,7 +102,7 @@ def test_a_table_and_dense_ids_give_the_bits_of_apply_rotary(name: str) -> None:
     expected = apply_rotary(q.flatten(0, 1), k.flatten(0, 1), positions, rotary)
     for given in (table_tensor(positions), table_tensor(positions, capacity=20), dense(positions, 12)):
         found = RoPE(rotary)(q, k, given)
-        torch.testing.assert_close([x.flatten(0, 1) for x in found], list(expected), rtol=0, atol=0)
+        assert_within([x.flatten(0, 1) for x in found], expected, 0)
 
 
 def test_ids_of_text_are_equal_on_all_axes_and_none_begins_at_zero() -> None:
@@ -113,8 +112,7 @@ def test_ids_of_text_are_equal_on_all_axes_and_none_begins_at_zero() -> None:
     rows = torch.cat((one, one - 5))
     for given, ids in ((rows, rows), (one, one.expand(2, 12)), (None, torch.arange(12).expand(2, 12))):
         expected = apply_rotary(q, k, ids.expand(2, 2, 12), rotary)
-        found = module(q, k, given)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert_within(module(q, k, given), expected, 0)
 
 
 def test_a_folded_batch_is_rotated_as_its_rows_and_restarts_where_the_table_does() -> None:
@@ -126,9 +124,9 @@ def test_a_folded_batch_is_rotated_as_its_rows_and_restarts_where_the_table_does
     for positions in (PACKED, HALVES, FAR):
         expected = apply_rotary(q, k, positions, rotary)
         for given in (table_tensor(positions), table_tensor(positions, capacity=20), dense(positions, 24)[0]):
-            torch.testing.assert_close(module(q, k, given), expected, rtol=0, atol=0)
+            assert_within(module(q, k, given), expected, 0)
     for ids, told in ((text, text), (torch.arange(24), None)):
-        torch.testing.assert_close(module(q, k, told), apply_rotary(q, k, ids.expand(2, 24), rotary), rtol=0, atol=0)
+        assert_within(module(q, k, told), apply_rotary(q, k, ids.expand(2, 24), rotary), 0)
 
 
 @pytest.mark.parametrize("shape", [(91,), (7, 13), (1, 91), (91, 1), (1,), (1, 1)])
@@ -140,7 +138,7 @@ def test_no_number_of_tokens_makes_ids_look_like_a_table(shape: tuple[int, ...])
     q, ids = normal(*shape, 2, 16), torch.arange(5, 5 + tokens).view(shape)
     expected = apply_rotary(q.reshape(-1, 2, 16), None, placed, rotary)[0].view(q.shape)
     for given in (table, ids, ids[..., None].expand(*shape, 2)):
-        torch.testing.assert_close(RoPE(rotary)(q, q, given)[0], expected, rtol=0, atol=0)
+        assert_within(RoPE(rotary)(q, q, given)[0], expected, 0)
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
@@ -148,8 +146,8 @@ def test_a_folded_batch_with_our_cache_by_torchtitans_formula(pairing: Any) -> N
     rotary, q = Rotary(head_dim=16, pairing=pairing), normal(24, 4, 16)
     cache = rope_cache(rotary, HALVES)
     assert cache.shape == (24, 1, 8 if pairing == "adjacent" else 32)
-    found, _ = RoPE(rotary)(q, q, table_tensor(HALVES))
-    torch.testing.assert_close(found, turned(q, cache), rtol=0, atol=SUMMED)
+    expected = turned(q, cache)
+    assert_within(RoPE(rotary)(q, q, table_tensor(HALVES))[0], expected, rotations(expected))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -202,7 +200,7 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
     folded = [DTensor.from_local(x[0], mesh, [Shard(1)], run_check=False) for x in (q, k)]
     found = RoPE(Rotary(head_dim=16))(*folded, table_tensor(PACKED.slice(0, 12)))
     assert [x.shape for x in found] == [(12, 4, 16), (12, 2, 16)]
-    torch.testing.assert_close([x.to_local() for x in found], [x[0] for x in expected], rtol=0, atol=0)
+    assert_within([x.to_local() for x in found], [x[0] for x in expected], 0)
     with pytest.raises(InvalidInputError, match=r"^positions: got None for tokens on several ranks"):
         RoPE(Rotary(head_dim=16))(*[DTensor.from_local(x[0], mesh, [Shard(0)], run_check=False) for x in (q, k)])
     model = Recorder()
@@ -449,7 +447,7 @@ def test_graphs_are_whole_for_every_sort_of_positions(tokens: tuple[int, ...]) -
     for given in (table_tensor(HALVES), table_tensor(FAR), ids, torch.arange(24).view(tokens), None):
         found = with_gradients(lambda q, k, given=given: compiled(q, k, given), q, k)  # type: ignore[misc]
         expected = with_gradients(lambda q, k, given=given: module(q, k, given), q, k)  # type: ignore[misc]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert_within(found, expected, 0)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from importlib.util import module_from_spec, spec_from_file_location
+from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounded, rounding
 from torch import Tensor
 
 from mmpos import Grid, SegmentTable, Text, place
@@ -32,7 +34,6 @@ from torchtitan.trainer import Trainer
 OVERRIDE = "mmpos.torchtitan.override.multimodal_rope"
 FORMATS = {"half": CosSinRoPE, "adjacent": ComplexRoPE}
 MODELS = {"llama3": llama3_configs, "qwen3": qwen3_configs}
-SUMMED = 1e-6
 
 PACKED = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(5)], [Grid(4, 4)]]))
 HALVES = place(
@@ -84,9 +85,8 @@ def test_torchtitans_rotation_with_our_cache_is_ours(pairing: Any, positions: An
         return q_out.view_as(q), k_out.view_as(k)
 
     found = of(lambda q, k: FORMATS[pairing].apply_rotary_emb(q, k, cache), q, k)
-    # Sums of products in another order: half an ulp of bfloat16 where the order decides the rounding.
-    rtol, atol = (0.0, SUMMED) if dtype == torch.float32 else (2.0**-7, 2.0**-12)
-    torch.testing.assert_close(found, of(ours, q, k), rtol=rtol, atol=atol)
+    expected = of(ours, q, k)
+    assert_within(found, expected, [rounded(x, rotations(x)) for x in expected])
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,12 @@ def test_frequencies_of_a_config_are_those_of_torchtitans_cache(pairing: str, sc
         rope_factor=8.0, original_seq_len=512, truncate=pairing == "half",
     )  # fmt: skip
     rotary = rotary_from_config(config, axes=1)
-    found = rotary.cos_sin(torch.arange(4096)[None], layout="torchtitan")
-    # float32 angles of ids below 4096 err by as much.
-    torch.testing.assert_close(found, config.build().cache, rtol=0, atol=6e-4)
+    ids = torch.arange(4096)
+    found = rotary.cos_sin(ids[None], layout="torchtitan")
+    angles = ids[:, None] * torch.tensor(rotary.inv_freq_array, dtype=torch.float32)
+    bound = rotary.attention_factor * cos_sin(angles, FREQUENCY + 4)  # blended, and the product
+    bound = bound.repeat(1, 4) if pairing == "half" else sqrt(2) * bound
+    assert_within(found, config.build().cache, bound)
 
 
 def test_the_sections_of_mrope_are_read() -> None:
@@ -109,7 +112,8 @@ def test_the_sections_of_mrope_are_read() -> None:
     ids = torch.randint(0, 64, (2, 9, 3), generator=torch.Generator().manual_seed(1))
     rotary = rotary_from_config(config)
     expected = config.build()._reshape_cache(normal(2, 9, 4, 32), ids).squeeze(2)
-    torch.testing.assert_close(rotary.cos_sin(ids.permute(2, 0, 1), layout="torchtitan"), expected, rtol=0, atol=1e-5)
+    found = rotary.cos_sin(ids.permute(2, 0, 1), layout="torchtitan")
+    assert_within(found, expected, cos_sin(64.0, FREQUENCY + 1))
 
 
 def models(name: str, **rotary: Any) -> tuple[Any, Any]:
@@ -138,8 +142,9 @@ def test_a_model_with_our_module_gives_the_logits_of_text_and_takes_images_from_
     tokens = torch.randint(0, 2000, (2, 16), generator=torch.Generator().manual_seed(2))
     positions = document_positions(TEXT, 16)
     expected = stock(tokens, positions=positions)
+    bound = rounding(lambda: stock(tokens, positions=positions), stock.parameters())
     for text in (positions, None, table_tensor(TEXT), table_tensor(TEXT, capacity=9)):
-        torch.testing.assert_close(ours(tokens, positions=text), expected, rtol=0, atol=1e-5)
+        assert_within(ours(tokens, positions=text), expected, bound)
     images = ours(tokens, positions=table_tensor(HALVES))
     dense = torch.from_numpy(HALVES.dense()).reshape(2, 2, 16).permute(1, 2, 0)
     assert torch.equal(images, ours(tokens, positions=dense))
@@ -173,9 +178,12 @@ def test_a_trainers_batch_reaches_layers_masks_and_a_loss_in_chunks() -> None:
     tokens, labels, kwargs = trainer.post_dataloading_process(batch, given.roll(-1, 1))
     loss = trainer._forward_backward_body(tokens, labels, torch.tensor(32), kwargs)
     model._skip_lm_head = False
-    logits = model(given, positions=table_tensor(HALVES))
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(loss, expected)
+
+    def whole() -> Tensor:
+        logits = model(given, positions=table_tensor(HALVES))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    assert_within(loss, whole(), rounding(whole, model.parameters()))
     assert model.layers["0"].attention.wo.weight.grad.abs().max() > 0
 
 

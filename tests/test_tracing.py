@@ -24,6 +24,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collecto
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client
@@ -112,9 +113,7 @@ def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
 
 def spans(kept: InMemorySpanExporter, count: int) -> list[Any]:
     """The finished spans, by begin, as soon as there are so many; the answer comes before its span is done."""
-    end = time.monotonic() + 30
-    while len(kept.get_finished_spans()) < count and time.monotonic() < end:
-        time.sleep(0.01)
+    eventually(lambda: len(kept.get_finished_spans()) >= count)
     found = sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
     assert len(found) == count, [span.name for span in found]
     return found
@@ -177,7 +176,7 @@ def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
 def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
     waiting.clear()
     call = place(channel, "wait")
-    assert waiting.wait(30)
+    assert waiting.wait(60)
     call.cancel()
     found = spans(kept, 3)
     told: dict[str, Any] = {
@@ -233,16 +232,16 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
 
     async def asked() -> None:
-        async with AsyncClient(address, timeout=30) as client:
+        async with AsyncClient(address, timeout=60) as client:
             await client.query(query)
             _ = [each async for each in client.stream([query], errors="return")]
 
     with tracer.start_as_current_span("caller") as caller:
-        with Client(address, timeout=30) as client:
+        with Client(address, timeout=60) as client:
             client.query(query)
             list(client.stream([query], errors="return"))
         asyncio.run(asked())
-    with Client(address, timeout=30) as client:
+    with Client(address, timeout=60) as client:
         client.query(query)
     # A call has four stages, and an item besides itself.
     found = [span for span in spans(kept, 3 * 6 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
@@ -370,11 +369,11 @@ def test_the_program_sends_its_spans_where_the_environment_says_and_the_last_one
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment) as process,
     ):
         assert process.stdout is not None
-        with Client(process.stdout.readline().split()[-1], timeout=30) as client:
+        with Client(process.stdout.readline().split()[-1], timeout=60) as client:
             client.place(SEGMENTS)
         assert sent == []
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     (resource,) = sent
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")

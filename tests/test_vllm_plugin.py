@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm_stand_in
 from test_vllm import CONFIG, ids, image, span
+from tolerance import EXACT, assert_within
 
 import mmpos
 import mmpos.vllm
@@ -156,7 +157,7 @@ def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: An
     frequencies = np.array([10000.0 ** (-j / 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)])
     angles = np.arange(300)[:, None] * frequencies
     want = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    torch.testing.assert_close(first.cos_sin_cache.double(), torch.from_numpy(want), rtol=0, atol=2e-7)
+    assert_within(first.cos_sin_cache, want, EXACT)
 
 
 def test_the_cache_of_a_model_in_bfloat16_is_rounded_once(model_class: Any) -> None:

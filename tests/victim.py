@@ -148,4 +148,4 @@ def victim(backend: str = "pillow", shared_memory: str | None = None, **tables: 
         finally:
             server.channel.close()
             process.stdin.close()
-            process.wait(30)
+            process.wait(60)

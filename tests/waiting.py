@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
@@ -13,6 +15,13 @@ def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return found
+
+
+def without_torch(folder: Path) -> dict[str, str]:
+    """The environment of programs without torch, which takes seconds to import."""
+    lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def free_port() -> int:

@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "NPY_DISABLE_CPU_FEATURES": " ".join(FOUND),
         "OPENBLAS_CORETYPE": "Nehalem",
     },
+    "one-thread": {"OMP_NUM_THREADS": "1"},
     # Without the second one MKL allows no more threads than there are cores, and torch follows it.
     "four-threads": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
     "busy": {},

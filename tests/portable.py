@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -66,8 +67,10 @@ def busy(count: int) -> Iterator[None]:
 def run(setting: str, suite: str) -> tuple[bool, str]:
     """Run a suite, and give whether it is green, and what pytest counts; the output of one that is not is printed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]]
-    environment, begun = {**os.environ, **SETTINGS[setting]}, time.monotonic()
-    with busy((os.cpu_count() or 1) if setting == "busy" else 0):
+    begun = time.monotonic()
+    # A cache of its own: kernels that torch.compile wrote for other vectors have the same key, and other numbers.
+    with TemporaryDirectory() as cache, busy((os.cpu_count() or 1) if setting == "busy" else 0):
+        environment = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     counted = re.findall(r"\d+ (?:failed|passed|skipped|error)", done.stdout.rstrip().rpartition("\n")[2])
     if done.returncode:

@@ -21,7 +21,7 @@ import numpy as np
 SUITES = {"test": ["-n", "2", "--dist", "worksteal"], "slow": ["-n", "2", "--dist", "loadgroup", "-m", "slow"]}
 """Those of the Makefile."""
 
-FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"]["found"]
+FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
 """Vectors that numpy uses here and not everywhere."""
 
 SETTINGS: dict[str, dict[str, str]] = {

@@ -44,10 +44,18 @@ class Connection:
     def __init__(self, address: str, *, window: int = 65_535) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.settimeout(60)
         self._next, self._read = 1, b""
+        self._initial, self._windows = (
+            65_535,
+            {0: 65_535},
+        )  # bytes that the server takes: of a stream, of each and of all
+        self._ended: set[int] = set()
+        self._waiting: list[tuple[int, int, int, bytes]] = []  # frames that came while a window was shut
         self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        self.frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, window))
+        # No table of headers, so that those of the server can be read without one; and the window.
+        self.frame(_SETTINGS, 0, 0, struct.pack(">HIHI", 1, 0, 4, window))
 
     def __enter__(self) -> Connection:
         return self
@@ -77,10 +85,20 @@ class Connection:
         return stream
 
     def send(self, stream: int, raw: bytes, *, end: bool = True) -> None:
-        """Send bytes of a call, whatever window the server has left."""
-        pieces = [raw[at : at + 16_384] for at in range(0, len(raw), 16_384)] or [b""]
-        for number, piece in enumerate(pieces, 1):
-            self.frame(_DATA, _END_STREAM if end and number == len(pieces) else 0, stream, piece)
+        """Send bytes of a call, as soon as the server takes them and until it has ended the call."""
+        while raw and stream not in self._ended:
+            while (room := min(self._windows[0], self._windows.setdefault(stream, self._initial), 16_384)) <= 0:
+                if (frame := self._frame()) is None:
+                    raise ConnectionError("closed")
+                self._waiting.append(frame)
+                if stream in self._ended:
+                    return
+            piece, raw = raw[:room], raw[room:]
+            self._windows[0] -= len(piece)
+            self._windows[stream] -= len(piece)
+            self.frame(_DATA, 0, stream, piece)
+        if end and stream not in self._ended:
+            self.frame(_DATA, _END_STREAM, stream, b"")
 
     def open(self, stream: int, size: int) -> None:
         """Let the server send so many bytes more, of a stream or with 0 of the connection."""
@@ -91,20 +109,36 @@ class Connection:
         self.frame(_RESET, 0, stream, struct.pack(">I", 8))
 
     def receive(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame of the server: kind, flags, stream, payload; None at the end. Answers its pings and settings."""
+        """The next frame of the server: kind, flags, stream, payload; None at the end."""
+        return self._waiting.pop(0) if self._waiting else self._frame()
+
+    def _frame(self) -> tuple[int, int, int, bytes] | None:
+        """The next frame that comes; pings and settings are answered, and what is in it taken."""
         header = self._exactly(9)
         if header is None:
             return None
         size = int.from_bytes(header[:3], "big")
         kind, flags, stream = struct.unpack(">BBI", header[3:])
+        stream &= 0x7FFF_FFFF
         payload = self._exactly(size)
         if payload is None:
             return None
         if kind in (_SETTINGS, _PING) and not flags & _ACK:
             self.frame(kind, _ACK, 0, payload if kind == _PING else b"")
+        if kind == _RESET or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
+            self._ended.add(stream)
         if kind == _DATA and payload:
             self.open(0, len(payload))
-        return kind, flags, stream & 0x7FFF_FFFF, payload
+        elif kind == _WINDOW:
+            self._windows[stream] = self._windows.get(stream, self._initial) + int.from_bytes(payload, "big")
+        elif kind == _SETTINGS:
+            for name, value in struct.iter_unpack(">HI", payload):
+                if name == 4:
+                    self._windows = {
+                        at: size + (value - self._initial if at else 0) for at, size in self._windows.items()
+                    }
+                    self._initial = value
+        return kind, flags, stream, payload
 
     def ended(self, stream: int) -> bytes:
         """All that came of a stream until it ended, headers as they are packed.

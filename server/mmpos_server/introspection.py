@@ -82,9 +82,7 @@ class Introspection:
             await self._fail(error, context)
             return b""
 
-    async def _stream(
-        self, answers: Callable[[bytes], AsyncIterator[bytes]], _requests: object, context: Any
-    ) -> None:
+    async def _stream(self, answers: Callable[[bytes], AsyncIterator[bytes]], _requests: object, context: Any) -> None:
         visit, gate, entered = self._clients.visit(client_name(context)), self._admission.watches, False
         try:
             visit.begin_watch()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -33,8 +34,8 @@ __all__ = ["GoneError", "Traffic"]
 
 _TICK = 0.25
 """Seconds between two looks at what is on its way."""
-_SHARE = 50
-"""Between two looks passes so many times what one takes: they cost two hundredths of a processor at most."""
+_SHARE = 20
+"""Between two looks at the sockets passes so many times what one takes: a twentieth of the time at most."""
 _DRAIN_SECONDS = 1.0
 """How long a request may be on its way when the server stops."""
 _PER_MESSAGE, _PER_BYTE = 4096, 1.02
@@ -98,6 +99,7 @@ class Traffic:
         self._written: _Passages = {}
         self._leaving: dict[Any, float] = {}  # contexts of answers and of statuses, the oldest first
         self._accounted: dict[Peer, float] = {}  # bytes received that are of no request on its way; oldest peer first
+        self._came: defaultdict[str, float] = defaultdict(float)  # bytes of messages since the last look, by peer
         self._ports: Collection[int] = ()
         self._draining = False
         self._task: asyncio.Task[None] | None = None
@@ -132,10 +134,8 @@ class Traffic:
             GoneError: the client is not there any more.
         """
         raw = await self._pass(context, context.read(), self._idle if idle else self._requests)
-        if raw is not grpc.aio.EOF and self._accounted:
-            peer = peer_of(context.peer())
-            if peer in self._accounted:
-                self._accounted[peer] += _PER_BYTE * len(raw) + _PER_MESSAGE
+        if self._ports and raw is not grpc.aio.EOF:
+            self._came[context.peer()] += _PER_BYTE * len(raw) + _PER_MESSAGE
         return raw
 
     async def request(self, context: Any) -> bytes:
@@ -151,7 +151,8 @@ class Traffic:
         except GoneError:
             raise asyncio.CancelledError from None
         if raw is grpc.aio.EOF:
-            await asyncio.sleep(0)  # a call that was cancelled is told so now
+            for _ in range(3):  # a call that was cancelled is told so in the next rounds of the loop
+                await asyncio.sleep(0)
             raise InvalidInputError("request: got none, want one message")
         return bytes(raw)
 
@@ -210,19 +211,25 @@ class Traffic:
             del passages[passage]
 
     async def _watch(self) -> None:
-        pause = _TICK
+        rested = -math.inf
         while True:
-            await asyncio.sleep(pause)
-            began = perf_counter()
+            await asyncio.sleep(_TICK)
             try:
                 self._end_late()
-                # In a thread: with a thousand connections it takes some milliseconds.
-                found = await asyncio.to_thread(sockets.connections, self._ports) if self._ports else {}
-                self._account(found)
-                await self._close(self._crowd() | self._stuck())
+                if self._ports and (began := monotonic()) >= rested:
+                    await self._look_at_sockets()
+                    rested = monotonic() + _SHARE * (monotonic() - began)
             except Exception as error:  # whatever it is: limits must not end for good
                 self._logs.error("connections were not looked at", error)
-            pause = max(_TICK, _SHARE * (perf_counter() - began))
+
+    async def _look_at_sockets(self) -> None:
+        # Before the sockets are asked: what comes meanwhile is taken for being on its way until the next look.
+        came, self._came = self._came, defaultdict(float)
+        # In a thread: with a thousand connections it takes some milliseconds.
+        received = await asyncio.to_thread(sockets.connections, self._ports)
+        self._account(received, {peer_of(name): size for name, size in came.items()})
+        if peers := self._crowd() | self._stuck():
+            await asyncio.to_thread(sockets.close, peers, self._ports)
 
     def _end_late(self) -> None:
         """End what should have come."""
@@ -234,23 +241,27 @@ class Traffic:
         for passage in _older(self._requests, now - seconds):
             passage.fail(late)
         for passage in _older(self._idle, now - times.stream_idle_seconds):
-            passage.fail(ServiceUnavailableError(f"stream: got nothing for {times.stream_idle_seconds:g} s, want a new one"))
+            passage.fail(
+                ServiceUnavailableError(f"stream: got nothing for {times.stream_idle_seconds:g} s, want a new one")
+            )
 
-    def _account(self, received: dict[Peer, int]) -> None:
-        """Compare what connections have received of requests that are not here with what these may have."""
+    def _account(self, received: dict[Peer, int], came: Mapping[Peer | None, float]) -> None:
+        """Compare what connections have received of requests that are not here with what these may have.
+
+        Args:
+            received: bytes of each connection since it began.
+            came: bytes of the messages that have come through it since the last look.
+        """
         waiting: dict[Peer, list[_Passage]] = defaultdict(list)
         for passage in (*self._requests, *self._idle):
             if peer := peer_of(passage.context.peer()):
                 waiting[peer].append(passage)
         held: dict[Peer, float] = {}
-        known = [peer for peer in self._accounted if peer in received]
-        accounted = {peer: self._accounted[peer] for peer in known} | {
-            peer: 0.0 for peer in received if peer not in self._accounted
-        }
-        for peer, counted in accounted.items():
-            most = len(waiting[peer]) * self._request_bytes
-            held[peer] = min(max(0.0, received[peer] - counted), most)
-            accounted[peer] = received[peer] - held[peer]
+        accounted = {peer: size for peer, size in self._accounted.items() if peer in received}
+        for peer, size in received.items():
+            counted = accounted.get(peer, 0.0) + came.get(peer, 0.0)
+            held[peer] = min(max(0.0, size - counted), len(waiting[peer]) * self._request_bytes)
+            accounted[peer] = size - held[peer]
         self._accounted = accounted
         hosts: Counter[str] = Counter()
         for peer, size in held.items():
@@ -291,10 +302,6 @@ class Traffic:
         for peer in found:
             self._logs.seldom("connection closed: its client does not take answers", client=peer.host)
         return found
-
-    async def _close(self, peers: set[Peer]) -> None:
-        if peers:
-            await asyncio.to_thread(sockets.close, peers, self._ports)
 
 
 def _older(passages: _Passages, began: float) -> list[_Passage]:

@@ -234,7 +234,7 @@ def test_the_burst_is_what_is_set_or_that_of_a_second_and_one_at_least(
 
 
 def test_without_limits_nothing_is_remembered_or_refused() -> None:
-    call, _, found = calls(ClientLimits(burst=1))
+    call, _, found = calls(ClientLimits(**(dict.fromkeys(ClientLimits.model_fields, 0) | {"burst": 1})))
     for _ in range(100):
         call("alice").admit(1)
     assert len(found) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import eventually, free_port, without_torch
 
 from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos_server import launch
 
 SERVING, NOT_SERVING = 1, 2
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
@@ -245,6 +247,49 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGINT)
     assert server.end()[0] == 0
+
+
+ENDLESS = """
+import threading, mmpos_server.placing
+async def place(self, query, answer, call):
+    await call.run("place", threading.Event().wait)
+mmpos_server.placing.Placing.place = place
+"""
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
+def test_a_server_ends_after_its_drain_whatever_its_threads_do(
+    start: Start, tmp_path: Path, environment: dict[str, str], signals: list[signal.Signals]
+) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(ENDLESS)
+    server = start("--drain-seconds", "0.2" if len(signals) == 1 else "600")
+    with grpc.insecure_channel(server.address) as channel:
+        call = place(channel).future(REQUEST, timeout=60)
+        with pytest.raises(grpc.FutureTimeoutError):
+            call.result(timeout=0.5)
+        for number in signals:
+            server.process.send_signal(number)
+            assert eventually(lambda: bool(server.lines()))
+        code, lines = server.end()
+    assert code == launch.CUT_OFF
+    cut = [line for line in lines if line["event"] == "cut off"]
+    assert [line["level"] for line in cut] == ["error"]
+    assert cut[0]["threads"] == ["mmpos-place_0 in Condition.wait"]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="limits of other processes are files of Linux")
+def test_a_server_may_have_as_many_connections_as_it_may_have_files(start: Start) -> None:
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(500, most), most))  # of the processes that this one starts
+    try:
+        server = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+    limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    found = re.search(r"Max open files +(\S+) +(\S+)", limits)
+    assert found
+    assert found[1] == found[2]
 
 
 def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:

@@ -144,6 +144,8 @@ class Admission:
         }
         self.bytes = Gate("max_in_flight_bytes", concurrency.max_in_flight_bytes)
         self.streams = Gate("max_streams", concurrency.max_streams)
+        self.unsent = Gate("max_unsent_bytes", concurrency.max_unsent_bytes)
+        self.watches = Gate("max_watches", concurrency.max_watches)
         threads: dict[Pool, int] = {
             "place": pools.place,
             "image": pools.image or cores(),

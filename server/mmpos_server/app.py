@@ -9,8 +9,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Door
@@ -18,7 +16,9 @@ from mmpos_server.admission import Admission
 from mmpos_server.clients import Clients
 from mmpos_server.descriptors import one_pool
 from mmpos_server.handlers import Endpoint, Surroundings
+from mmpos_server.health import SERVICE as HEALTH
 from mmpos_server.health import Health
+from mmpos_server.introspection import REFLECTION, Introspection, Reflection
 from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
@@ -26,6 +26,8 @@ from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
 from mmpos_server.tokens import Tokens
+from mmpos_server.traffic import Traffic
+from mmpos_server.transport import DiscreetLog, TransportServer
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
@@ -76,22 +78,26 @@ class Server:
         memory = shared_memory or SharedMemory()
         memory.check(self.listen)
         self._methods = methods(Profiles.from_config(config), config.limits, memory)
-        self._admission = Admission(config.concurrency, config.pools)
+        self._admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
+        self._traffic = Traffic(config, self._admission, self.logs)
         around = Surroundings(
             config,
             self._admission,
-            Clients(config.clients),
+            clients,
             self.metrics,
             self.logs,
+            self._traffic,
             tracing,
             memory,
         )
+        self._introspection = Introspection(self._admission, clients, self._traffic)
         self._unary = [Endpoint(method, around) for method in self._methods]
         self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
         tokens = self.listen.token_file
         self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
-        self._server: grpc.aio.Server | None = None
+        self._server: TransportServer | None = None
         self._health: Health | None = None
+        self._log = DiscreetLog(self.logs)
         self._sockets = ExitStack()
 
     async def start(self) -> list[str]:
@@ -105,24 +111,25 @@ class Server:
         """
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
-        limit, pending = self.config.limits.request_bytes, self.config.concurrency.max_pending
-        server = grpc.aio.server(
-            interceptors=[self._door] if self._door else None,
-            options=transport_options(limit, reuse_port=listen.reuse_port, pending=pending),
-        )
-        server.add_generic_rpc_handlers([self._handlers(service) for service in services])
+        options = transport_options(self.config, reuse_port=listen.reuse_port)
+        server = TransportServer([self._door] if self._door else [], options)
+        for service in services:
+            server.add(service, self._handlers(service))
         self._health = Health(services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        server.add(HEALTH, self._introspection.health(self._health))
         # Methods of several pools of descriptors, which a reflection knows one of.
         pool = one_pool(method.request.DESCRIPTOR.file for method in self._methods)
-        reflection.enable_server_reflection([*services, health_name, reflection.SERVICE_NAME], server, pool)
+        found = Reflection([*services, HEALTH, REFLECTION[0]], pool)
+        for name in REFLECTION:
+            server.add(name, self._introspection.reflection(found))
         places = [self._add_port(server)] if listen.tcp else []
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
             places.append(listen.uds.address)
         await server.start()
         self._server = server
+        self._log.open()
+        self._traffic.open([int(places[0].rpartition(":")[2])] if listen.tcp else [])
         if self._door is not None:
             self._door.open()
         return places
@@ -163,9 +170,12 @@ class Server:
         if self._server is not None:
             began = monotonic()
             await self._settle(grace or 0.0)
+            self._traffic.drain()
             # Before it is closed: until then no other socket can be taken for it.
             self._sockets.close()
             await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
+        await self._traffic.close()
+        self._log.close()
         if self._door is not None:
             await self._door.close()
         self._admission.close()
@@ -187,14 +197,17 @@ class Server:
                 if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
-    def _handlers(self, service: str) -> grpc.GenericRpcHandler:
-        """The methods of a service over raw bytes: broken ones are the caller's mistake, not the transport's."""
+    def _handlers(self, service: str) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """The methods of a service over raw bytes: broken ones are the caller's mistake, not the transport's.
+
+        All read their requests themselves; on the wire one message is as a stream of one.
+        """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            endpoint.method.name: grpc.unary_unary_rpc_method_handler(endpoint.handle)
+            endpoint.method.name: grpc.stream_unary_rpc_method_handler(endpoint.serve)
             for endpoint in self._unary
             if endpoint.method.service == service
         }
         for stream in self._streams:
             if stream.method.service == service:
                 handlers[stream.name] = grpc.stream_stream_rpc_method_handler(stream.handle)
-        return grpc.method_handlers_generic_handler(service, handlers)
+        return handlers

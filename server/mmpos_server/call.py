@@ -42,6 +42,7 @@ class Call:
         "counts",
         "memory",
         "request_id",
+        "sending",
         "span",
         "stages",
         "visit",
@@ -55,6 +56,7 @@ class Call:
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
         self.memory = Exchange()
+        self.sending = False  # whether its answer is on its way, and the visit ends with that
         self.weighed = 0  # bytes besides those of the request: of shared memory, there and back
         self._admission = admission
         self._deadline = deadline
@@ -208,7 +210,8 @@ class Call:
         for pool, tasks in self._tasks.items():
             self._admission.lines[pool].left(tasks)
         self._gate, self._bytes = None, 0
-        self.visit.end(seconds)
+        if not self.sending:
+            self.visit.end(seconds)
 
     def join(self, pool: Pool) -> None:
         """Join the line before a pool, if not done before; items of a stream have their window instead.

@@ -82,7 +82,9 @@ class _Client:
         self.rate = Rate(limits.requests_per_second, limits.burst)
         self.calls = self._gate("max_in_flight", limits)
         self.bytes = self._gate("max_in_flight_bytes", limits)
+        self.unsent = self._gate("max_unsent_bytes", limits)
         self.streams = self._gate("max_streams", limits)
+        self.watches = self._gate("max_watches", limits)
 
     def _gate(self, field: str, limits: ClientLimits) -> Gate | None:
         limit = getattr(limits, field)
@@ -130,6 +132,25 @@ class Visit:
         if self._client is not None:
             gate = self._client.bytes
             self._take(gate, size, sum(count for taken, count in self._taken if taken is gate))
+
+    def answer(self, size: int) -> None:
+        """Take so many bytes of an answer.
+
+        Raises:
+            ServiceOverloadedError: the client has not taken too many.
+        """
+        if self._client is not None:
+            self._take(self._client.unsent, size)
+
+    def begin_watch(self) -> None:
+        """Take what an open stream of health or of reflection takes.
+
+        Raises:
+            ServiceOverloadedError: the client has too many.
+        """
+        client = self._enter()
+        if client is not None:
+            self._take(client.watches)
 
     def begin_stream(self) -> None:
         """Take what an open stream takes.

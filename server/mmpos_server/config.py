@@ -15,6 +15,7 @@ from mmpos.errors import InvalidInputError
 __all__ = [
     "ClientLimits",
     "Concurrency",
+    "Connections",
     "ImageSettings",
     "Limits",
     "Pools",
@@ -58,6 +59,8 @@ class Concurrency(_Settings):
         max_streams: open streams.
         stream_window: items of one stream that are read and not yet answered.
         stream_bytes: bytes of these items and of their answers; a stream that holds so many reads no further.
+        max_unsent_bytes: bytes of answers, but those of streams, that clients have not taken yet.
+        max_watches: open streams of health and of reflection.
     """
 
     max_pending: int = Field(default=64, ge=1, le=2**31 - 1)
@@ -70,24 +73,56 @@ class Concurrency(_Settings):
     max_streams: int = Field(default=256, ge=1)
     stream_window: int = Field(default=16, ge=1)
     stream_bytes: int = Field(default=32 * _MIB, ge=1)
+    max_unsent_bytes: int = Field(default=512 * _MIB, ge=1024)
+    max_watches: int = Field(default=1024, ge=1)
+
+
+class Connections(_Settings):
+    """How many connections there may be, and how long what keeps them open may take.
+
+    Args:
+        max_connections: most at once; further ones are closed at once.
+        receive_seconds: from the begin of a call until its request, or the first item of its stream, is here.
+        send_seconds: from an answer until its client has taken it; then the connection is closed.
+        stream_idle_seconds: without an item of a stream, or with an answer of it that is not taken.
+        idle_seconds: without a call.
+        age_seconds: of a connection, after which its client is asked for a new one.
+        grace_seconds: after that, for the calls that it has.
+    """
+
+    max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
+    receive_seconds: float = Field(default=30.0, gt=0, le=1e6)
+    send_seconds: float = Field(default=120.0, gt=0, le=1e6)
+    stream_idle_seconds: float = Field(default=600.0, gt=0, le=1e6)
+    idle_seconds: float = Field(default=600.0, gt=0, le=1e6)
+    age_seconds: float = Field(default=3600.0, gt=0, le=1e6)
+    grace_seconds: float = Field(default=600.0, gt=0, le=1e6)
 
 
 class ClientLimits(_Settings):
     """Most that one client may have queued or running at once, and ask for in a second; 0 is no limit of its own.
 
-    Calls beyond are refused at once, items of a stream wait. Each process counts by itself.
+    Calls beyond are refused at once, items of a stream wait. Each process counts by itself. The defaults are half of
+    what there is for all.
 
     Args:
-        max_in_flight: calls of any kind.
-        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name.
+        max_in_flight: calls of any kind, until their answers are taken.
+        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name; and, of
+            an address, those of requests that are on their way.
+        max_unsent_bytes: bytes of answers, but those of streams, that the client has not taken yet.
         max_streams: open streams.
+        max_watches: open streams of health and of reflection.
+        max_connections: of an address; newer ones are closed.
         requests_per_second: calls and items of streams, on average.
         burst: most of them at once after a pause; 0 is those of one second.
     """
 
-    max_in_flight: int = Field(default=0, ge=0)
-    max_in_flight_bytes: int = Field(default=0, ge=0)
-    max_streams: int = Field(default=0, ge=0)
+    max_in_flight: int = Field(default=512, ge=0)
+    max_in_flight_bytes: int = Field(default=512 * _MIB, ge=0)
+    max_unsent_bytes: int = Field(default=256 * _MIB, ge=0)
+    max_streams: int = Field(default=128, ge=0)
+    max_watches: int = Field(default=512, ge=0)
+    max_connections: int = Field(default=500, ge=0)
     requests_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     burst: int = Field(default=0, ge=0)
 
@@ -162,6 +197,7 @@ class ServerConfig(_Settings):
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
+    connections: Connections = Connections()
     clients: ClientLimits = ClientLimits()
     pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mmpos.errors import LimitExceededError, ServiceOverloadedError
+from mmpos.errors import LimitExceededError, MmposError, ServiceOverloadedError
 from mmpos.wire.errors import RETRIED
 from mmpos_server.call import Call
 from mmpos_server.clients import client_name
@@ -19,6 +19,7 @@ from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
 from mmpos_server.refusals import check
 from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.transport import abort
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mmpos_server.methods import Method
     from mmpos_server.metrics import Metrics
     from mmpos_server.tracing import Tracing
+    from mmpos_server.traffic import Traffic
 
 __all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
 
@@ -58,6 +60,7 @@ class Surroundings:
         clients: what each client has.
         metrics: what is counted.
         logs: what is written.
+        traffic: messages on their way.
         tracing: what makes spans; None: nothing does.
         shared_memory: what it takes of it.
         ids: ids of requests that came without one.
@@ -68,6 +71,7 @@ class Surroundings:
     clients: Clients
     metrics: Metrics
     logs: Logs
+    traffic: Traffic
     tracing: Tracing | None = None
     shared_memory: SharedMemory = field(default_factory=SharedMemory)
     ids: Iterator[str] = field(default_factory=_ids)
@@ -141,8 +145,22 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(surroundings.metrics, method.name)
 
-    async def handle(self, raw: bytes, context: Any) -> bytes:
-        """Answer one request, or abort with the status of the error."""
+    async def serve(self, _requests: object, context: Any) -> bytes:
+        """Receive one request and answer it, or abort with the status of the error."""
+        try:
+            raw = await self._around.traffic.request(context)
+        except MmposError as error:
+            return await self.handle(b"", context, error)
+        return await self.handle(raw, context)
+
+    async def handle(self, raw: bytes, context: Any, missing: MmposError | None = None) -> bytes:
+        """Answer one request, or abort with the status of the error.
+
+        Args:
+            raw: the request.
+            context: of the call.
+            missing: why there is none.
+        """
         call = self._around.call(context)
         if self._around.tracing is not None:
             self._around.tracing.begin(call, self._path, context)
@@ -150,9 +168,12 @@ class Endpoint:
         status, answer = "CANCELLED", b""
         try:
             try:
+                if missing is not None:
+                    raise missing
                 if self.method.admitted:
                     call.admit(len(raw))
                 answer = await self._answer(raw, call)
+                self._around.traffic.send(context, call, len(answer))
                 status = "OK"
                 return answer
             except Exception as error:
@@ -161,8 +182,9 @@ class Endpoint:
                 failed = self._around.failed(error, call, self.method.name)
                 status = failed.status
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
-            await context.abort(failed.code, failed.message, metadata)
-            raise AssertionError("abort raises")
+            self._around.traffic.leave(context)
+            await abort(context, failed.code, failed.message, metadata)
+            return b""
         except asyncio.CancelledError:
             call.cancel()
             # Core cancels calls at their deadline, too.

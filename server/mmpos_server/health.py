@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-__all__ = ["Health"]
+from mmpos_server.failures import NotFoundError
+
+__all__ = ["SERVICE", "Health"]
+
+SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+"""Full name of the service."""
 
 _Status = health_pb2.HealthCheckResponse
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class Health:
     """Health of each service and, under the empty name, of the server.
 
     The servicer of grpc_health keeps watchers until they go by themselves, so that a server with one watcher would
@@ -28,25 +31,37 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._services = {"", *services}
         self._stopping = asyncio.Event()
 
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (the name in the protocol)
-        """The status of one service now."""
-        if request.service not in self._services:
-            got = request.service[:300]  # of anybody: health asks for no token
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service: got {got!r}, want one of this server")
-        return self._response(request.service)
+    async def check(self, raw: bytes) -> bytes:
+        """The status of one service now.
 
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802 (the name in the protocol)
-        """The status of one service now and when it changes; ends when the server drains."""
-        await context.write(self._response(request.service))
+        Raises:
+            DecodeError: the bytes are no request.
+            NotFoundError: there is no such service.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        if service not in self._services:
+            # Cut, since it is of anybody: health asks for no token.
+            raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
+        return self._answer(service)
+
+    async def watch(self, raw: bytes) -> AsyncIterator[bytes]:
+        """The status of one service now and when it changes; ends when the server drains.
+
+        Raises:
+            DecodeError: the bytes are no request.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        yield self._answer(service)
         if not self._stopping.is_set():
             await self._stopping.wait()
-            await context.write(self._response(request.service))
+            yield self._answer(service)
 
     def stop(self) -> None:
         """Say NOT_SERVING from now on."""
         self._stopping.set()
 
-    def _response(self, service: str) -> Any:
+    def _answer(self, service: str) -> bytes:
+        status = _Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING
         if service not in self._services:
-            return _Status(status=_Status.SERVICE_UNKNOWN)
-        return _Status(status=_Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING)
+            status = _Status.SERVICE_UNKNOWN
+        return bytes(_Status(status=status).SerializeToString())

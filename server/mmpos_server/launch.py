@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,13 @@ from mmpos_server.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
 
-__all__ = ["Options", "serve"]
+__all__ = ["CUT_OFF", "Options", "serve"]
+
+CUT_OFF = 3
+"""Exit status of a process that ended while threads of it were at work."""
+
+_LAST_SECONDS = 3.0
+"""Beyond the drain, for the process to end; less than a supervisor gives."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,15 @@ class Options:
 def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT, and then until no call is left; a second signal ends at once.
 
+    What is at work after its time is cut off, with status CUT_OFF.
+
     Prints one line for each address to stdout as soon as calls are answered.
 
     Raises:
         InvalidInputError: a setting is wrong, or a place is taken.
     """
     malloc.keep_large_blocks()
+    _raise_files()
     logs = Logs(options.log_level, options.log_format)
     adopt_standard_logging(logs)
     asyncio.run(_serve(options, logs))
@@ -105,7 +116,8 @@ async def _serve(options: Options, logs: Logs) -> None:
             print(f"mmpos_server listening on {place}", flush=True)
         await first.wait()
         logs.info("draining", notice_seconds=options.notice_seconds, drain_seconds=options.drain_seconds)
-        await _drain(server, options, second)
+        _end_after(options.notice_seconds + options.drain_seconds + _LAST_SECONDS, logs)
+        await _drain(server, options, second, logs)
         logs.info("stopped")
 
 
@@ -115,7 +127,7 @@ def _tracing() -> Tracing:
     return configured()
 
 
-async def _drain(server: Server, options: Options, at_once: asyncio.Event) -> None:
+async def _drain(server: Server, options: Options, at_once: asyncio.Event, logs: Logs) -> None:
     """Announce the end, serve on for the notice, then answer what has come; at_once cuts all of it short."""
     server.announce_stop()
     hurry = asyncio.create_task(at_once.wait())
@@ -123,9 +135,39 @@ async def _drain(server: Server, options: Options, at_once: asyncio.Event) -> No
     stopping = asyncio.create_task(server.stop(None if at_once.is_set() else options.drain_seconds))
     await asyncio.wait({hurry, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
+        _end_after(_LAST_SECONDS, logs)
         await server.stop(None)
     await stopping
     hurry.cancel()
+
+
+def _end_after(seconds: float, logs: Logs) -> None:
+    """End the process after so many seconds if it has not ended by itself: a thread of Python cannot be stopped."""
+
+    def end() -> None:
+        logs.error("cut off", threads=_at_work())
+        os._exit(CUT_OFF)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _at_work() -> list[str]:
+    """The threads of the pools that have not ended, and where each is."""
+    frames = sys._current_frames()
+    return [
+        f"{thread.name} in {frames[thread.ident].f_code.co_qualname}"
+        for thread in threading.enumerate()
+        if thread.name.startswith("mmpos-") and thread.ident in frames
+    ]
+
+
+def _raise_files() -> None:
+    """Allow as many open files as the process may have: each connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # more than this system takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _watch(stop: Callable[[], object], *, end_of_input: bool) -> None:

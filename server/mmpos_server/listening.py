@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 import ssl
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import is_loopback
+from mmpos_server.config import ServerConfig
 from mmpos_server.unix_socket import Uds
 
 __all__ = ["Listen", "Tls", "address", "bind", "local", "transport_options"]
@@ -131,29 +133,48 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return found
 
 
-def transport_options(request_bytes: int, *, reuse_port: bool, pending: int = 1024) -> list[tuple[str, int]]:
+def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:
     """Channel arguments of a server.
 
     Args:
-        request_bytes: most bytes of a request.
+        config: its settings.
         reuse_port: whether other processes may listen on the port, too.
-        pending: most calls that wait for the event loop; those beyond end with CANCELLED.
     """
+    pending, connections = config.concurrency.max_pending, config.connections
     return [
         # To refuse a call in Python costs the event loop more than half of what an answer does: beyond twice the
         # capacity it would do nothing else. The transport drops one in a fifteenth of the time, without the loop.
         ("grpc.server.max_pending_requests", pending),
         ("grpc.server.max_pending_requests_hard_limit", pending),
-        ("grpc.max_receive_message_length", request_bytes),
+        ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
+        # None but the identity: what a small message unpacks to has no limit that is known before.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # On by default, and then a second server on the port starts and silently takes half of the calls.
         ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_allowed_incoming_connections", min(connections.max_connections, _most_connections())),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(connections.receive_seconds)),
+        ("grpc.max_connection_idle_ms", _milliseconds(connections.idle_seconds)),
+        ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(connections.grace_seconds)),
+        # Of one connection; a client that has more of them begins the next when one ends.
+        ("grpc.max_concurrent_streams", 1024),
         # Clients may ask every 10 s whether the server is there, also between calls; the server asks every minute.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(max(1, round(1000 * seconds)), 2**31 - 1)
+
+
+def _most_connections() -> int:
+    """As many as leave some files to the process for everything else."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**31 - 1 if files == resource.RLIM_INFINITY else max(16, files - 128)
 
 
 def _read(name: str, path: Path) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
+from time import monotonic
 from typing import Any, Literal
 
 import structlog
@@ -41,6 +43,7 @@ class Logs:
         ).bind()
         self.requests = LEVELS[level] <= LEVELS["info"]
         """Whether lines of requests are written: what costs time to find out is left alone if not."""
+        self._seldom: dict[str, tuple[float, int]] = {}
 
     def info(self, event: str, **values: Any) -> None:
         """Write a line of level info."""
@@ -49,6 +52,16 @@ class Logs:
     def warning(self, event: str, **values: Any) -> None:
         """Write a line of level warning."""
         self._logger.warning(event, **values)
+
+    def seldom(self, event: str, **values: Any) -> None:
+        """Write a line of level warning, of each event one in a second at most; it says how often that happened."""
+        now = monotonic()
+        then, times = self._seldom.get(event, (-math.inf, 0))
+        if now - then < 1.0:
+            self._seldom[event] = then, times + 1
+        else:
+            self._seldom[event] = now, 0
+            self.warning(event, times=times + 1, **values)
 
     def error(self, event: str, error: BaseException | None = None, **values: Any) -> None:
         """Write a line of level error, with the traceback of an exception."""

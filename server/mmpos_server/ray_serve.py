@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from mmpos.errors import InvalidInputError
@@ -16,6 +17,7 @@ from mmpos_server import malloc
 from mmpos_server.admission import Admission
 from mmpos_server.clients import Clients
 from mmpos_server.config import ServerConfig, load
+from mmpos_server.failures import NotFoundError, failure
 from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import Health
 from mmpos_server.inference import open_inference_pb2
@@ -26,6 +28,7 @@ from mmpos_server.ray_context import Answer, answered, answers
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
+from mmpos_server.traffic import Traffic
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -80,7 +83,8 @@ class Replica:
     def __init__(self, config: ServerConfig, log_level: str) -> None:
         malloc.keep_large_blocks()
         admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
-        around = Surroundings(config, admission, clients, Metrics(), Logs(log_level))
+        logs = Logs(log_level)
+        around = Surroundings(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
         offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
         self.unary = {method.name: Endpoint(method, around) for method in offered}
         streams = [StreamEndpoint(method, around) for method in offered if method.twin]
@@ -91,8 +95,12 @@ class Replica:
         """SERVING, since a replica answers."""
 
         async def check(raw: bytes, context: Any) -> bytes:
-            response = await self._health.Check(health_pb2.HealthCheckRequest.FromString(raw), context)
-            return bytes(response.SerializeToString())
+            try:
+                return await self._health.check(raw)
+            except (NotFoundError, DecodeError) as error:
+                failed = failure(error, "")
+                await context.abort(failed.code, failed.message)
+                raise AssertionError("abort raises") from None
 
         return await answered(check, request, grpc_context)
 

@@ -13,6 +13,8 @@ from mmpos_server.call import Call
 from mmpos_server.failures import failure, public
 from mmpos_server.handlers import REQUEST_ID, Surroundings, decode, encode
 from mmpos_server.metrics import MethodMetrics
+from mmpos_server.traffic import GoneError, Traffic
+from mmpos_server.transport import abort
 
 if TYPE_CHECKING:
     from mmpos_server.methods import Method
@@ -48,7 +50,7 @@ class StreamEndpoint:
         call = self._around.call(context)
         if self._around.tracing is not None:
             self._around.tracing.begin(call, self._path, context)
-        stream = _Stream(self, call, context)
+        stream = _Stream(self, call, context, self._around.traffic)
         gate = self._around.admission.streams
         status, entered = "CANCELLED", False
         self._around.metrics.streams.inc()
@@ -62,14 +64,15 @@ class StreamEndpoint:
                 await stream.serve(draining=self._draining)
                 status = "OK"
                 return
-            except _GoneError:
-                return
+            except GoneError:
+                raise asyncio.CancelledError from None
             except Exception as error:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
                 failed = self._around.failed(error, call, self.name)
                 status = failed.status
-            await context.abort(failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
+            self._around.traffic.leave(context)
+            await abort(context, failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
         except asyncio.CancelledError:
             status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
             raise
@@ -136,15 +139,11 @@ class StreamEndpoint:
         return Window(concurrency.stream_window, concurrency.stream_bytes)
 
 
-class _GoneError(Exception):
-    """The client is no longer there, and nobody has cancelled the stream yet."""
-
-
 class _Stream:
     """One open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
 
-    def __init__(self, endpoint: StreamEndpoint, call: Call, context: Any) -> None:
-        self._endpoint, self._call, self._context = endpoint, call, context
+    def __init__(self, endpoint: StreamEndpoint, call: Call, context: Any, traffic: Traffic) -> None:
+        self._endpoint, self._call, self._context, self._traffic = endpoint, call, context, traffic
         self._window = endpoint.window()
         self._answers: asyncio.Queue[tuple[asyncio.Task[bytes], int] | None] = asyncio.Queue()
         self._at_work: set[asyncio.Task[bytes]] = set()
@@ -171,10 +170,7 @@ class _Stream:
             while (item := await self._answers.get()) is not None:
                 task, size = item
                 answered = await task
-                try:
-                    await self._context.write(answered)
-                except Exception as error:  # of the transport, in a class of its inside
-                    raise _GoneError from error
+                await self._traffic.write(self._context, answered)
                 self._window.leave(size + len(answered))
             if self._draining and not self._ended:
                 raise ServiceUnavailableError("the server is about to stop, want a new stream for what has no answer")
@@ -188,10 +184,7 @@ class _Stream:
         try:
             while not self._draining:
                 await self._window.room()
-                try:
-                    raw = await self._context.read()
-                except Exception as error:
-                    raise _GoneError from error
+                raw = await self._traffic.receive(self._context, idle=self.items > 0)
                 if raw is grpc.aio.EOF:
                     self._ended = True
                     break

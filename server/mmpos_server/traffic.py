@@ -1,0 +1,309 @@
+"""Messages that are on their way: requests that are not here yet, answers that their clients have not taken."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from mmpos.errors import (
+    InvalidInputError,
+    MmposError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+)
+from mmpos_server import sockets
+from mmpos_server.sockets import Peer, peer_of
+
+if TYPE_CHECKING:
+    from mmpos_server.admission import Admission
+    from mmpos_server.call import Call
+    from mmpos_server.config import ServerConfig
+    from mmpos_server.logs import Logs
+
+__all__ = ["GoneError", "Traffic"]
+
+_TICK = 0.25
+"""Seconds between two looks at what is on its way."""
+_SHARE = 20
+"""Between two looks at the sockets passes so many times what one takes: a twentieth of the time at most."""
+_DRAIN_SECONDS = 1.0
+"""How long a request may be on its way when the server stops."""
+_PER_MESSAGE, _PER_BYTE = 4096, 1.02
+"""Bytes that a message takes besides its own: headers; frames and records of TLS."""
+
+
+class GoneError(Exception):
+    """The client is no longer there, and nobody has cancelled the call yet."""
+
+
+@dataclass(eq=False)
+class _Passage:
+    """A message on its way, and who waits for it."""
+
+    context: Any
+    waiter: asyncio.Future[Any]
+    began: float = field(default_factory=monotonic)
+
+    def done(self, operation: asyncio.Task[Any]) -> None:
+        """Hand over the result of the operation, to nobody if nobody waits any more."""
+        error = None if operation.cancelled() else operation.exception()  # looked at, or it would be logged
+        if self.waiter.done():
+            return
+        if operation.cancelled() or error is not None:
+            self.waiter.set_exception(GoneError(str(error)))
+        else:
+            self.waiter.set_result(operation.result())
+
+    def fail(self, error: MmposError) -> None:
+        """Let who waits for it go on with an error."""
+        if not self.waiter.done():
+            self.waiter.set_exception(error)
+
+
+_Passages = dict[_Passage, None]
+"""An ordered set: the oldest first."""
+
+
+class Traffic:
+    """The messages on their way to and from one server. Used from the event loop only.
+
+    What a call holds before its request is here, and until its answer is taken, ends when the client wants. So there is
+    a limit to the time of each, and what clients have sent of requests that have not come counts as bytes of requests:
+    the kernel knows how much a connection has received. A call whose answer is not taken cannot be ended, since the
+    transport sends a status after the answer only: its connection is closed.
+
+    Before it is opened, and in other hosts than a server of gRPC, it hands messages through and counts nothing.
+
+    Args:
+        config: times, places, and what each client may have.
+        admission: gates.
+        logs: what is written.
+    """
+
+    def __init__(self, config: ServerConfig, admission: Admission, logs: Logs) -> None:
+        self._times, self._clients = config.connections, config.clients
+        self._request_bytes, self._most_bytes = config.limits.request_bytes, config.concurrency.max_in_flight_bytes
+        self._admission, self._logs = admission, logs
+        self._requests: _Passages = {}
+        self._idle: _Passages = {}
+        self._written: _Passages = {}
+        self._leaving: dict[Any, float] = {}  # contexts of answers and of statuses, the oldest first
+        self._accounted: dict[Peer, float] = {}  # bytes received that are of no request on its way; oldest peer first
+        self._came: defaultdict[str, float] = defaultdict(float)  # bytes of messages since the last look, by peer
+        self._ports: Collection[int] = ()
+        self._draining = False
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self, ports: Collection[int]) -> None:
+        """Begin to look at what is on its way; ports are those whose connections are known by their sockets."""
+        self._ports = ports
+        self._task = asyncio.create_task(self._watch())
+
+    def drain(self) -> None:
+        """Wait no longer for requests than a moment."""
+        self._draining = True
+
+    async def close(self) -> None:
+        """End that."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def receive(self, context: Any, *, idle: bool = False) -> Any:
+        """The next message of a call, or EOF.
+
+        Args:
+            context: of the call.
+            idle: whether it may be long until one begins, as in a stream that has had some.
+
+        Raises:
+            ServiceTimeoutError: it did not come in time.
+            ServiceOverloadedError: too much of requests is on its way.
+            ServiceUnavailableError: the server is about to stop, or nothing came through a stream for long.
+            GoneError: the client is not there any more.
+        """
+        raw = await self._pass(context, context.read(), self._idle if idle else self._requests)
+        if self._ports and raw is not grpc.aio.EOF:
+            self._came[context.peer()] += _PER_BYTE * len(raw) + _PER_MESSAGE
+        return raw
+
+    async def request(self, context: Any) -> bytes:
+        """The one message of a call.
+
+        Raises:
+            InvalidInputError: there is none.
+            MmposError: as receive does.
+            asyncio.CancelledError: the client is not there any more.
+        """
+        try:
+            raw = await self.receive(context)
+        except GoneError:
+            raise asyncio.CancelledError from None
+        if raw is grpc.aio.EOF:
+            for _ in range(3):  # a call that was cancelled is told so in the next rounds of the loop
+                await asyncio.sleep(0)
+            raise InvalidInputError("request: got none, want one message")
+        return bytes(raw)
+
+    async def write(self, context: Any, answer: bytes) -> None:
+        """Send an answer of a stream.
+
+        Raises:
+            GoneError: the client is not there any more.
+        """
+        await self._pass(context, context.write(answer), self._written)
+
+    def send(self, context: Any, call: Call, size: int) -> None:
+        """Count an answer of so many bytes, and its call as one of the client, until the client has taken it.
+
+        Raises:
+            ServiceOverloadedError: too many bytes of answers, of the client or of all, are not taken.
+        """
+        if self._task is None:
+            return
+        gate = self._admission.unsent
+        call.visit.answer(size)
+        gate.enter(size)
+        call.sending = True
+
+        def sent(_: object) -> None:
+            seconds = call.seconds
+            gate.leave(seconds, size)
+            call.visit.end(seconds)
+
+        context.add_done_callback(sent)
+        self.leave(context)
+
+    def leave(self, context: Any) -> None:
+        """Close the connection of a call if its client does not take the answer or the status in time."""
+        if self._task is not None:
+            self._leaving[context] = monotonic()
+            context.add_done_callback(lambda _: self._leaving.pop(context, None))
+
+    async def _pass(self, context: Any, operation: Coroutine[Any, Any, Any], passages: _Passages) -> Any:
+        """The result of an operation of the transport, which goes on if nobody waits for it any more.
+
+        What it holds is given back at its own end only, and that comes with the end of the call.
+        """
+        if self._task is None:
+            try:
+                return await operation
+            except Exception as error:  # of the transport, in a class of its inside
+                raise GoneError from error
+        loop = asyncio.get_running_loop()
+        passage = _Passage(context, loop.create_future())
+        loop.create_task(operation).add_done_callback(passage.done)
+        passages[passage] = None
+        try:
+            return await passage.waiter
+        finally:
+            del passages[passage]
+
+    async def _watch(self) -> None:
+        rested = -math.inf
+        while True:
+            await asyncio.sleep(_TICK)
+            try:
+                self._end_late()
+                if self._ports and (began := monotonic()) >= rested:
+                    await self._look_at_sockets()
+                    rested = monotonic() + _SHARE * (monotonic() - began)
+            except Exception as error:  # whatever it is: limits must not end for good
+                self._logs.error("connections were not looked at", error)
+
+    async def _look_at_sockets(self) -> None:
+        # Before the sockets are asked: what comes meanwhile is taken for being on its way until the next look.
+        came, self._came = self._came, defaultdict(float)
+        # In a thread: with a thousand connections it takes some milliseconds.
+        received = await asyncio.to_thread(sockets.connections, self._ports)
+        self._account(received, {peer_of(name): size for name, size in came.items()})
+        if peers := self._crowd() | self._stuck():
+            await asyncio.to_thread(sockets.close, peers, self._ports)
+
+    def _end_late(self) -> None:
+        """End what should have come."""
+        now, times = monotonic(), self._times
+        seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
+        late: MmposError = ServiceTimeoutError(f"request: got not all of it within {seconds:g} s")
+        if self._draining:
+            late = ServiceUnavailableError("the server is about to stop")
+        for passage in _older(self._requests, now - seconds):
+            passage.fail(late)
+        for passage in _older(self._idle, now - times.stream_idle_seconds):
+            passage.fail(
+                ServiceUnavailableError(f"stream: got nothing for {times.stream_idle_seconds:g} s, want a new one")
+            )
+
+    def _account(self, received: dict[Peer, int], came: Mapping[Peer | None, float]) -> None:
+        """Compare what connections have received of requests that are not here with what these may have.
+
+        Args:
+            received: bytes of each connection since it began.
+            came: bytes of the messages that have come through it since the last look.
+        """
+        waiting: dict[Peer, list[_Passage]] = defaultdict(list)
+        for passage in (*self._requests, *self._idle):
+            if peer := peer_of(passage.context.peer()):
+                waiting[peer].append(passage)
+        held: dict[Peer, float] = {}
+        accounted = {peer: size for peer, size in self._accounted.items() if peer in received}
+        for peer, size in received.items():
+            counted = accounted.get(peer, 0.0) + came.get(peer, 0.0)
+            held[peer] = min(max(0.0, size - counted), len(waiting[peer]) * self._request_bytes)
+            accounted[peer] = size - held[peer]
+        self._accounted = accounted
+        hosts: Counter[str] = Counter()
+        for peer, size in held.items():
+            hosts[peer.host] += int(size)
+        total, limit = sum(hosts.values()) + self._admission.bytes.taken, self._clients.max_in_flight_bytes
+        for peer in sorted(held, key=held.__getitem__, reverse=True):
+            over_client = limit and hosts[peer.host] > limit
+            if not held[peer] or not (over_client or total > self._most_bytes):
+                continue
+            name = f"clients.max_in_flight_bytes of {peer.host!r}" if over_client else "max_in_flight_bytes"
+            error = ServiceOverloadedError(f"{name}: got {hosts[peer.host]} in requests that are on their way", 1.0)
+            for passage in waiting[peer]:
+                passage.fail(error)
+            accounted[peer] = received[peer]
+            hosts[peer.host] -= int(held[peer])
+            total -= int(held[peer])
+
+    def _crowd(self) -> set[Peer]:
+        """Connections of clients that have too many; the newest go."""
+        found, limit = set[Peer](), self._clients.max_connections
+        hosts: Counter[str] = Counter()
+        for peer in self._accounted if limit else ():
+            hosts[peer.host] += 1
+            if hosts[peer.host] > limit:
+                found.add(peer)
+                self._logs.seldom("connection closed: its client has too many", client=peer.host, limit=limit)
+        return found
+
+    def _stuck(self) -> set[Peer]:
+        """Connections of those who do not take what is sent to them."""
+        now, times = monotonic(), self._times
+        contexts = [passage.context for passage in _older(self._written, now - times.stream_idle_seconds)]
+        for context, began in self._leaving.items():
+            if began > now - times.send_seconds:
+                break
+            contexts.append(context)
+        found = {peer for context in contexts if (peer := peer_of(context.peer()))}
+        for peer in found:
+            self._logs.seldom("connection closed: its client does not take answers", client=peer.host)
+        return found
+
+
+def _older(passages: _Passages, began: float) -> list[_Passage]:
+    """Those that began before."""
+    return list(takewhile(lambda passage: passage.began <= began, passages))

@@ -1,0 +1,413 @@
+"""Callers that break the rules of gRPC, or keep the server waiting: what they hold ends, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from http2 import Connection, message
+from waiting import eventually
+
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos_server import testing
+from mmpos_server.app import Server
+from mmpos_server.call import Call
+from mmpos_server.config import ClientLimits, Concurrency, ServerConfig, load
+from mmpos_server.logs import Logs
+from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.testing import running
+from mmpos_server.traffic import Traffic
+
+SERVICE = "/mmpos.rpc.v1.PositionService"
+PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+REQUEST = message(pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString())
+LARGE = message(pb.PlaceRequest(query=pb.PositionsQuery(profile="large")).SerializeToString())
+MIB = 2**20
+
+
+async def answer(query: Any, found: pb.Positions, call: Call) -> None:
+    """One number, or a megabyte of them, or when the test lets it."""
+    if query.profile == "blocked":
+        assert GO.wait(60)
+    found.cu_seqlens.extend([2**30] * (MIB // 5 if query.profile == "large" else 1))
+
+
+GO = threading.Event()
+SERVERS: list[Server] = []
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Start a server with these tables of settings."""
+
+    def server(*arguments: Any, **options: Any) -> Server:
+        SERVERS[:] = [Server(*arguments, **options)]
+        return SERVERS[0]
+
+    monkeypatch.setattr(testing, "Server", server)
+    with ExitStack() as stack:
+
+        def start(grace: float = 5.0, **tables: Any) -> str:
+            whole = queried(answer, "positions")
+            methods = [
+                Method(
+                    SERVICE[1:],
+                    "Place",
+                    pb.PlaceRequest,
+                    pb.PlaceResponse,
+                    whole,
+                    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
+                ),
+                Method(SERVICE[1:], "Ready", pb.PlaceRequest, pb.PlaceResponse, whole, admitted=False),
+            ]
+            config = ServerConfig.model_validate({**load().model_dump(), **tables})
+            logs = Logs("info")
+            return stack.enter_context(running(config, methods=lambda *_: methods, logs=logs, grace=grace))
+
+        yield start
+
+
+def lines(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The log of the server, without lines of calls; those of the core of gRPC are no JSON."""
+    found = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    return [line for line in found if line["event"] not in ("request", "stream")]
+
+
+def status(connection: Connection, stream: int) -> tuple[int, bytes]:
+    """The status of a call of a connection, and all that came of it."""
+    found = connection.ended(stream)
+    name = b"grpc-status"
+    at = found.index(name) + len(name) if name in found else -1
+    assert at > 0, found
+    return int(found[at + 1 : at + 1 + found[at]]), found
+
+
+def asked(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
+    """The name of the status of a call."""
+    stream = connection.call(path, *metadata)
+    connection.send(stream, raw)
+    code, _ = status(connection, stream)
+    return next(each.name for each in grpc.StatusCode if each.value[0] == code)
+
+
+def test_a_path_that_is_no_utf8_ends_no_server(serve: Callable[..., str]) -> None:
+    address = serve()
+    with Connection(address) as connection:
+        paths = [b"/\xff", f"{SERVICE}/None", b"", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
+        assert [asked(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 5
+    with Connection(address) as connection:
+        assert asked(connection, PLACE, REQUEST) == "OK"
+
+
+@pytest.mark.parametrize("path", [CHECK, WATCH, REFLECTION, REFLECTION.replace("v1alpha", "v1"), PLACE, STREAM])
+def test_broken_bytes_are_the_callers_mistake(
+    serve: Callable[..., str], path: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Connection(serve()) as connection:
+        assert asked(connection, path, message(b"\xff\xff")) == "INVALID_ARGUMENT"
+        assert asked(connection, path, message(b"\xff" * 3000)) == "INVALID_ARGUMENT"
+    assert (lines(capfd), caplog.records) == ([], [])
+
+
+def test_a_call_without_a_message_is_told_so(serve: Callable[..., str]) -> None:
+    with Connection(serve()) as connection:
+        assert [asked(connection, path, b"") for path in (PLACE, CHECK)] == ["INVALID_ARGUMENT"] * 2
+
+
+def test_reflection_answers_under_both_of_its_names(serve: Callable[..., str]) -> None:
+    with Connection(serve()) as connection:
+        for path in (REFLECTION, REFLECTION.replace("v1alpha", "v1")):
+            stream = connection.call(path)
+            connection.send(stream, message(b"\x3a\x00"))  # list_services
+            assert b"grpc.health.v1.Health" in status(connection, stream)[1]
+
+
+def test_what_callers_send_is_not_in_the_log(
+    serve: Callable[..., str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Connection(serve()) as connection:
+        for _ in range(3):
+            assert asked(connection, PLACE, REQUEST, (b"authorization", b"Bearer secret\xff")) == "OK"
+            assert asked(connection, b"/secret\xff", REQUEST, (b"secret", b"secret\xff")) == "UNIMPLEMENTED"
+    out, err = capfd.readouterr()
+    assert "secret" not in out + err + caplog.text
+    assert err.count("metadata that is no UTF-8") >= 1  # once a second
+    assert caplog.records == []
+    assert logging.getLogger("grpc._cython.cygrpc").filters != []
+
+
+def test_compressed_requests_are_refused(serve: Callable[..., str]) -> None:
+    with grpc.insecure_channel(serve(), compression=grpc.Compression.Gzip) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            channel.unary_unary(PLACE)(bytes(100_000), timeout=60)
+        failed: Any = raised.value
+        assert (failed.code().name, failed.details()) == (
+            "UNIMPLEMENTED",
+            "Compression algorithm 'gzip' is disabled.",
+        )
+
+
+def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(
+    serve: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Connection(serve(connections={"receive_seconds": 0.2})) as connection:
+        for path in (PLACE, STREAM, CHECK, WATCH, REFLECTION):
+            stream = connection.call(path)
+            connection.send(stream, message(b"half", 1000), end=False)
+            code, found = status(connection, stream)
+            assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+            assert b"request: got not all of it within 0.2 s" in found
+        assert asked(connection, PLACE, REQUEST) == "OK"
+    requests = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [(line["method"], line["status"]) for line in requests] == [
+        ("Place", "DEADLINE_EXCEEDED"),
+        ("StreamPlace", "DEADLINE_EXCEEDED"),
+        ("Place", "OK"),
+    ]
+
+
+def test_a_server_that_stops_waits_for_no_half_request(serve: Callable[..., str]) -> None:
+    with ExitStack() as stack:
+        with running(grace=60) as address:
+            connection = stack.enter_context(Connection(address))
+            stream = connection.call(PLACE)
+            connection.send(stream, message(b"half", 1000), end=False)
+            assert asked(connection, CHECK, message(b"")) == "OK"
+            # To stop takes less than the grace, or this test minutes.
+        code, _ = status(connection, stream)
+        assert code == grpc.StatusCode.UNAVAILABLE.value[0]
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"clients": {"max_in_flight_bytes": MIB}}, b"clients.max_in_flight_bytes of '127.0.0.1': got "),
+        ({"concurrency": {"max_in_flight_bytes": MIB}}, b"max_in_flight_bytes: got "),
+    ],
+)
+def test_what_has_come_of_requests_counts_as_their_bytes(
+    serve: Callable[..., str], tables: dict[str, Any], said: bytes
+) -> None:
+    with Connection(serve(**tables)) as connection:
+        streams = [connection.call(path) for path in (PLACE, STREAM) * 2]
+        for stream in streams:
+            connection.send(stream, message(bytes(400_000), 30 * MIB), end=False)
+        code, found = status(connection, streams[0])
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert said in found
+    assert eventually(lambda: not SERVERS[0]._traffic._requests)
+
+
+def test_requests_that_have_come_are_not_counted_as_on_their_way(serve: Callable[..., str]) -> None:
+    tables: dict[str, Any] = {"clients": {"max_in_flight_bytes": MIB}}
+    with Connection(serve(**tables)) as connection:
+        idle = connection.call(STREAM)
+        connection.send(idle, REQUEST, end=False)
+        padded = message(pb.PlaceRequest(query=pb.PositionsQuery(profile="x" * 300_000)).SerializeToString())
+        assert {asked(connection, PLACE, padded) for _ in range(20)} == {"OK"}
+        assert eventually(lambda: bool(SERVERS[0]._traffic._accounted))
+        assert {asked(connection, PLACE, padded) for _ in range(20)} == {"OK"}
+        connection.send(idle, b"")
+        assert status(connection, idle)[0] == 0
+
+
+def test_answers_that_are_not_taken_count_until_they_are(serve: Callable[..., str]) -> None:
+    address = serve(clients={"max_unsent_bytes": 5 * MIB // 2})
+    gate = lambda: SERVERS[0]._admission.unsent.taken  # noqa: E731
+    with Connection(address, window=0) as connection:
+        streams = [connection.call(PLACE) for _ in range(3)]
+        for number, stream in enumerate(streams, 1):
+            connection.send(stream, LARGE)
+            if number < 3:
+                assert eventually(lambda number=number: gate() >= number * 900_000)  # type: ignore[misc]
+        code, found = status(connection, streams[2])
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert b"clients.max_unsent_bytes of '127.0.0.1': got " in found
+        connection.open(streams[0], 2 * MIB)
+        assert status(connection, streams[0])[0] == 0
+    assert eventually(lambda: gate() == 0)
+
+
+def test_who_does_not_take_an_answer_in_time_loses_the_connection(
+    serve: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    address = serve(connections={"send_seconds": 0.2})
+    with Connection(address, window=0) as stalled, Connection(address) as other:
+        stalled.send(stalled.call(PLACE), LARGE)
+        assert stalled.closed()
+        assert asked(other, PLACE, REQUEST) == "OK"
+    assert [(line["event"], line["client"]) for line in lines(capfd)] == [
+        ("connection closed: its client does not take answers", "127.0.0.1")
+    ]
+    assert eventually(lambda: SERVERS[0]._admission.unsent.taken == 0)
+
+
+def test_a_stream_through_which_nothing_comes_ends(serve: Callable[..., str]) -> None:
+    with Connection(serve(connections={"stream_idle_seconds": 0.2})) as connection:
+        stream = connection.call(STREAM)
+        connection.send(stream, REQUEST, end=False)
+        code, found = status(connection, stream)
+        assert code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert b"stream: got nothing for 0.2 s, want a new one" in found
+
+
+class Read:
+    """A context, whose message comes when the test wants."""
+
+    def __init__(self) -> None:
+        self.came, self.read_to_the_end = asyncio.Event(), False
+
+    def peer(self) -> str:
+        return "unix:"
+
+    async def read(self) -> bytes:
+        await self.came.wait()
+        self.read_to_the_end = True
+        return b"message"
+
+
+def test_a_read_that_nobody_waits_for_goes_on() -> None:
+    async def scenario() -> bool:
+        config = load()
+        from mmpos_server.admission import Admission
+
+        traffic, context = Traffic(config, Admission(config.concurrency, config.pools), Logs("error")), Read()
+        traffic.open([])
+        reader = asyncio.create_task(traffic.receive(context))
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader])
+        context.came.set()
+        await asyncio.sleep(0.01)
+        await traffic.close()
+        return reader.cancelled() and context.read_to_the_end
+
+    assert asyncio.run(scenario())
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_stream_whose_first_item_is_broken_leaves_nothing_of_the_others(serve: Callable[..., str]) -> None:
+    item = message(b"\xff") + message(bytes(50_000))
+
+    def broken(connection: Connection, count: int) -> None:
+        for _ in range(count):
+            stream = connection.call(STREAM)
+            connection.send(stream, item, end=False)
+            assert status(connection, stream)[0] == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+    with Connection(serve(connections={"receive_seconds": 60.0})) as connection:
+        broken(connection, 100)
+        before = resident()
+        broken(connection, 1000)
+        assert resident() - before < 25_000_000  # half of what came
+
+
+@pytest.mark.parametrize("table", ["clients", "concurrency"])
+def test_open_streams_of_health_and_reflection_have_a_limit(serve: Callable[..., str], table: str) -> None:
+    with grpc.insecure_channel(serve(**{table: {"max_watches": 2}})) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        assert [next(watch).status for watch in watches] == [1, 1]
+        for call in (health.Watch(health_pb2.HealthCheckRequest()), channel.stream_stream(REFLECTION)(iter([b""]))):
+            assert (call.code().name, call.details().rpartition(": ")[2]) == (
+                "RESOURCE_EXHAUSTED",
+                "got 2 taken of 2",
+            )
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 1
+        watches[0].cancel()
+        assert eventually(lambda: SERVERS[0]._admission.watches.taken == 1)
+        assert next(health.Watch(health_pb2.HealthCheckRequest())).status == 1
+
+
+def test_an_address_has_so_many_connections_and_the_first_ones_stay(serve: Callable[..., str]) -> None:
+    address = serve(clients={"max_connections": 2})
+    with Connection(address) as first, Connection(address) as second:
+        assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
+        assert eventually(lambda: len(SERVERS[0]._traffic._accounted) == 2)
+        with Connection(address) as third:
+            assert third.closed()
+        assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
+
+
+def test_connections_beyond_the_limit_are_closed(serve: Callable[..., str]) -> None:
+    address = serve(connections={"max_connections": 2})
+    with Connection(address) as first, Connection(address) as second:
+        assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
+        with Connection(address) as third:
+            assert third.closed()
+        assert asked(first, PLACE, REQUEST) == "OK"
+
+
+def test_a_connection_without_calls_is_closed(serve: Callable[..., str]) -> None:
+    with Connection(serve(connections={"idle_seconds": 0.2})) as connection:
+        assert asked(connection, PLACE, REQUEST) == "OK"
+        assert connection.closed()
+
+
+def test_a_connection_has_an_age_after_which_its_calls_have_a_grace(serve: Callable[..., str]) -> None:
+    with Connection(serve(connections={"age_seconds": 0.2, "grace_seconds": 0.2})) as connection:
+        stream = connection.call(STREAM)
+        connection.send(stream, REQUEST, end=False)
+        assert connection.closed()
+
+
+def test_each_method_has_a_queue_of_its_own(serve: Callable[..., str]) -> None:
+    address = serve(concurrency={"max_pending": 4})
+    blocked = pb.PlaceRequest(query=pb.PositionsQuery(profile="blocked")).SerializeToString()
+    with (
+        grpc.insecure_channel(address, options=[("grpc.enable_retries", 0)]) as channel,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        place, ready = (channel.unary_unary(f"{SERVICE}/{name}") for name in ("Place", "Ready"))
+        dropped: list[str] = []
+
+        def ask(method: Any, raw: bytes) -> str:
+            try:
+                method(raw, timeout=60)
+            except grpc.RpcError as error:
+                failed: Any = error
+                dropped.append(failed.code().name)
+                return dropped[-1]
+            return "OK"
+
+        GO.set()
+        assert ask(place, REQUEST[5:]) == "OK"  # connects
+        GO.clear()
+        calls = [pool.submit(ask, place, blocked) for _ in range(30)]
+        assert eventually(lambda: len(dropped) > 20)  # the queue of Place is full
+        probes = [pool.submit(ask, ready, REQUEST[5:]) for _ in range(3)]
+        threading.Event().wait(0.2)
+        GO.set()
+        assert [probe.result() for probe in probes] == ["OK"] * 3
+        assert {call.result() for call in calls} == {"OK", "CANCELLED"}
+
+
+def test_by_default_one_client_has_no_more_than_half_of_what_there_is() -> None:
+    whole = {**Concurrency().model_dump(), **load().connections.model_dump()}
+    of_one = ClientLimits().model_dump()
+    shares = {name: of_one[name] / whole[name] for name in of_one if name in whole}
+    assert sorted(shares) == [
+        "max_connections",
+        "max_in_flight",
+        "max_in_flight_bytes",
+        "max_streams",
+        "max_unsent_bytes",
+        "max_watches",
+    ]
+    assert all(0 < share <= 0.5 for share in shares.values())

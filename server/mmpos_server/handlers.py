@@ -141,6 +141,10 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(surroundings.metrics, method.name)
 
+    def renew(self, method: Method, surroundings: Surroundings) -> None:
+        """Answer what comes from now on by this method, of the same name."""
+        self.method, self._around = method, surroundings
+
     async def handle(self, raw: bytes, context: Any) -> bytes:
         """Answer one request, or abort with the status of the error."""
         call = self._around.call(context)

@@ -4,57 +4,15 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import is_loopback
+from mmpos_server.certificates import Tls
 from mmpos_server.unix_socket import Uds
 
-__all__ = ["Listen", "Tls", "address", "bind", "local", "transport_options"]
-
-
-@dataclass(frozen=True)
-class Tls:
-    """Files of a server that encrypts.
-
-    Args:
-        cert: its certificate chain, PEM.
-        key: the key of it, PEM.
-        client_ca: certificates of those that sign clients; given, clients must have one.
-    """
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """The credentials of a port.
-
-        Raises:
-            InvalidInputError: a file cannot be read, or certificate and key do not belong together.
-        """
-        cert, key = _read("tls-cert", self.cert), _read("tls-key", self.key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.cert, self.key)
-        except (ssl.SSLError, OSError) as error:
-            raise InvalidInputError(
-                f"tls-cert: got {self.cert} with {self.key} ({error}), want a PEM certificate and its key"
-            ) from None
-        ca = None
-        if self.client_ca is not None:
-            ca = _read("tls-client-ca", self.client_ca)
-            try:
-                context.load_verify_locations(self.client_ca)
-            except ssl.SSLError as error:
-                raise InvalidInputError(
-                    f"tls-client-ca: got {self.client_ca} ({error}), want PEM certificates"
-                ) from None
-        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+__all__ = ["Listen", "address", "bind", "local", "transport_options"]
 
 
 @dataclass(frozen=True)
@@ -154,10 +112,3 @@ def transport_options(request_bytes: int, *, reuse_port: bool, pending: int = 10
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
-
-
-def _read(name: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"{name}: got {path} ({error.strerror}), want a file that can be read") from None

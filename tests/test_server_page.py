@@ -106,9 +106,10 @@ def test_the_oldest_connections_make_room_for_new_ones(
 
 def test_a_taken_port_and_a_strange_host_are_named(turning: asyncio.AbstractEventLoop) -> None:
     shown = Page(CollectorRegistry(), turning, lambda: True)
-    with exposed(shown, "127.0.0.1", 0) as port:
-        with pytest.raises(InvalidInputError) as taken, exposed(shown, "127.0.0.1", port):
-            pass
+    other = socket.create_server(("127.0.0.1", 0))
+    port = other.getsockname()[1]
+    with other, pytest.raises(InvalidInputError) as taken, exposed(shown, "127.0.0.1", port):
+        pass
     assert str(taken.value) == f"metrics-port: got {port}, which is taken on 127.0.0.1, want a free one"
     with pytest.raises(InvalidInputError) as strange, exposed(shown, "nowhere.invalid", 0):
         pass

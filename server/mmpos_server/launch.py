@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mmpos_server import malloc
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
-from mmpos_server.listening import Listen
-from mmpos_server.logs import Logs, adopt_standard_logging
+from mmpos_server.listening import Listen, warn
+from mmpos_server.logs import Logs, logging_all
 from mmpos_server.metrics import About
 from mmpos_server.page import Page, exposed
 from mmpos_server.reloading import keep_reading
@@ -97,9 +97,10 @@ def serve(options: Options) -> None:
         InvalidInputError: a setting is wrong, or a place is taken.
     """
     malloc.keep_large_blocks()
-    logs = Logs(options.log_level, options.log_format)
-    adopt_standard_logging(logs)
-    asyncio.run(_serve(options, logs))
+    with logging_all(options.log_level, options.log_format) as logs:
+        if not options.worker:
+            warn(options.listen, logs)
+        asyncio.run(_serve(options, logs))
 
 
 async def _serve(options: Options, logs: Logs) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import is_loopback
 from mmpos_server.certificates import Tls
 from mmpos_server.unix_socket import Uds
 
-__all__ = ["Listen", "address", "bind", "local", "transport_options"]
+if TYPE_CHECKING:
+    from mmpos_server.logs import Logs
+
+__all__ = ["Listen", "address", "bind", "local", "transport_options", "warn"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,19 @@ def address(host: str, port: int) -> str:
 def local(listen: Listen) -> bool:
     """Whether only this machine can reach what listens there."""
     return not listen.tcp or is_loopback(listen.host)
+
+
+def warn(listen: Listen, logs: Logs) -> None:
+    """Write what is allowed, and seldom meant: a port open to everybody, and secrets that every user here can read."""
+    if not local(listen):
+        place = address(listen.host, listen.port)
+        if listen.tls is None:
+            logs.warning("anybody on the network may call, and may read it: no TLS, no tokens", address=place)
+        elif listen.token_file is None and listen.tls.client_ca is None:
+            logs.warning("anybody on the network may call: no tokens, no certificates of clients", address=place)
+    for name, path in (("token-file", listen.token_file), ("tls-key", listen.tls.key if listen.tls else None)):
+        if path is not None and path.exists() and path.stat().st_mode & stat.S_IROTH:
+            logs.warning("every user of this machine may read a secret", setting=name, file=str(path))
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

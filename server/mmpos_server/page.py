@@ -115,13 +115,19 @@ async def _serve(page: Page, listening: socket.socket, ended: asyncio.Event) -> 
     server = runner.server
     assert server is not None
 
+    loop = asyncio.get_running_loop()
+
     def connection() -> asyncio.Protocol:
-        connections = server.connections  # oldest first
-        for handler in connections[: max(0, len(connections) + 1 - MOST_CONNECTIONS)]:
-            _abort(handler)
+        # In the second next round, when this connection counts.
+        loop.call_soon(loop.call_soon, limit)
         return server()
 
-    accepting = await asyncio.get_running_loop().create_server(connection, sock=listening)
+    def limit() -> None:
+        connections = server.connections  # oldest first
+        for handler in connections[: max(0, len(connections) - MOST_CONNECTIONS)]:
+            _abort(handler)
+
+    accepting = await loop.create_server(connection, sock=listening)
     sweeping = asyncio.create_task(_sweep(server))
     await ended.wait()
     accepting.close()

@@ -16,8 +16,8 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.launch import Options
-from mmpos_server.listening import address, bind
-from mmpos_server.logs import Logs
+from mmpos_server.listening import address, bind, warn
+from mmpos_server.logs import Logs, logging_all
 from mmpos_server.metrics import About, aggregate
 from mmpos_server.page import Page, exposed
 from mmpos_server.profiles import Profiles
@@ -46,20 +46,25 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
     Raises:
         InvalidInputError: a setting is wrong, the port is taken, or a worker could not start and has said why.
     """
-    listen = options.listen
-    if listen.uds:
+    if options.listen.uds:
         raise InvalidInputError(
             f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
         )
+    with logging_all(options.log_level, options.log_format, core=False) as logs:
+        _supervise(options, arguments, logs)
+
+
+def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
+    listen = options.listen
     # What is wrong with a file is said once, and not by every worker.
     config = options.settings()
     Profiles.from_config(config)
     options.memory()
     if listen.tls:
         listen.tls.read()
-    logs = Logs(options.log_level, options.log_format)
     if listen.token_file:
         Tokens(listen.token_file, logs)
+    warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
     with ExitStack() as held:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from mmpos_server.metrics import About
 from mmpos_server.page import Page, exposed
 from mmpos_server.reloading import keep_reading
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.systemd import notify
+from mmpos_server.systemd import inherits, notify
 
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
@@ -65,10 +65,11 @@ class Options:
     shared_memory: str | None = None
     worker: bool = False
 
-    @property
-    def page(self) -> tuple[str, int]:
-        """Where the page of metrics, liveness and readiness is; port 0 is none."""
-        return self.metrics_host or self.listen.host, self.metrics_port
+    def page(self, page: Page) -> AbstractContextManager[object]:
+        """Show the page of metrics, liveness and readiness while inside, if there is to be one."""
+        if not self.metrics_port and not inherits():
+            return nullcontext()
+        return exposed(page, self.metrics_host or self.listen.host, self.metrics_port)
 
     def settings(self) -> ServerConfig:
         """The settings of the file, with those of the command line in their place."""
@@ -111,10 +112,9 @@ async def _serve(options: Options, logs: Logs) -> None:
     loop.add_signal_handler(signal.SIGHUP, reread.set)
     server = Server(options.settings(), options.listen, logs=logs, shared_memory=options.memory(), tracing=tracing)
     with ExitStack() as closing:
-        if options.metrics_port:
-            registry = server.metrics.registry
-            registry.register(About(options.listen.tls))
-            closing.enter_context(exposed(Page(registry, loop, lambda: server.ready), *options.page))
+        registry = server.metrics.registry
+        registry.register(About(options.listen.tls))
+        closing.enter_context(options.page(Page(registry, loop, lambda: server.ready)))
         places = await server.start()
         _watch(lambda: (second if first.is_set() else first).set(), reread.set, supervised=options.worker)
         reading = asyncio.create_task(keep_reading(reread, server.config, options.settings, server.renew, logs))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import socket
 
-__all__ = ["inherited", "notify"]
+__all__ = ["inherited", "inherits", "notify"]
 
 _FIRST = 3  # the first descriptor that systemd hands over
 
 
+def inherits() -> bool:
+    """Whether systemd hands a listening socket to this process."""
+    return os.environ.get("LISTEN_PID") == str(os.getpid())
+
+
 def inherited() -> socket.socket | None:
-    """Take the listening socket that systemd hands to this process, if it does."""
-    if os.environ.get("LISTEN_PID") != str(os.getpid()):
-        return None
-    return socket.socket(fileno=_FIRST)
+    """Take this socket, if there is one."""
+    return socket.socket(fileno=_FIRST) if inherits() else None
 
 
 def notify(state: str) -> None:

@@ -19,7 +19,7 @@ from mmpos_server.launch import Options
 from mmpos_server.listening import address, bind, warn
 from mmpos_server.logs import Logs, logging_all
 from mmpos_server.metrics import About, aggregate
-from mmpos_server.page import Page, exposed
+from mmpos_server.page import Page
 from mmpos_server.profiles import Profiles
 from mmpos_server.reloading import keep_reading
 from mmpos_server.systemd import notify
@@ -98,11 +98,9 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         with ExitStack() as closing:
-            if self._options.metrics_port:
-                registry = aggregate(self._folder)
-                registry.register(About(self._options.listen.tls))
-                page = Page(registry, loop, lambda: self.ready)
-                closing.enter_context(exposed(page, *self._options.page))
+            registry = aggregate(self._folder)
+            registry.register(About(self._options.listen.tls))
+            closing.enter_context(self._options.page(Page(registry, loop, lambda: self.ready)))
             keeping = keep_reading(self._reread, self._config, self._options.settings, self._renew, self._logs)
             reading = asyncio.create_task(keeping)
             closing.callback(reading.cancel)

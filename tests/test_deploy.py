@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -24,13 +25,15 @@ from server_program import metrics_of
 from waiting import eventually, free_port
 
 from mmpos.client import Client
-from mmpos_server.metrics import Metrics
+from mmpos_server.config import ServerConfig
+from mmpos_server.metrics import About, Metrics
 from mmpos_server.options import app
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 HADOLINT = Path(sysconfig.get_path("scripts")) / "hadolint"
 KUBERNETES = "1.37"
+ALERT = re.compile(r"^\| [a-z ]+ \| `([^`]*mmpos_[^`]*)` \|", re.MULTILINE)
 
 MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 KINDS: dict[str, dict[str, Any]] = {manifest["kind"]: manifest for manifest in MANIFESTS}
@@ -105,6 +108,24 @@ def test_the_manifests_are_of_one_mind() -> None:
     assert options["notice_seconds"] > readiness["periodSeconds"] * readiness["failureThreshold"]
     (scaled,) = KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
+
+
+def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> None:
+    config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
+    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * config.concurrency.stream_bytes
+    assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
+    assert held <= 2 * 2**30
+
+
+def test_alerts_name_metrics_that_there_are() -> None:
+    named = set(re.findall(r"mmpos_[a-z_]+", "".join(ALERT.findall((ROOT / "docs" / "service.md").read_text()))))
+    registry = Metrics().registry
+    registry.register(About(None))
+    there = {"mmpos_certificate_not_after_seconds"}  # where there is TLS
+    for family in registry.collect():
+        there |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
+    assert named <= there
+    assert len(named) == 8
 
 
 def test_the_unit_ends_after_its_notice_and_its_drain() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from server_program import Program, Refused, Start
+from waiting import without_torch
 
 from mmpos import native
 
@@ -40,3 +46,47 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
+
+
+@pytest.fixture
+def torchless(tmp_path: Path) -> dict[str, str]:
+    """The environment of programs that start in a moment."""
+    return without_torch(tmp_path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
+    """Start servers; they are killed in the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def program(*arguments: str) -> Program:
+        # A file: a pipe that nobody reads would stop a server that logs.
+        log = tmp_path / f"{len(processes)}.log"
+        with log.open("w") as err:
+            command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=torchless)
+        processes.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
+        return Program(process, line.split()[-1], log)
+
+    yield program
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def refused(torchless: dict[str, str]) -> Refused:
+    """Gives what a server says that does not start."""
+
+    def program(*arguments: str) -> str:
+        command = [sys.executable, "-m", "mmpos_server", *arguments]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=torchless)
+        assert (found.returncode, found.stdout) == (2, "")
+        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
+        return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
+
+    return program

@@ -27,10 +27,11 @@ from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
 from mmpos_server.access import OPEN
 from mmpos_server.app import Server
+from mmpos_server.certificates import Tls
 from mmpos_server.clients import client_name
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.launch import Options
-from mmpos_server.listening import Listen, Tls
+from mmpos_server.listening import Listen
 from mmpos_server.logs import Logs
 from mmpos_server.testing import running
 from mmpos_server.tokens import Tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -11,84 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import eventually, free_port, without_torch
+from server_program import Refused, Start, metrics_of
+from waiting import eventually, free_port
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import launch
 
 SERVING, NOT_SERVING = 1, 2
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
-
-
-@dataclass(frozen=True)
-class Program:
-    """A server in a process of its own."""
-
-    process: subprocess.Popen[str]
-    address: str
-    log: Path
-
-    @property
-    def port(self) -> str:
-        return self.address.rpartition(":")[2]
-
-    @property
-    def workers(self) -> list[int]:
-        pid = self.process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The log so far."""
-        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    def end(self) -> tuple[int, list[dict[str, Any]]]:
-        """Exit code and log of a server that has been told to end."""
-        out, _ = self.process.communicate(timeout=60)
-        assert out == ""
-        return self.process.returncode, self.lines()
-
-
-Start = Callable[..., Program]
-Refused = Callable[..., str]
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    return without_torch(tmp_path)
-
-
-@pytest.fixture
-def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """Start servers; they are killed in the end."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def program(*arguments: str) -> Program:
-        # A file: a pipe that nobody reads would stop a server that logs.
-        log = tmp_path / f"{len(processes)}.log"
-        with log.open("w") as err:
-            command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
-        processes.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
-        return Program(process, line.split()[-1], log)
-
-    yield program
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def place(channel: Any) -> Any:
@@ -103,28 +40,6 @@ def stream(channel: Any) -> Any:
         pb.StreamPlaceRequest.SerializeToString,
         pb.StreamPlaceResponse.FromString,
     )
-
-
-def page(port: int) -> dict[str, float]:
-    """The metrics page, without bounds of histograms."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
-        lines = response.read().decode().splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
-    return {name: float(value) for name, value in pairs}
-
-
-@pytest.fixture
-def refused(environment: dict[str, str]) -> Refused:
-    """Gives what a server says that does not start."""
-
-    def program(*arguments: str) -> str:
-        command = [sys.executable, "-m", "mmpos_server", *arguments]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
-        assert (found.returncode, found.stdout) == (2, "")
-        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
-        return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
-
-    return program
 
 
 def test_sigterm_under_load_loses_no_call(start: Start) -> None:
@@ -313,14 +228,14 @@ def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refuse
 
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
     counted = 'mmpos_requests_total{method="Place",status="OK"}'
-    assert page(metrics)[counted] == 12
+    assert metrics_of(metrics)[counted] == 12
     os.kill(workers[0], signal.SIGKILL)
     assert eventually(lambda: sum(line["event"] == "worker serves" for line in server.lines()) == 3)
     assert len(server.workers) == 2
     assert workers[0] not in server.workers
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
-    assert page(metrics)[counted] == 24  # what a dead worker answered stays counted
-    assert page(metrics)["mmpos_in_flight"] == 0
+    assert metrics_of(metrics)[counted] == 24  # what a dead worker answered stays counted
+    assert metrics_of(metrics)["mmpos_in_flight"] == 0
     server.process.terminate()
     code, lines = server.end()
     assert code == 0
@@ -352,7 +267,7 @@ def test_the_metrics_page(start: Start) -> None:
         with pytest.raises(grpc.RpcError):
             place(channel)(pb.PlaceRequest())
         list(stream(channel)(iter([pb.StreamPlaceRequest(query=REQUEST.query)] * 2)))
-        found = page(metrics)
+        found = metrics_of(metrics)
     expected = {
         'mmpos_requests_total{method="Place",status="OK"}': 1,
         'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,

@@ -139,16 +139,24 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     async def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
-        asked = method(call.request, timeout=self._options.timeout, metadata=traced(self._metadata()))
-        try:
-            answer = await asked
-            trailing = await asked.trailing_metadata() if lease is not None else None
-        except grpc.RpcError as error:
-            return call.refused(error_of(error))
-        except asyncio.CancelledError:
-            if _being_cancelled():
-                raise
-            return call.refused(closed())
+        patience = self._reach.patience(self._options.timeout)
+        while True:
+            asked = method(call.request, timeout=patience.left, metadata=traced(self._metadata()))
+            try:
+                answer = await asked
+                trailing = await asked.trailing_metadata() if lease is not None else None
+                break
+            except grpc.RpcError as error:
+                failed = error_of(error)
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+                failed = closed()
+            pause = patience.pause(failed) if call.waits else None
+            if pause is None:
+                return call.refused(self._reach.explained(failed))
+            await asyncio.sleep(pause)
+        self._reach.answered()
         if lease is not None:
             lease.arrived(trailing)
         return call.decode(answer)
@@ -156,7 +164,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        window = Window(stream, self._options.window, self._endpoint.attempts)
+        window = Window(stream, self._options, self._endpoint.attempts, self._reach)
         return results(window, items, lambda: self._link(stream), self._options.timeout)
 
     def _link(self, stream: Stream[Any, Any]) -> Link:

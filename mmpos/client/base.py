@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client.channel import Channels, channel_options, target
 from mmpos.client.options import Endpoint, Metadata, Options
+from mmpos.client.reach import Reach
 from mmpos.client.shared_memory import Pools
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class BaseClient(Generic[C]):
     may be under way in another thread while a process forks. Start methods other than "fork" need none of this.
 
     A call that no server answers (UNAVAILABLE, a connection that breaks under way included) is tried again after 0.1,
-    0.3, 0.9 … seconds: no call changes anything on the server.
+    0.3, 0.9 … seconds: no call changes anything on the server. A server that has answered this client before, and is
+    gone, is being started again: calls wait for it within their timeout. One that never has answered, or that TLS does
+    not let be reached, is an error after a second or two, which says why.
 
     Args:
         addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
@@ -39,7 +42,7 @@ class BaseClient(Generic[C]):
             are looked up once, when the channel opens.
         profile: name of the model's settings on the server; None: its default profile.
         timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
-        attempts: most times that a call is sent, 1 to 5.
+        attempts: most times that a call is sent in a row, 1 to 5; with 1, none is sent again, nor waits for a server.
         tls: certificates; None: no transport security.
         token: what the server knows the client by, sent with every call; a path is that of a file that holds it,
             which is read again when it changes. Without tls only to servers on this machine.
@@ -72,6 +75,7 @@ class BaseClient(Generic[C]):
         self._endpoint.check_metadata(self._options)
         self._channels: Channels[C] = Channels()
         self._pools = Pools(shared_memory)
+        self._reach = Reach(self._endpoint)
 
     def with_options(
         self,
@@ -92,7 +96,7 @@ class BaseClient(Generic[C]):
             **{name: getattr(old, name) if value is _KEEP else value for name, value in new.items()}
         )
         self._endpoint.check_metadata(options)
-        return _made(type(self), self._endpoint, options, self._channels, self._pools)
+        return _made(type(self), self._endpoint, options, self._channels, self._pools, self._reach)
 
     def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
         endpoint = self._endpoint
@@ -133,10 +137,12 @@ def _made(
     options: Options,
     channels: Channels[Any] | None = None,
     pools: Pools | None = None,
+    reach: Reach | None = None,
 ) -> K:
     """A client of parts that were checked before."""
     client = kind.__new__(kind)
     client._endpoint, client._options = endpoint, options
     client._channels = Channels() if channels is None else channels
     client._pools = Pools(endpoint.shared_memory) if pools is None else pools
+    client._reach = Reach(endpoint) if reach is None else reach
     return client

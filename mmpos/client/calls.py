@@ -46,6 +46,7 @@ class Call(Generic[T]):
         response: the type of the answer.
         decode: makes the result of the answer, or raises what the server says of it.
         refused: makes a result of the error of the whole call.
+        waits: whether it waits for a server that is gone.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Call(Generic[T]):
     response: Any
     decode: Callable[[Any], T]
     refused: Callable[[MmposError], T] = _raise
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,9 @@ def healthy(options: Options, service: str = "") -> Call[bool]:
     request = serialised(health.HealthCheckRequest(service=service))
     serving = health.HealthCheckResponse.SERVING
     response = health.HealthCheckResponse
-    return Call("/grpc.health.v1.Health/Check", request, response, lambda got: got.status == serving, refused)
+    return Call(
+        "/grpc.health.v1.Health/Check", request, response, lambda got: got.status == serving, refused, waits=False
+    )
 
 
 def ask_positions(options: Options, query: PositionsQuery) -> Ask[PositionsResult]:

@@ -17,8 +17,21 @@ _FAILED_WRITE = "Internal error from Core"
 _DROPPED = "CANCELLED"
 
 
+# What grpc says of a connection that TLS does not let be, and what is wrong then.
+_UNTRUSTED = {
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: got a server whose certificate they do not vouch for",
+    "Hostname Verification Check failed": "tls.server_name: got a server whose certificate has other names",
+    "WRONG_VERSION_NUMBER": "tls: got a server that does not encrypt, want tls=None",
+    "Failed to create security handshaker": "tls: got certificates that cannot be used, want PEM",
+    "ls handshake failed": "tls: got no connection",
+}
+
 # What grpc says, as a ValueError, of a call on a channel that another thread has closed meanwhile.
 _CLOSED = "Cannot invoke RPC"
+
+
+class UntrustedError(ServiceUnavailableError):
+    """A connection that TLS does not let be, which waiting does not change."""
 
 
 def closed() -> ServiceError:
@@ -42,6 +55,10 @@ def error_of(error: grpc.RpcError) -> MmposError:
     if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
         return ServiceOverloadedError("max_pending: got more calls than the server can look at, want fewer at once")
     details, trailing = failed.details() or "", failed.trailing_metadata()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        for sign, wrong in _UNTRUSTED.items():
+            if sign in details:
+                return UntrustedError(f"{wrong} ({details})")
     needed = _number(trailing, OUTPUT_BYTES)
     if needed is not None:
         return OutputError(details, needed)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from mmpos.checks import one_of
 from mmpos.client.calls import PLACE, Ask, Errors, Method, ask_positions, serialised
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF
+from mmpos.client.failures import UntrustedError
 from mmpos.client.options import Options
 from mmpos.client.sequences import BUILD, BuildSettings, Built
 from mmpos.errors import (
@@ -23,6 +24,7 @@ from mmpos.errors import (
 from mmpos.wire.errors import get_error
 
 if TYPE_CHECKING:
+    from mmpos.client.reach import Reach
     from mmpos.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
 
@@ -87,12 +89,14 @@ class Window(Generic[Q, T]):
 
     Args:
         stream: how items are asked and answered.
-        size: most items in it.
+        options: of the client: most items in it, and seconds that an answer may take.
         attempts: most streams that may break one after the other without an answer.
+        reach: what the client knows of its servers: one that is gone may take longer.
     """
 
-    def __init__(self, stream: Stream[Q, T], size: int, attempts: int) -> None:
-        self._stream, self._size, self._attempts = stream, size, attempts
+    def __init__(self, stream: Stream[Q, T], options: Options, attempts: int, reach: Reach) -> None:
+        self._stream, self._size, self._attempts = stream, options.window, attempts
+        self._timeout, self._reach, self._patience = options.timeout, reach, reach.patience(options.timeout)
         self._entries: deque[_Entry[Q, T]] = deque()
         self._next = self._broken = 0
 
@@ -137,6 +141,7 @@ class Window(Generic[Q, T]):
         if answer.id != entry.id:
             raise ServiceError(f"answer: got id {answer.id}, want {entry.id}")
         self._broken = 0
+        self._reach.answered()
         field = answer.WhichOneof("outcome")
         if field == "error":
             return self._stream.refused(entry.item, get_error(answer.error))
@@ -154,14 +159,16 @@ class Window(Generic[Q, T]):
             MmposError: the error, if waiting does not help, or did not so often.
         """
         error = error or ServiceUnavailableError("stream: got an end before all answers, want one for each request")
-        if not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
+        if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
             return 0.0  # nothing is lost
+        if not self._broken:
+            self._patience = self._reach.patience(self._timeout)
         self._broken += 1
-        if self._broken >= self._attempts:
-            raise error
-        wait = min(FIRST_BACKOFF * BACKOFF_FACTOR ** (self._broken - 1), MAX_BACKOFF)
+        if self._broken >= self._attempts and self._patience.pause(error) is None:
+            raise self._reach.explained(error)
+        wait = min(FIRST_BACKOFF * BACKOFF_FACTOR ** min(self._broken - 1, 8), MAX_BACKOFF)
         return wait * random.uniform(0.8, 1.2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -134,16 +135,22 @@ class Client(BaseClient[grpc.Channel]):
 
     def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
-        try:
-            answer, done = method.with_call(
-                call.request, timeout=self._options.timeout, metadata=traced(self._metadata())
-            )
-        except grpc.RpcError as error:
-            return call.refused(error_of(error))
-        except ValueError as error:
-            if not was_closed(error):
-                raise
-            return call.refused(closed())
+        patience = self._reach.patience(self._options.timeout)
+        while True:
+            try:
+                answer, done = method.with_call(call.request, timeout=patience.left, metadata=traced(self._metadata()))
+                break
+            except grpc.RpcError as error:
+                failed = error_of(error)
+            except ValueError as error:
+                if not was_closed(error):
+                    raise
+                failed = closed()
+            pause = patience.pause(failed) if call.waits else None
+            if pause is None:
+                return call.refused(self._reach.explained(failed))
+            time.sleep(pause)
+        self._reach.answered()
         if lease is not None:
             lease.arrived(done.trailing_metadata())
         return call.decode(answer)
@@ -151,7 +158,7 @@ class Client(BaseClient[grpc.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        window = Window(stream, self._options.window, self._endpoint.attempts)
+        window = Window(stream, self._options, self._endpoint.attempts, self._reach)
         return results(window, iter(items), lambda: self._link(stream), self._options.timeout)
 
     def _link(self, stream: Stream[Any, Any]) -> Link:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import grpc
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Door
 from mmpos_server.admission import Admission
+from mmpos_server.certificates import Certificates
 from mmpos_server.clients import Clients
 from mmpos_server.descriptors import one_pool
 from mmpos_server.handlers import Endpoint, Surroundings
@@ -77,10 +79,13 @@ class Server:
             methods = all_methods
         memory = shared_memory or SharedMemory()
         memory.check(self.listen)
-        self._methods = methods(Profiles.from_config(config), config.limits, memory)
+        self._offered: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
+            Profiles.from_config(config), config.limits, memory
+        )
+        self._methods = self._offered(config)
         self._admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         self._traffic = Traffic(config, self._admission, self.logs)
-        around = Surroundings(
+        self._around = Surroundings(
             config,
             self._admission,
             clients,
@@ -91,14 +96,20 @@ class Server:
             memory,
         )
         self._introspection = Introspection(self._admission, clients, self._traffic)
-        self._unary = [Endpoint(method, around) for method in self._methods]
-        self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
+        self._unary = [Endpoint(method, self._around) for method in self._methods]
+        self._streams = [StreamEndpoint(method, self._around) for method in self._methods if method.twin]
         tokens = self.listen.token_file
         self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._server: TransportServer | None = None
         self._health: Health | None = None
         self._log = DiscreetLog(self.logs)
+        self._certificates: asyncio.Task[None] | None = None
         self._sockets = ExitStack()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes calls and says so; from any thread."""
+        return self._server is not None and not self._admission.announced
 
     async def start(self) -> list[str]:
         """Listen and serve.
@@ -138,7 +149,11 @@ class Server:
         """Listen on the port; gives its address."""
         listen = self.listen
         # Credentials first: a wrong file is worth more words than a taken port.
-        credentials = listen.tls.credentials() if listen.tls else None
+        credentials = None
+        if listen.tls:
+            certificates = Certificates(listen.tls, self.logs)
+            credentials = certificates.credentials()
+            self._certificates = asyncio.create_task(certificates.watch())
         # Asked before the transport is, whose own answer is a number and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         place = address(listen.host, listen.port)
@@ -149,6 +164,24 @@ class Server:
         if not port:
             raise InvalidInputError(f"port: got {place}, which cannot be listened on, want a free one (0 picks one)")
         return address(listen.host, port)
+
+    async def renew(self, config: ServerConfig) -> None:
+        """Answer what comes from now on with other profiles, limits and limits of clients.
+
+        Raises:
+            InvalidInputError: a profile is wrong; nothing has changed.
+            ImportError: it needs a package that is not installed.
+        """
+        # In a thread: a tokenizer may take seconds to read.
+        methods = await asyncio.to_thread(self._offered, config)
+        clients = Clients(config.clients)
+        self.config, around = config, replace(self._around, config=config, clients=clients)
+        self._traffic.renew(config)
+        self._introspection.renew(clients)
+        offered = {(method.service, method.name): method for method in methods}
+        endpoints: list[Endpoint | StreamEndpoint] = [*self._unary, *self._streams]
+        for endpoint in endpoints:
+            endpoint.renew(offered[endpoint.method.service, endpoint.method.name], around)
 
     def announce_stop(self) -> None:
         """Say NOT_SERVING to those that ask for health, and go on serving."""
@@ -176,6 +209,8 @@ class Server:
             await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
         await self._traffic.close()
         self._log.close()
+        if self._certificates is not None:
+            self._certificates.cancel()
         if self._door is not None:
             await self._door.close()
         self._admission.close()

@@ -145,6 +145,10 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(surroundings.metrics, method.name)
 
+    def renew(self, method: Method, surroundings: Surroundings) -> None:
+        """Answer what comes from now on by this method, of the same name."""
+        self.method, self._around = method, surroundings
+
     async def serve(self, _requests: object, context: Any) -> bytes:
         """Receive one request and answer it, or abort with the status of the error."""
         try:

@@ -62,6 +62,10 @@ class Introspection:
     def __init__(self, admission: Admission, clients: Clients, traffic: Traffic) -> None:
         self._admission, self._clients, self._traffic = admission, clients, traffic
 
+    def renew(self, clients: Clients) -> None:
+        """Hold clients to these limits from now on."""
+        self._clients = clients
+
     def health(self, health: Health) -> Handlers:
         """The methods of health."""
         return {

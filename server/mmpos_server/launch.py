@@ -9,17 +9,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmpos_server import malloc, metrics
+from mmpos_server import malloc
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, ServerConfig, load
-from mmpos_server.listening import Listen
-from mmpos_server.logs import Logs, adopt_standard_logging
+from mmpos_server.listening import Listen, warn
+from mmpos_server.logs import Logs, logging_all
+from mmpos_server.metrics import About
+from mmpos_server.page import Page, exposed
+from mmpos_server.reloading import keep_reading
 from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.systemd import inherits, notify
 
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
@@ -43,7 +47,8 @@ class Options:
         concurrency: fields of Concurrency that replace those of the file.
         pools: fields of Pools that replace those of the file.
         workers: processes that share the port; 1 is this process alone.
-        metrics_port: of the metrics page; 0 is none.
+        metrics_host: of the page of metrics, liveness and readiness; None is that of the server.
+        metrics_port: of this page; 0 is none.
         notice_seconds: how long to serve on after saying NOT_SERVING, so that balancers see it.
         drain_seconds: how long calls at work have to end.
         log_level: lowest level that is written.
@@ -58,6 +63,7 @@ class Options:
     concurrency: dict[str, int] | None = None
     pools: dict[str, int] | None = None
     workers: int = 1
+    metrics_host: str | None = None
     metrics_port: int = 0
     notice_seconds: float = 0.0
     drain_seconds: float = 30.0
@@ -66,6 +72,12 @@ class Options:
     otel: bool = False
     shared_memory: str | None = None
     worker: bool = False
+
+    def page(self, page: Page) -> AbstractContextManager[object]:
+        """Show the page of metrics, liveness and readiness while inside, if there is to be one."""
+        if not self.metrics_port and not inherits():
+            return nullcontext()
+        return exposed(page, self.metrics_host or self.listen.host, self.metrics_port)
 
     def settings(self) -> ServerConfig:
         """The settings of the file, with those of the command line in their place."""
@@ -97,24 +109,32 @@ def serve(options: Options) -> None:
     """
     malloc.keep_large_blocks()
     _raise_files()
-    logs = Logs(options.log_level, options.log_format)
-    adopt_standard_logging(logs)
-    asyncio.run(_serve(options, logs))
+    with logging_all(options.log_level, options.log_format) as logs:
+        if not options.worker:
+            warn(options.listen, logs)
+        asyncio.run(_serve(options, logs))
 
 
 async def _serve(options: Options, logs: Logs) -> None:
     tracing = _tracing() if options.otel else None
+    loop = asyncio.get_running_loop()
+    first, second, reread = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    # From the start: the signal must not end a server that is not ready yet.
+    loop.add_signal_handler(signal.SIGHUP, reread.set)
     server = Server(options.settings(), options.listen, logs=logs, shared_memory=options.memory(), tracing=tracing)
-    first, second = asyncio.Event(), asyncio.Event()
     with ExitStack() as closing:
-        if options.metrics_port:
-            _, close = metrics.expose(server.metrics.registry, options.listen.host, options.metrics_port)
-            closing.callback(close)
+        registry = server.metrics.registry
+        registry.register(About(options.listen.tls))
+        closing.enter_context(options.page(Page(registry, loop, lambda: server.ready)))
         places = await server.start()
-        _watch(lambda: (second if first.is_set() else first).set(), end_of_input=options.worker)
+        _watch(lambda: (second if first.is_set() else first).set(), reread.set, supervised=options.worker)
+        reading = asyncio.create_task(keep_reading(reread, server.config, options.settings, server.renew, logs))
+        closing.callback(reading.cancel)
         for place in places:
             print(f"mmpos_server listening on {place}", flush=True)
+        notify("READY=1")
         await first.wait()
+        notify("STOPPING=1")
         logs.info("draining", notice_seconds=options.notice_seconds, drain_seconds=options.drain_seconds)
         _end_after(options.notice_seconds + options.drain_seconds + _LAST_SECONDS, logs)
         await _drain(server, options, second, logs)
@@ -170,16 +190,18 @@ def _raise_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _watch(stop: Callable[[], object], *, end_of_input: bool) -> None:
-    """Call stop for every signal to end, and when the supervisor is gone."""
+def _watch(stop: Callable[[], object], reread: Callable[[], object], *, supervised: bool) -> None:
+    """Call stop for every signal to end, and when the supervisor is gone; and reread when it writes."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if end_of_input:
+    if supervised:
         fd = sys.stdin.fileno()
 
         def read() -> None:
-            if not os.read(fd, 1):
+            if os.read(fd, 64):
+                reread()
+            else:
                 loop.remove_reader(fd)
                 stop()
 

@@ -5,58 +5,21 @@ from __future__ import annotations
 import errno
 import resource
 import socket
-import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
 from mmpos.wire.bearer import is_loopback
+from mmpos_server.certificates import Tls
 from mmpos_server.config import ServerConfig
 from mmpos_server.unix_socket import Uds
 
-__all__ = ["Listen", "Tls", "address", "bind", "local", "transport_options"]
+if TYPE_CHECKING:
+    from mmpos_server.logs import Logs
 
-
-@dataclass(frozen=True)
-class Tls:
-    """Files of a server that encrypts.
-
-    Args:
-        cert: its certificate chain, PEM.
-        key: the key of it, PEM.
-        client_ca: certificates of those that sign clients; given, clients must have one.
-    """
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """The credentials of a port.
-
-        Raises:
-            InvalidInputError: a file cannot be read, or certificate and key do not belong together.
-        """
-        cert, key = _read("tls-cert", self.cert), _read("tls-key", self.key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(self.cert, self.key)
-        except (ssl.SSLError, OSError) as error:
-            raise InvalidInputError(
-                f"tls-cert: got {self.cert} with {self.key} ({error}), want a PEM certificate and its key"
-            ) from None
-        ca = None
-        if self.client_ca is not None:
-            ca = _read("tls-client-ca", self.client_ca)
-            try:
-                context.load_verify_locations(self.client_ca)
-            except ssl.SSLError as error:
-                raise InvalidInputError(
-                    f"tls-client-ca: got {self.client_ca} ({error}), want PEM certificates"
-                ) from None
-        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+__all__ = ["Listen", "address", "bind", "local", "transport_options", "warn"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +67,19 @@ def address(host: str, port: int) -> str:
 def local(listen: Listen) -> bool:
     """Whether only this machine can reach what listens there."""
     return not listen.tcp or is_loopback(listen.host)
+
+
+def warn(listen: Listen, logs: Logs) -> None:
+    """Write what is allowed, and seldom meant: a port open to everybody, and secrets that every user here can read."""
+    if not local(listen):
+        place = address(listen.host, listen.port)
+        if listen.tls is None:
+            logs.warning("anybody on the network may call, and may read it: no TLS, no tokens", address=place)
+        elif listen.token_file is None and listen.tls.client_ca is None:
+            logs.warning("anybody on the network may call: no tokens, no certificates of clients", address=place)
+    for name, path in (("token-file", listen.token_file), ("tls-key", listen.tls.key if listen.tls else None)):
+        if path is not None and path.exists() and path.stat().st_mode & stat.S_IROTH:
+            logs.warning("every user of this machine may read a secret", setting=name, file=str(path))
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -175,10 +151,3 @@ def _most_connections() -> int:
     """As many as leave some files to the process for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 - 1 if files == resource.RLIM_INFINITY else max(16, files - 128)
-
-
-def _read(name: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"{name}: got {path} ({error.strerror}), want a file that can be read") from None

@@ -1,18 +1,29 @@
-"""Structured logs: one line on stderr for each request, as JSON or for people."""
+"""Structured logs: one line on stderr for each request and all else that a process says, as JSON or for people."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import re
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 
-__all__ = ["LEVELS", "Logs", "adopt_standard_logging"]
+__all__ = ["LEVELS", "Form", "Logs", "logging_all"]
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+Form = Literal["json", "console"]
+
+# A line of gRPC's core, in C++: its level, time, thread and place in the source.
+_CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<place>\S+)\] (?P<event>.*)")
+_CORE_LEVELS = {"I": "info", "W": "warning"}
 
 
 class Logs:
@@ -21,17 +32,19 @@ class Logs:
     Args:
         level: lowest level that is written: a key of LEVELS.
         form: "json", one object per line; or "console", for people.
+        file: where to write; None is stderr.
     """
 
-    def __init__(self, level: str = "info", form: Literal["json", "console"] = "json") -> None:
+    def __init__(self, level: str = "info", form: Form = "json", file: TextIO | None = None) -> None:
+        file = file or sys.stderr
         renderer: Any = structlog.processors.JSONRenderer()
         exceptions: list[Any] = [structlog.processors.format_exc_info]
         if form == "console":
             plain = structlog.dev.plain_traceback
-            renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
+            renderer = structlog.dev.ConsoleRenderer(colors=file.isatty(), exception_formatter=plain)
             exceptions = []
         self._logger: Any = structlog.wrap_logger(
-            structlog.WriteLogger(sys.stderr),
+            structlog.WriteLogger(file),
             processors=[
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -81,6 +94,75 @@ class _Handler(logging.Handler):
         write(record.getMessage(), **({"exc_info": error} if error else {}), logger=record.name)
 
 
-def adopt_standard_logging(logs: Logs) -> None:
-    """Write warnings and errors of libraries in the same form; for a process's entry point only."""
+@contextmanager
+def logging_all(level: str, form: Form, *, core: bool = True) -> Iterator[Logs]:
+    """Give the logger of a process, and while inside have it write all that the process says; for its entry point only.
+
+    That is what libraries give to ``logging`` and ``warnings``, errors that nobody caught, and as JSON also what is
+    written to stderr past all this, which C++ does: each line of it is one of the log. What a process says as it
+    crashes may be lost then.
+
+    Args:
+        level: lowest level that is written: a key of LEVELS.
+        form: as for Logs.
+        core: whether the process uses gRPC's core.
+    """
+    if form == "json" and core:
+        with _stderr_as_lines(level) as logs, _adopted(logs):
+            yield logs
+    else:
+        logs = Logs(level, form)
+        with _adopted(logs):
+            yield logs
+
+
+@contextmanager
+def _adopted(logs: Logs) -> Iterator[None]:
+    """Write what Python itself reports."""
+
+    def unraisable(found: sys.UnraisableHookArgs) -> None:
+        logs.error(found.err_msg or "exception ignored", found.exc_value, object=repr(found.object))
+
+    def uncaught(found: threading.ExceptHookArgs) -> None:
+        logs.error("exception in a thread", found.exc_value, thread=found.thread and found.thread.name)
+
     logging.basicConfig(handlers=[_Handler(logs)], level=logging.WARNING, force=True)
+    logging.captureWarnings(True)
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook, threading.excepthook = unraisable, uncaught
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks
+        logging.captureWarnings(False)
+
+
+@contextmanager
+def _stderr_as_lines(level: str) -> Iterator[Logs]:
+    """Give a logger to the stderr of now; what is written to descriptor 2 meanwhile is lines of it."""
+    real = os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 2)
+    os.close(writing)
+    with open(real, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as file:
+        logs = Logs(level, "json", file)
+        thread = threading.Thread(target=_relay, args=(reading, logs), name="mmpos-stderr", daemon=True)
+        thread.start()
+        try:
+            yield logs
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)  # nobody writes to the pipe any more, which ends the thread
+            thread.join()
+    os.close(real)
+
+
+def _relay(reading: int, logs: Logs) -> None:
+    with open(reading, encoding="utf-8", errors="backslashreplace") as lines:
+        for line in lines:
+            found = _CORE.match(line)
+            if found:
+                write = getattr(logs, _CORE_LEVELS.get(found["level"], "error"))
+                write(found["event"], logger="grpc", place=found["place"])
+            elif line.strip():
+                logs.warning(line.rstrip(), logger="stderr")

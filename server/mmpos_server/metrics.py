@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from platform import python_version
+from time import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
+from mmpos.about import version
 from mmpos.errors import InvalidInputError
+from mmpos_server.certificates import Tls, not_after
 
-__all__ = ["MethodMetrics", "Metrics", "aggregate", "expose"]
+__all__ = ["About", "MethodMetrics", "Metrics", "aggregate"]
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -103,28 +109,27 @@ def aggregate(folder: str) -> CollectorRegistry:
     return registry
 
 
-def expose(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve the metrics page over HTTP in a thread.
+class About(Collector):
+    """What the process is: its build, when it started, and when its certificate expires.
 
     Args:
-        registry: what to show.
-        host: where to listen.
-        port: likewise; 0 picks one.
-
-    Returns:
-        The port, and what ends it.
-
-    Raises:
-        InvalidInputError: the port is taken or the address is not of this machine.
+        tls: the files that it serves with; None is no TLS.
     """
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as error:
-        raise InvalidInputError(f"metrics-port: got {host}:{port} ({error.strerror}), want a free one") from None
 
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    def __init__(self, tls: Tls | None) -> None:
+        self._tls, self._started = tls, time()
 
-    return server.server_port, close
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; that of a certificate which cannot be read at the moment is left out."""
+        build = {"version": version(), "python": python_version()}
+        yield InfoMetricFamily("mmpos_build", "Version of the server, and of its Python.", build)
+        yield GaugeMetricFamily("mmpos_start_time_seconds", "When the server started, in unix time.", self._started)
+        if self._tls is None:
+            return
+        try:
+            seconds = not_after(self._tls.cert.read_bytes()).timestamp()
+        except (OSError, InvalidInputError):
+            return
+        yield GaugeMetricFamily(
+            "mmpos_certificate_not_after_seconds", "When the certificate expires, in unix time.", seconds
+        )

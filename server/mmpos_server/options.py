@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from mmpos.errors import InvalidInputError
+from mmpos_server.certificates import Tls
 from mmpos_server.launch import Options
 from mmpos_server.launch import serve as serve_here
-from mmpos_server.listening import Listen, Tls
+from mmpos_server.listening import Listen
 from mmpos_server.unix_socket import Uds
 from mmpos_server.workers import supervise
 
@@ -63,7 +64,12 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="Settings, TOML.", show_default="the embedded ones")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=1024, help="Processes that share the port.")] = 1,
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prometheus page; 0 is no page.")] = 0,
+    metrics_host: Annotated[
+        str | None, typer.Option(help="Address of the page below.", show_default="that of --host")
+    ] = None,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page of /metrics, /livez and /readyz; 0 is no page.")
+    ] = 0,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.", show_default=False)
     ] = None,
@@ -112,7 +118,7 @@ def serve(
     """Serve positions, sequences and rotations over gRPC.
 
     SIGTERM and SIGINT drain: health says NOT_SERVING, calls that have come are answered, then the server ends.
-    A second signal ends it at once.
+    A second signal ends it at once. SIGHUP has it read its settings again.
     """
     options = Options(
         listen=Listen(
@@ -130,6 +136,7 @@ def serve(
         ),
         pools=_given(image=image_threads),
         workers=workers,
+        metrics_host=metrics_host,
         metrics_port=metrics_port,
         notice_seconds=notice_seconds,
         drain_seconds=drain_seconds,

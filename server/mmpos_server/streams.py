@@ -31,13 +31,17 @@ class StreamEndpoint:
     """
 
     def __init__(self, method: Method, surroundings: Surroundings) -> None:
-        assert method.twin is not None
-        self._twin, self.name = method.twin, method.twin.name
-        self.method, self._around = method, surroundings
+        self.renew(method, surroundings)
+        self.name = self._twin.name
         self._path = f"{method.service}/{self.name}"
         self._metrics = MethodMetrics(surroundings.metrics, self.name)
         self._open: set[_Stream] = set()
         self._draining = False
+
+    def renew(self, method: Method, surroundings: Surroundings) -> None:
+        """Answer the items that come from now on by this method, of the same name."""
+        assert method.twin is not None
+        self.method, self._twin, self._around = method, method.twin, surroundings
 
     def drain(self) -> None:
         """Read no further from any stream: what was read is answered, then the stream ends with UNAVAILABLE."""

@@ -91,8 +91,7 @@ class Traffic:
     """
 
     def __init__(self, config: ServerConfig, admission: Admission, logs: Logs) -> None:
-        self._times, self._clients = config.connections, config.clients
-        self._request_bytes, self._most_bytes = config.limits.request_bytes, config.concurrency.max_in_flight_bytes
+        self.renew(config)
         self._admission, self._logs = admission, logs
         self._requests: _Passages = {}
         self._idle: _Passages = {}
@@ -103,6 +102,11 @@ class Traffic:
         self._ports: Collection[int] = ()
         self._draining = False
         self._task: asyncio.Task[None] | None = None
+
+    def renew(self, config: ServerConfig) -> None:
+        """Hold what is on its way to these times and limits from now on."""
+        self._times, self._clients = config.connections, config.clients
+        self._request_bytes, self._most_bytes = config.limits.request_bytes, config.concurrency.max_in_flight_bytes
 
     def open(self, ports: Collection[int]) -> None:
         """Begin to look at what is on its way; ports are those whose connections are known by their sockets."""

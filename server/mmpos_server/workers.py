@@ -10,16 +10,23 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError
-from mmpos_server import metrics
 from mmpos_server.launch import Options
-from mmpos_server.listening import address, bind
-from mmpos_server.logs import Logs
+from mmpos_server.listening import address, bind, warn
+from mmpos_server.logs import Logs, logging_all
+from mmpos_server.metrics import About, aggregate
+from mmpos_server.page import Page
 from mmpos_server.profiles import Profiles
+from mmpos_server.reloading import keep_reading
+from mmpos_server.systemd import notify
 from mmpos_server.tokens import Tokens
+
+if TYPE_CHECKING:
+    from mmpos_server.config import ServerConfig
 
 __all__ = ["supervise"]
 
@@ -39,47 +46,68 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
     Raises:
         InvalidInputError: a setting is wrong, the port is taken, or a worker could not start and has said why.
     """
-    listen = options.listen
-    if listen.uds:
+    if options.listen.uds:
         raise InvalidInputError(
             f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
         )
+    with logging_all(options.log_level, options.log_format, core=False) as logs:
+        _supervise(options, arguments, logs)
+
+
+def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
+    listen = options.listen
     # What is wrong with a file is said once, and not by every worker.
-    Profiles.from_config(options.settings())
+    config = options.settings()
+    Profiles.from_config(config)
     options.memory()
     if listen.tls:
-        listen.tls.credentials()
-    logs = Logs(options.log_level, options.log_format)
+        listen.tls.read()
     if listen.token_file:
         Tokens(listen.token_file, logs)
+    warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
     with ExitStack() as held:
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         port = reserved.getsockname()[1]
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
-        if options.metrics_port:
-            _, close = metrics.expose(metrics.aggregate(folder), listen.host, options.metrics_port)
-            held.callback(close)
         # The last of an option counts.
         words = [*arguments, "--port", str(port), "--workers", "1", "--metrics-port", "0", "--worker"]
-        asyncio.run(_Supervisor(options, words, folder, logs).run(address(listen.host, port)))
+        asyncio.run(_Supervisor(options, config, words, folder, logs).run(address(listen.host, port)))
 
 
 class _Supervisor:
     """The workers of one server."""
 
-    def __init__(self, options: Options, words: Sequence[str], folder: str, logs: Logs) -> None:
-        self._options, self._words, self._folder, self._logs = options, words, folder, logs
+    def __init__(self, options: Options, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs) -> None:
+        self._options, self._config, self._words, self._folder, self._logs = options, config, words, folder, logs
         self._alive: dict[int, asyncio.subprocess.Process] = {}
-        self._stopping = asyncio.Event()
+        self._serving: set[int] = set()
+        self._stopping, self._reread = asyncio.Event(), asyncio.Event()
         self._failed = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes calls; from any thread."""
+        return bool(self._serving) and not self._stopping.is_set()
+
     async def run(self, place: str) -> None:
-        """Keep the workers until a signal comes, then let them drain."""
+        """Show the page, and keep the workers until a signal comes, then let them drain."""
         loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reread.set)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
+        with ExitStack() as closing:
+            registry = aggregate(self._folder)
+            registry.register(About(self._options.listen.tls))
+            closing.enter_context(self._options.page(Page(registry, loop, lambda: self.ready)))
+            keeping = keep_reading(self._reread, self._config, self._options.settings, self._renew, self._logs)
+            reading = asyncio.create_task(keeping)
+            closing.callback(reading.cancel)
+            await self._run(place)
+
+    async def _run(self, place: str) -> None:
+        loop = asyncio.get_running_loop()
         ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._options.workers)]
         keepers = [asyncio.create_task(self._keep(worker, first)) for worker, first in enumerate(ready)]
         stopping = asyncio.create_task(self._stopping.wait())
@@ -87,7 +115,9 @@ class _Supervisor:
         await asyncio.wait([all_ready, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not self._stopping.is_set():
             print(f"mmpos_server listening on {place}", flush=True)
+            notify("READY=1")
         await stopping
+        notify("STOPPING=1")
         patience = self._options.notice_seconds + self._options.drain_seconds + _LAST_SECONDS
         await asyncio.wait(keepers, timeout=patience)
         self._signal(signal.SIGKILL)
@@ -95,6 +125,18 @@ class _Supervisor:
         all_ready.cancel()
         if self._failed:
             raise InvalidInputError("workers: got one that could not start, want what it says above to be mended")
+
+    async def _renew(self, config: ServerConfig) -> None:
+        """Have the workers read settings that are right; each says what it makes of them.
+
+        Raises:
+            InvalidInputError: they are wrong, which is said once, and not by every worker.
+        """
+        await asyncio.to_thread(Profiles.from_config, config)
+        for process in self._alive.values():
+            # Not by a signal, which would end a worker that is not ready for it yet.
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
 
     def _stop(self) -> None:
         """The first signal drains the workers, the next one ends them at once: they count, too."""
@@ -141,8 +183,10 @@ class _Supervisor:
             async for _ in process.stdout:
                 if not ready.done():
                     ready.set_result(None)
+                self._serving.add(process.pid)
                 self._logs.info("worker serves", worker=worker, process=process.pid)
             return await process.wait()
         finally:
             del self._alive[process.pid]
+            self._serving.discard(process.pid)
             mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]

@@ -1,0 +1,155 @@
+"""Servers that a client cannot reach: those that come back are waited for, others are an error that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import make_certificate
+from waiting import free_port
+
+from mmpos import SegmentTable, Text
+from mmpos.client import AsyncClient, Client, Tls
+from mmpos.errors import MmposError, ServiceUnavailableError
+from mmpos.queries import PositionsQuery
+from mmpos_server.certificates import Tls as ServerTls
+from mmpos_server.listening import Listen
+from mmpos_server.testing import running
+
+SEGMENTS = SegmentTable.from_documents([[Text(3)]])
+GAP = 2.5
+"""Seconds between two servers: more than the attempts of one call take."""
+
+
+def calls(address: str, done: threading.Event) -> Iterator[None]:
+    with Client(address, timeout=120) as client:
+        while not done.is_set():
+            client.place(SEGMENTS)
+            yield
+
+
+def streams(address: str, done: threading.Event) -> Iterator[None]:
+    def queries() -> Iterator[PositionsQuery]:
+        while not done.is_set():
+            yield PositionsQuery(SEGMENTS)
+
+    with Client(address, timeout=120, window=2) as client:
+        for _ in client.stream(queries()):
+            yield
+
+
+def awaited(address: str, done: threading.Event) -> Iterator[None]:
+    with asyncio.Runner() as runner:
+        client = AsyncClient(address, timeout=120)
+        while not done.is_set():
+            runner.run(client.place(SEGMENTS))
+            yield
+        runner.run(client.close())
+
+
+def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
+    listen, done, failed = Listen(port=free_port()), threading.Event(), []
+    address, answered = f"127.0.0.1:{listen.port}", dict.fromkeys((calls, streams, awaited), 0)
+
+    def load(kind: Any) -> None:
+        try:
+            for _ in kind(address, done):
+                answered[kind] += 1
+        except MmposError as error:
+            failed.append((kind, error))
+
+    threads = [threading.Thread(target=load, args=(kind,)) for kind in answered]
+
+    def answer(count: int) -> None:
+        """Serve until all kinds have so many answers, or one has failed."""
+        with running(listen=listen):
+            for thread in threads:
+                if not thread.is_alive() and count == 10:
+                    thread.start()
+            while min(answered.values()) < count and not failed:
+                time.sleep(0.01)
+            if count > 10:
+                done.set()
+                for thread in threads:
+                    thread.join()
+
+    answer(10)
+    time.sleep(GAP)
+    answer(max(answered.values()) + 10)
+    assert failed == []
+
+
+def said(address: str, tls: Tls | None = None) -> str:
+    """What the error of a call says, and of a stream, without what gRPC adds."""
+    with Client(address, timeout=600, tls=tls, attempts=1) as client:
+        with pytest.raises(ServiceUnavailableError) as raised:
+            client.place(SEGMENTS)
+        with pytest.raises(ServiceUnavailableError) as streamed:
+            list(client.stream([PositionsQuery(SEGMENTS)]))
+    head, _, _ = str(raised.value).partition(" (failed to connect")
+    assert str(streamed.value).startswith(head.partition(": ipv4")[0])
+    return head
+
+
+def test_what_tls_does_not_let_be_is_named(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    other, other_key = make_certificate(tmp_path, "other")
+    with running(listen=Listen(tls=ServerTls(cert, key))) as address:
+        vouch = "tls.root_certificates: got a server whose certificate they do not vouch for"
+        assert said(address, Tls(other)) == vouch
+        names = "tls.server_name: got a server whose certificate has other names"
+        assert said(address, Tls(cert, server_name="elsewhere")) == names
+        assert said(address).endswith("Socket closed (a server that wants TLS does so: tls=Tls(...))")
+        assert said(address, Tls(b"no PEM")) == "tls: got certificates that cannot be used, want PEM"
+    with running(listen=Listen(tls=ServerTls(cert, key, cert))) as address:
+        wants = " (a server that wants a certificate of its clients does so: Tls(..., certificate, key))"
+        assert said(address, Tls(cert)).endswith(wants)
+        trusts = " (a server that does not trust tls.certificate does so)"
+        assert said(address, Tls(cert, other, other_key)).endswith(trusts)
+    with running() as address:
+        assert said(address, Tls(cert)) == "tls: got a server that does not encrypt, want tls=None"
+
+
+def test_a_server_that_was_never_there_is_not_waited_for() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        port = taken.getsockname()[1]
+        assert said(f"127.0.0.1:{port}").endswith("Connection refused")
+
+
+def test_who_is_told_to_send_once_waits_for_nobody() -> None:
+    with ExitStack() as serving:
+        address = serving.enter_context(running())
+        client = serving.enter_context(Client(address, timeout=600, attempts=1))
+        assert client.healthy()
+        serving.pop_all().close()
+        with pytest.raises(ServiceUnavailableError):
+            client.place(SEGMENTS)
+
+
+def test_health_is_told_at_once_also_of_a_server_that_is_gone() -> None:
+    with ExitStack() as serving:
+        address = serving.enter_context(running())
+        with Client(address, timeout=600) as client:
+            client.place(SEGMENTS)
+            serving.close()
+            assert not client.healthy()
+
+
+def test_a_server_that_comes_back_with_a_strange_certificate_is_not_waited_for(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    other, other_key = make_certificate(tmp_path, "other")
+    port = free_port()
+    with Client(f"127.0.0.1:{port}", timeout=600, tls=Tls(cert)) as client:
+        with running(listen=Listen(port=port, tls=ServerTls(cert, key))):
+            client.place(SEGMENTS)
+        strange = running(listen=Listen(port=port, tls=ServerTls(other, other_key)))
+        with strange, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: got "):
+            client.place(SEGMENTS)

@@ -1,0 +1,141 @@
+"""The log: one JSON object a line whoever writes it, and what it warns of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import make_certificate
+from server_program import Start
+from waiting import eventually
+
+from mmpos.client import Client
+from mmpos_server.certificates import Tls
+from mmpos_server.listening import Listen, warn
+from mmpos_server.logs import Logs
+
+SAYS = """
+import asyncio, gc, logging, os, sys, threading, warnings
+from mmpos_server.logs import logging_all
+
+class Broken:
+    def __del__(self):
+        raise ValueError("in a finaliser")
+
+async def forgotten():
+    asyncio.get_running_loop().create_task(asyncio.sleep(0)).add_done_callback(lambda _: 1 / 0)
+    await asyncio.sleep(0.01)
+
+with logging_all("info", sys.argv[1]) as logs:
+    logs.info("ours", number=1)
+    logging.getLogger("library").warning("two\\nlines")
+    warnings.warn("deprecated", stacklevel=1)
+    thread = threading.Thread(target=lambda: 1 / 0, name="broken")
+    thread.start()
+    thread.join()
+    Broken()
+    gc.collect()
+    asyncio.run(forgotten())
+    os.write(2, b"I1122 18:13:19.982883   32430 ssl.cc:2563] Handshake failed\\nE1122 18:13:19.98 1 a.cc:1] bad\\n")
+    os.write(2, b"half a ")
+    print("line \\N{SNOWMAN} of somebody", file=sys.stderr)
+    os.write(2, b"\\xff without an end")
+print("after", file=sys.stderr)
+"""
+
+
+def said(form: str) -> list[str]:
+    found = subprocess.run([sys.executable, "-c", SAYS, form], capture_output=True, timeout=60, check=True)
+    return found.stderr.decode(errors="replace").splitlines()
+
+
+def test_every_line_is_one_object_whoever_writes_it() -> None:
+    *lines, last = said("json")
+    assert last == "after"
+    found = [json.loads(line) for line in lines]
+    # What bypasses Python comes through a thread, and so perhaps between other lines.
+    stray = [line for line in found if line.get("logger") in ("grpc", "stderr")]
+    assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
+        ("info", "Handshake failed", "grpc"),
+        ("error", "bad", "grpc"),
+        ("warning", "half a line \N{SNOWMAN} of somebody", "stderr"),
+        ("warning", "\\xff without an end", "stderr"),
+    ]
+    own = [line for line in found if line not in stray]
+    assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
+        ("info", None, "ours"),
+        ("warning", "library", "two"),
+        ("warning", "py.warnings", "<string>:16: UserWarni"),
+        ("error", None, "exception in a thread"),
+        ("error", None, "exception ignored"),
+        ("error", "asyncio", "Exception in callback "),
+    ]
+    errors = ["ZeroDivisionError", "ValueError", "ZeroDivisionError"]
+    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[3:]] == errors
+
+
+def test_lines_for_people_stay_as_they_are() -> None:
+    lines = said("console")
+    assert "E1122 18:13:19.98 1 a.cc:1] bad" in lines
+    assert lines[-1].endswith(" without an endafter")
+
+
+def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: Start, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    server = start("--tls-cert", str(cert), "--tls-key", str(key))
+    with Client(server.address) as client:
+        assert not client.healthy()
+    wrong = ("info", "grpc")
+    assert eventually(lambda: any("WRONG_VERSION_NUMBER" in line["event"] for line in server.lines()))
+    assert {(line["level"], line["logger"]) for line in server.lines()} == {wrong}
+    server.process.terminate()
+    assert server.end()[0] == 0
+
+
+def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    warn(listen, Logs("info"))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all(line.pop("level") == "warning" and line.pop("timestamp") for line in lines)
+    return lines
+
+
+def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
+    for path in (key, tmp_path / "tokens"):
+        path.chmod(0o640)
+    no_tls = "anybody on the network may call, and may read it: no TLS, no tokens"
+    no_lock = "anybody on the network may call: no tokens, no certificates of clients"
+    tls, mutual = Tls(cert, key), Tls(cert, key, cert)
+    for host in ("0.0.0.0", "::"):
+        place = "0.0.0.0:1" if host == "0.0.0.0" else "[::]:1"
+        assert warned(Listen(host, 1), capsys) == [{"event": no_tls, "address": place}]
+        assert warned(Listen(host, 1, tls), capsys) == [{"event": no_lock, "address": place}]
+        assert warned(Listen(host, 1, mutual), capsys) == []
+        assert warned(Listen(host, 1, tls, token_file=tmp_path / "tokens"), capsys) == []
+    assert warned(Listen("127.0.0.1", 1), capsys) == []
+
+
+def test_secrets_that_others_can_read_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice alice-alice-alice-1\n")
+    for path in (key, tokens):
+        path.chmod(0o644)
+    event = "every user of this machine may read a secret"
+    assert warned(Listen(tls=Tls(cert, key), token_file=tokens), capsys) == [
+        {"event": event, "setting": "token-file", "file": str(tokens)},
+        {"event": event, "setting": "tls-key", "file": str(key)},
+    ]
+
+
+def test_a_server_warns_once_however_many_workers_it_has(start: Start, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice alice-alice-alice-1\n")
+    tokens.chmod(0o644)
+    server = start("--token-file", str(tokens), "--workers", "2")
+    assert [line["setting"] for line in server.lines() if line["level"] == "warning"] == ["token-file"]

@@ -1,0 +1,168 @@
+"""What a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+from certificates import make_certificate
+from server_program import Program, Start, metrics_of
+from waiting import eventually, free_port
+
+from mmpos import SegmentTable, Text
+from mmpos.client import Client
+from mmpos.client import Tls as ClientTls
+from mmpos.errors import LimitExceededError, MmposError
+from mmpos_server import certificates
+from mmpos_server.certificates import Certificates, Tls
+from mmpos_server.listening import Listen
+from mmpos_server.logs import Logs
+from mmpos_server.testing import running
+
+TWO = SegmentTable.from_documents([[Text(3)], [Text(3)]])
+
+
+def put(path: Path, text: str) -> None:
+    """Replace a file at once, as those should who change settings."""
+    (path.parent / "next").write_text(text)
+    os.replace(path.parent / "next", path)
+
+
+def events(server: Program, event: str) -> int:
+    return sum(line["event"] == event for line in server.lines())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp_path: Path, workers: int) -> None:
+    file = tmp_path / "settings.toml"
+    put(file, "[limits]\ndocuments = 1\n[profiles.old]\n")
+    server = start("--config", str(file), "--workers", str(workers), "--drain-seconds", "60")
+    lines_a_time = 1 if workers == 1 else 1 + workers
+    done, lost, answered = threading.Event(), [], [0]
+    one = SegmentTable.from_documents([[Text(3)]])
+
+    def load() -> None:
+        while not done.is_set():
+            try:
+                with Client(server.address, attempts=1) as client:
+                    client.place(one)
+                answered[0] += 1
+            except MmposError as error:
+                lost.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    with Client(server.address) as client:
+        with pytest.raises(LimitExceededError):
+            client.place(TWO)
+        put(file, "[limits]\ndocuments = 2\n[pools]\nplace = 1\n[profiles.new]\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: events(server, "settings read") == lines_a_time)
+        assert client.place(TWO).num_documents == 2
+        assert [profile.name for profile in client.info().profiles] == ["new"]
+        put(file, "[limits]\ndocuments = 0\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: events(server, "settings stay as they were") == 1)
+        assert client.place(TWO).num_documents == 2
+    before = answered[0]
+    assert eventually(lambda: answered[0] > before or bool(lost))
+    done.set()
+    thread.join()
+    assert lost == []
+    lines = server.lines()
+    read = [line for line in lines if line["event"] == "settings read"]
+    assert [(line["profiles"], line["from_next_start"]) for line in read] == [(["new"], ["pools.place"])] * len(read)
+    (wrong,) = (line for line in lines if line["event"] == "settings stay as they were")
+    assert (wrong["level"], wrong["reason"]) == ("error", f"{file}: limits.documents: got 0, want >= 1")
+
+
+def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    put(file, "[profiles.a]\n")
+    server = start("--config", str(file))
+    put(file, "[profiles.a]\n[profiles.b]\nscheme = 'x'\n")
+    server.process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: events(server, "settings stay as they were") == 1)
+    (wrong,) = server.lines()
+    assert wrong["reason"].startswith(f"{file}: profiles.b.scheme: got 'x', want ")
+    put(file, "broken = = 1\n")
+    server.process.send_signal(signal.SIGHUP)
+    assert eventually(lambda: events(server, "settings stay as they were") == 2)
+    assert server.lines()[1]["reason"].startswith(f"{file}: got broken TOML (")
+    assert "(at line 1, column 10)" in server.lines()[1]["reason"]
+    with Client(server.address) as client:
+        assert [profile.name for profile in client.info().profiles] == ["a"]
+
+
+def served(address: str) -> str:
+    """The certificate that a server has for a new connection, in PEM."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as plain, context.wrap_socket(plain) as connection:
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+
+
+def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "_SECONDS", 0.02)
+    cert, key = make_certificate(tmp_path, "server")
+    new_cert, new_key = make_certificate(tmp_path, "new")
+    first, second = cert.read_text(), new_cert.read_text()
+    with running(listen=Listen(tls=Tls(cert, key))) as address, Client(address, tls=ClientTls(cert)) as client:
+        assert client.healthy()
+        assert served(address) == first
+        os.replace(new_cert, cert)  # whose key is that of another one for a moment
+        os.replace(new_key, key)
+        assert eventually(lambda: served(address) == second)
+        assert client.healthy()  # on the connection that it has
+        with Client(address, tls=ClientTls(cert)) as late:
+            assert late.healthy()
+
+
+def test_a_new_certificate_that_is_wrong_changes_nothing_and_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    other, _ = make_certificate(tmp_path, "other")
+    found = Certificates(Tls(cert, key), Logs("info"))
+    os.replace(other, cert)
+    for _ in range(3):
+        found.refresh()
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["level"], line["event"]) == ("error", "certificates stay as they were")
+    assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
+
+
+def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = make_certificate(tmp_path, "server", days=-1)
+    found = Certificates(Tls(cert, key), Logs("warning"))
+    found.refresh()
+    for name in ("good", "old"):
+        new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)
+        os.replace(new_cert, cert)
+        os.replace(new_key, key)
+        found.refresh()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["event"], line["file"]) for line in lines] == [
+        ("warning", "certificate has expired", str(cert))
+    ] * 2
+    assert lines[0]["not_after"] > lines[1]["not_after"]
+
+
+def test_the_metrics_say_when_the_certificate_expires(start: Start, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    port = free_port()
+    start("--metrics-port", str(port), "--tls-cert", str(cert), "--tls-key", str(key))
+    wanted = certificates.not_after(cert.read_bytes()).timestamp()
+    assert metrics_of(port)["mmpos_certificate_not_after_seconds"] == wanted

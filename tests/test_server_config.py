@@ -129,7 +129,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
             "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
             "tokens, images, pixels, views, shared_bytes",
         ),
-        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, pools, profiles"),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, http, pools, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),
         (
             "[profiles.a]\nschema = 1\n",

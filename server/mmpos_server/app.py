@@ -29,6 +29,7 @@ from mmpos_server.tokens import Tokens
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
+    from mmpos_server.inference.http import HttpForm
     from mmpos_server.methods import Method
     from mmpos_server.tracing import Tracing
 
@@ -77,7 +78,7 @@ class Server:
         memory.check(self.listen)
         self._methods = methods(Profiles.from_config(config), config.limits, memory)
         self._admission = Admission(config.concurrency, config.pools)
-        around = Surroundings(
+        self._around = Surroundings(
             config,
             self._admission,
             Clients(config.clients),
@@ -86,10 +87,15 @@ class Server:
             tracing,
             memory,
         )
-        self._unary = [Endpoint(method, around) for method in self._methods]
-        self._streams = [StreamEndpoint(method, around) for method in self._methods if method.twin]
+        self._unary = [Endpoint(method, self._around) for method in self._methods]
+        self._streams = [StreamEndpoint(method, self._around) for method in self._methods if method.twin]
         tokens = self.listen.token_file
         self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
+        self._http: HttpForm | None = None
+        if self.listen.http_port is not None:
+            from mmpos_server.inference.http import HttpForm
+
+            self._http = HttpForm(self._unary, self._around, self._door, self.listen)
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
         self._sockets = ExitStack()
@@ -98,7 +104,7 @@ class Server:
         """Listen and serve.
 
         Returns:
-            The addresses, as clients write them: of the port, of the unix socket.
+            The addresses, as clients write them: of the port, of the unix socket, of the port for HTTP.
 
         Raises:
             InvalidInputError: a place is taken, the host is not of this machine, or a file of TLS is wrong.
@@ -121,6 +127,8 @@ class Server:
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
             places.append(listen.uds.address)
+        if self._http is not None:
+            places.append(await self._http.start())
         await server.start()
         self._server = server
         if self._door is not None:
@@ -165,7 +173,8 @@ class Server:
             await self._settle(grace or 0.0)
             # Before it is closed: until then no other socket can be taken for it.
             self._sockets.close()
-            await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
+            rest = None if grace is None else max(0.0, grace - (monotonic() - began))
+            await asyncio.gather(self._server.stop(rest), self._http.stop(rest) if self._http else asyncio.sleep(0))
         if self._door is not None:
             await self._door.close()
         self._admission.close()

@@ -15,6 +15,7 @@ from mmpos.errors import InvalidInputError
 __all__ = [
     "ClientLimits",
     "Concurrency",
+    "Http",
     "ImageSettings",
     "Limits",
     "Pools",
@@ -92,6 +93,22 @@ class ClientLimits(_Settings):
     burst: int = Field(default=0, ge=0)
 
 
+class Http(_Settings):
+    """How the port for HTTP treats connections, where there is one.
+
+    Args:
+        max_connections: open ones; beyond, one that is idle makes room, or the new one is closed.
+        idle_seconds: how long one may be idle, or take to send the head of a request.
+        receive_seconds: how long a body may take to come.
+        send_seconds: how long an answer may take to be read.
+    """
+
+    max_connections: int = Field(default=1024, ge=1)
+    idle_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    receive_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    send_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+
+
 class Pools(_Settings):
     """Threads per kind of work, so that one kind never waits for another.
 
@@ -163,6 +180,7 @@ class ServerConfig(_Settings):
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
     clients: ClientLimits = ClientLimits()
+    http: Http = Http()
     pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)
@@ -248,6 +266,7 @@ def _first(error: ValidationError) -> str:
         return f"{field}: got none, want a value"
     want = {
         "greater_than_equal": f">= {context.get('ge')}",
+        "greater_than": f"> {context.get('gt')}",
         "less_than_equal": f"<= {context.get('le')}",
         "value_error": str(context.get("error")),
         "model_type": "a table",

@@ -8,7 +8,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos.wire.errors import RETRIED
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mmpos_server.metrics import Metrics
     from mmpos_server.tracing import Tracing
 
-__all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
+__all__ = ["REQUEST_ID", "Endpoint", "Form", "Surroundings"]
 
 REQUEST_ID = "x-request-id"
 """Metadata in which a client may send an id, and in which it gets it back."""
@@ -128,6 +128,16 @@ class Surroundings:
             )
 
 
+class Form(Protocol):
+    """What the messages of one request look like on the way, where that is not protobuf."""
+
+    async def read(self, raw: bytes, call: Call) -> Any:
+        """The request in these bytes."""
+
+    async def write(self, response: Any, call: Call) -> bytes:
+        """The bytes of an answer."""
+
+
 class Endpoint:
     """The unary form of a method.
 
@@ -141,8 +151,14 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(surroundings.metrics, method.name)
 
-    async def handle(self, raw: bytes, context: Any) -> bytes:
-        """Answer one request, or abort with the status of the error."""
+    async def handle(self, raw: bytes, context: Any, form: Form | None = None) -> bytes:
+        """Answer one request, or abort with the status of the error.
+
+        Args:
+            raw: its bytes.
+            context: of the transport.
+            form: what its messages look like; None is protobuf.
+        """
         call = self._around.call(context)
         if self._around.tracing is not None:
             self._around.tracing.begin(call, self._path, context)
@@ -152,7 +168,7 @@ class Endpoint:
             try:
                 if self.method.admitted:
                     call.admit(len(raw))
-                answer = await self._answer(raw, call)
+                answer = await self._answer(raw, call, form)
                 status = "OK"
                 return answer
             except Exception as error:
@@ -177,13 +193,13 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, len(answer))
             self._around.ended("request", call, self.method.name, status, context, **sizes)
 
-    async def _answer(self, raw: bytes, call: Call) -> bytes:
+    async def _answer(self, raw: bytes, call: Call, form: Form | None) -> bytes:
         limits = self._around.config.limits
-        request = decode(self.method.request, raw, call, limits.request_bytes)
+        request = await form.read(raw, call) if form else decode(self.method.request, raw, call, limits.request_bytes)
         await self._around.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
-        return encode(response, call, limits.response_bytes)
+        return await form.write(response, call) if form else encode(response, call, limits.response_bytes)
 
 
 def decode(kind: type[Message], raw: bytes, call: Call, limit: int) -> Message:

@@ -101,7 +101,7 @@ async def _serve(options: Options, logs: Logs) -> None:
             closing.callback(close)
         places = await server.start()
         _watch(lambda: (second if first.is_set() else first).set(), end_of_input=options.worker)
-        for place in places:
+        for place in places[:1] if options.worker else places:
             print(f"mmpos_server listening on {place}", flush=True)
         await first.wait()
         logs.info("draining", notice_seconds=options.notice_seconds, drain_seconds=options.drain_seconds)

@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from mmpos.errors import InvalidInputError
 from mmpos_server import metrics
 from mmpos_server.launch import Options
-from mmpos_server.listening import address, bind
+from mmpos_server.listening import address, bind, bind_http
 from mmpos_server.logs import Logs
 from mmpos_server.profiles import Profiles
 from mmpos_server.tokens import Tokens
@@ -54,6 +54,8 @@ def supervise(options: Options, arguments: Sequence[str]) -> None:
         Tokens(listen.token_file, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
+    if listen.http_port is not None:
+        bind_http(listen).close()
     with ExitStack() as held:
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         port = reserved.getsockname()[1]

@@ -2,11 +2,12 @@
 
 PYTHON ?= python3
 SOAK ?= 60
+SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow portable check format proto baseline bench tables dist clean
+.PHONY: help demo gallery test slow fuzz portable check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -24,6 +25,9 @@ test: $(VENV)/dev  ## the tests
 
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+
+fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
 portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
 	$(BIN)/python tests/portable.py $(PORTABLE)

@@ -66,6 +66,10 @@ def described(message: Any) -> dict[str, Any]:
     return found
 
 
+KSERVE = {"properties": 6, "PropertiesEntry.key": 1, "PropertiesEntry.value": 2}
+"""Numbers of a field of KServe's ModelMetadataResponse that Triton's has not: a map from strings to strings."""
+
+
 def test_every_field_and_value_of_ours_is_theirs() -> None:
     theirs: dict[str, Any] = {}
     enums: dict[str, int] = {}
@@ -78,6 +82,7 @@ def test_every_field_and_value_of_ours_is_theirs() -> None:
     for message in pb.DESCRIPTOR.message_types_by_name.values():
         ours |= described(message)
     assert len(ours) > 100
+    assert {name: ours.pop(f"inference.ModelMetadataResponse.{name}")[0] for name in KSERVE} == KSERVE
     assert {name: (field, theirs.get(name)) for name, field in ours.items() if theirs.get(name) != field} == {}
     [data_type] = pb.DESCRIPTOR.enum_types_by_name.values()
     values = {f"{data_type.full_name}.{value.name}": value.number for value in data_type.values}

@@ -207,3 +207,18 @@ def test_a_server_that_takes_none_says_so() -> None:
 
 def test_a_server_that_takes_some_says_so(client: Any) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
+
+
+def test_no_memory_of_gpus_is_registered(client: Any) -> None:
+    client.unregister_cuda_shared_memory()
+    client.unregister_cuda_shared_memory("a")
+    assert client.get_cuda_shared_memory_status(as_json=True) == {}
+    assert refusal(lambda: client.get_cuda_shared_memory_status("a")) == (
+        "INVALID_ARGUMENT",
+        "name: got region 'a', want one that is registered",
+    )
+    assert refusal(lambda: client.register_cuda_shared_memory("a", b"aGFuZGxl", 0, 64)) == (
+        "UNIMPLEMENTED",
+        "region: got memory of a GPU, want system shared memory",
+    )
+    assert "cuda_shared_memory" not in client.get_server_metadata().extensions

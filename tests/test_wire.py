@@ -482,6 +482,12 @@ def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
     assert (str(found), found.retry_after) == ("busy", 0.5)
 
 
+def test_a_message_of_half_a_character_can_be_sent() -> None:
+    said = error_pb2.Error()
+    errors.put_error(said, InvalidInputError("name: got '\ud800', want one"))
+    assert said.message == r"name: got '\ud800', want one"
+
+
 def test_a_caller_whom_a_proxy_turns_away_is_told_the_same() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 

@@ -86,9 +86,9 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
 
 def shortened(message: str) -> str:
-    """The message, cut where it repeats a caller's words at length."""
-    raw = message.encode(errors="replace")
-    return message if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
+    """The message as text that can be sent, cut where it repeats a caller's words at length."""
+    raw = message.encode(errors="backslashreplace")  # half a character cannot be sent
+    return raw.decode() if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
 
 
 def put_error(message: pb.Error, error: MmposError) -> None:

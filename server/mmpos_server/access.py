@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -64,13 +64,26 @@ class Door(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a call, or the one that refuses it."""
-        if handler_call_details.method not in OPEN:
-            token = get_token(handler_call_details.invocation_metadata)
-            name = None if token is None else self._tokens.name(token)
-            if name is None:
-                return self._refusal
-            _token_name.set(name)
+        if not self.lets_in(handler_call_details.method, handler_call_details.invocation_metadata):
+            return self._refusal
         return await continuation(handler_call_details)
+
+    def lets_in(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a call of this path may pass; the running task has then the name of its token."""
+        if method in OPEN:
+            return True
+        token = get_token(metadata)
+        name = None if token is None else self._tokens.name(token)
+        if name is None:
+            return False
+        _token_name.set(name)
+        return True
+
+    def refused(self, peer: str) -> tuple[str, str]:
+        """Count a call of this peer that may not pass; gives its status and its details."""
+        self._refused, self._peer = self._refused + 1, peer
+        self._metrics.unauthenticated.inc()
+        return _STATUS, _DETAILS
 
     def open(self) -> None:
         """Begin to look, every second, whether the tokens have changed."""
@@ -96,6 +109,5 @@ class Door(grpc.aio.ServerInterceptor):
                 self._refused = 0
 
     async def _refuse(self, _requests: object, context: Any) -> None:
-        self._refused, self._peer = self._refused + 1, context.peer()
-        self._metrics.unauthenticated.inc()
-        await context.abort(grpc.StatusCode[_STATUS], _DETAILS)
+        status, details = self.refused(context.peer())
+        await context.abort(grpc.StatusCode[status], details)

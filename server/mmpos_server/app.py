@@ -33,6 +33,7 @@ from mmpos_server.transport import DiscreetLog, TransportServer
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
+    from mmpos_server.inference.http import HttpForm
     from mmpos_server.methods import Method
     from mmpos_server.tracing import Tracing
 
@@ -100,6 +101,11 @@ class Server:
         self._streams = [StreamEndpoint(method, self._around) for method in self._methods if method.twin]
         tokens = self.listen.token_file
         self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
+        self._http: HttpForm | None = None
+        if self.listen.http_port is not None:
+            from mmpos_server.inference.http import HttpForm
+
+            self._http = HttpForm(self._unary, self._around, self._door, self.listen)
         self._server: TransportServer | None = None
         self._health: Health | None = None
         self._log = DiscreetLog(self.logs)
@@ -115,7 +121,7 @@ class Server:
         """Listen and serve.
 
         Returns:
-            The addresses, as clients write them: of the port, of the unix socket.
+            The addresses, as clients write them: of the port, of the unix socket, of the port for HTTP.
 
         Raises:
             InvalidInputError: a place is taken, the host is not of this machine, or a file of TLS is wrong.
@@ -133,27 +139,27 @@ class Server:
         found = Reflection([*services, HEALTH, REFLECTION[0]], pool)
         for name in REFLECTION:
             server.add(name, self._introspection.reflection(found))
-        places = [self._add_port(server)] if listen.tcp else []
+        # Before the ports: a wrong file is worth more words than a taken port.
+        certificates = Certificates(listen.tls, self.logs) if listen.tls else None
+        places = [self._add_port(server, certificates)] if listen.tcp else []
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
             places.append(listen.uds.address)
+        if self._http is not None:
+            places.append(await self._http.start(certificates))
         await server.start()
         self._server = server
+        if certificates is not None:
+            self._certificates = asyncio.create_task(certificates.watch())
         self._log.open()
         self._traffic.open([int(places[0].rpartition(":")[2])] if listen.tcp else [])
         if self._door is not None:
             self._door.open()
         return places
 
-    def _add_port(self, server: grpc.aio.Server) -> str:
+    def _add_port(self, server: TransportServer, certificates: Certificates | None) -> str:
         """Listen on the port; gives its address."""
-        listen = self.listen
-        # Credentials first: a wrong file is worth more words than a taken port.
-        credentials = None
-        if listen.tls:
-            certificates = Certificates(listen.tls, self.logs)
-            credentials = certificates.credentials()
-            self._certificates = asyncio.create_task(certificates.watch())
+        listen, credentials = self.listen, certificates.credentials() if certificates else None
         # Asked before the transport is, whose own answer is a number and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         place = address(listen.host, listen.port)
@@ -178,6 +184,8 @@ class Server:
         self.config, around = config, replace(self._around, config=config, clients=clients)
         self._traffic.renew(config)
         self._introspection.renew(clients)
+        if self._http is not None:
+            self._http.renew(around)
         offered = {(method.service, method.name): method for method in methods}
         endpoints: list[Endpoint | StreamEndpoint] = [*self._unary, *self._streams]
         for endpoint in endpoints:
@@ -206,7 +214,8 @@ class Server:
             self._traffic.drain()
             # Before it is closed: until then no other socket can be taken for it.
             self._sockets.close()
-            await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
+            rest = None if grace is None else max(0.0, grace - (monotonic() - began))
+            await asyncio.gather(self._server.stop(rest), self._http.stop(rest) if self._http else asyncio.sleep(0))
         await self._traffic.close()
         self._log.close()
         if self._certificates is not None:

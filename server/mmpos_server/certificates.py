@@ -86,6 +86,7 @@ class Certificates:
         self._versions = self._seen()
         self._latest, self._not_after = tls.read()
         self._given = self._latest
+        self._contexts: list[ssl.SSLContext] = []
         self._expired = False
         self._check_expiry()
 
@@ -95,6 +96,18 @@ class Certificates:
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(self._given, self._fetch, wanted)
         return credentials
 
+    def context(self) -> ssl.SSLContext:
+        """The context of a port that is not of gRPC: every handshake has the latest certificate.
+
+        Certificates of those that sign clients are added as they come; one that is taken away counts until the end.
+        """
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        if self._tls.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        self._contexts.append(context)
+        self._load(context)
+        return context
+
     def refresh(self) -> None:
         """Read the files again if one has changed; from any thread, one at a time."""
         versions = self._seen()
@@ -103,6 +116,8 @@ class Certificates:
             self._versions = versions
             try:
                 self._latest, self._not_after = self._tls.read()
+                for context in self._contexts:
+                    self._load(context)
             except InvalidInputError as error:
                 self._logs.error("certificates stay as they were", reason=str(error))
             else:
@@ -119,6 +134,11 @@ class Certificates:
                 await asyncio.to_thread(self.refresh)
             except Exception as error:  # whatever it is: the next version must be read
                 self._logs.error("certificates stay as they were", error)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.load_cert_chain(self._tls.cert, self._tls.key)
+        if self._tls.client_ca is not None:
+            context.load_verify_locations(self._tls.client_ca)
 
     def _fetch(self) -> Any:
         """What the transport asks before each handshake: None is no change."""

@@ -16,6 +16,7 @@ __all__ = [
     "ClientLimits",
     "Concurrency",
     "Connections",
+    "Http",
     "ImageSettings",
     "Limits",
     "Pools",
@@ -127,6 +128,22 @@ class ClientLimits(_Settings):
     burst: int = Field(default=0, ge=0)
 
 
+class Http(_Settings):
+    """How the port for HTTP treats connections, where there is one.
+
+    Args:
+        max_connections: open ones; beyond, one that is idle makes room, or the new one is closed.
+        idle_seconds: how long one may be idle, or take to send the head of a request.
+        receive_seconds: how long a body may take to come.
+        send_seconds: how long an answer may take to be read.
+    """
+
+    max_connections: int = Field(default=1024, ge=1)
+    idle_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    receive_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    send_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+
+
 class Pools(_Settings):
     """Threads per kind of work, so that one kind never waits for another.
 
@@ -199,6 +216,7 @@ class ServerConfig(_Settings):
     concurrency: Concurrency = Concurrency()
     connections: Connections = Connections()
     clients: ClientLimits = ClientLimits()
+    http: Http = Http()
     pools: Pools = Pools()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)
@@ -284,6 +302,7 @@ def _first(error: ValidationError) -> str:
         return f"{field}: got none, want a value"
     want = {
         "greater_than_equal": f">= {context.get('ge')}",
+        "greater_than": f"> {context.get('gt')}",
         "less_than_equal": f"<= {context.get('le')}",
         "value_error": str(context.get("error")),
         "model_type": "a table",

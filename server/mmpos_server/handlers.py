@@ -8,7 +8,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceOverloadedError
 from mmpos.wire.errors import RETRIED
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
     from mmpos_server.traffic import Traffic
 
-__all__ = ["REQUEST_ID", "Endpoint", "Surroundings"]
+__all__ = ["REQUEST_ID", "Endpoint", "Form", "Surroundings"]
 
 REQUEST_ID = "x-request-id"
 """Metadata in which a client may send an id, and in which it gets it back."""
@@ -132,6 +132,16 @@ class Surroundings:
             )
 
 
+class Form(Protocol):
+    """What the messages of one request look like on the way, where that is not protobuf."""
+
+    async def read(self, raw: bytes, call: Call) -> Any:
+        """The request in these bytes."""
+
+    async def write(self, response: Any, call: Call) -> bytes:
+        """The bytes of an answer."""
+
+
 class Endpoint:
     """The unary form of a method.
 
@@ -150,20 +160,23 @@ class Endpoint:
         self.method, self._around = method, surroundings
 
     async def serve(self, _requests: object, context: Any) -> bytes:
-        """Receive one request and answer it, or abort with the status of the error."""
+        """Receive one request of gRPC and answer it, or abort with the status of the error."""
         try:
             raw = await self._around.traffic.request(context)
         except MmposError as error:
-            return await self.handle(b"", context, error)
+            return await self.handle(b"", context, missing=error)
         return await self.handle(raw, context)
 
-    async def handle(self, raw: bytes, context: Any, missing: MmposError | None = None) -> bytes:
+    async def handle(
+        self, raw: bytes, context: Any, form: Form | None = None, missing: MmposError | None = None
+    ) -> bytes:
         """Answer one request, or abort with the status of the error.
 
         Args:
             raw: the request.
-            context: of the call.
-            missing: why there is none.
+            context: of the transport.
+            form: what its messages look like, where it came over HTTP; None is protobuf over gRPC.
+            missing: why there is no request.
         """
         call = self._around.call(context)
         if self._around.tracing is not None:
@@ -176,8 +189,9 @@ class Endpoint:
                     raise missing
                 if self.method.admitted:
                     call.admit(len(raw))
-                answer = await self._answer(raw, call)
-                self._around.traffic.send(context, call, len(answer))
+                answer = await self._answer(raw, call, form)
+                if form is None:  # over HTTP answers are counted where they are sent
+                    self._around.traffic.send(context, call, len(answer))
                 status = "OK"
                 return answer
             except Exception as error:
@@ -203,13 +217,13 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, len(answer))
             self._around.ended("request", call, self.method.name, status, context, **sizes)
 
-    async def _answer(self, raw: bytes, call: Call) -> bytes:
+    async def _answer(self, raw: bytes, call: Call, form: Form | None) -> bytes:
         limits = self._around.config.limits
-        request = decode(self.method.request, raw, call, limits.request_bytes)
+        request = await form.read(raw, call) if form else decode(self.method.request, raw, call, limits.request_bytes)
         await self._around.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
-        return encode(response, call, limits.response_bytes)
+        return await form.write(response, call) if form else encode(response, call, limits.response_bytes)
 
 
 def decode(kind: type[Message], raw: bytes, call: Call, limit: int) -> Message:

@@ -130,7 +130,7 @@ async def _serve(options: Options, logs: Logs) -> None:
         _watch(lambda: (second if first.is_set() else first).set(), reread.set, supervised=options.worker)
         reading = asyncio.create_task(keep_reading(reread, server.config, options.settings, server.renew, logs))
         closing.callback(reading.cancel)
-        for place in places:
+        for place in places[:1] if options.worker else places:
             print(f"mmpos_server listening on {place}", flush=True)
         notify("READY=1")
         await first.wait()

@@ -19,7 +19,7 @@ from mmpos_server.unix_socket import Uds
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs
 
-__all__ = ["Listen", "address", "bind", "local", "transport_options", "warn"]
+__all__ = ["Listen", "address", "bind", "bind_http", "local", "transport_options", "warn"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Listen:
         tcp: whether there is a port at all.
         uds: a unix socket to listen on, too, never encrypted.
         token_file: names and tokens of those who may call; None is everybody who can connect.
+        http_port: of the Open Inference Protocol over HTTP, on the same host; 0 picks one, None is none.
 
     Raises:
         InvalidInputError: tokens would cross a network that others can read, or certificates are for nothing.
@@ -46,13 +47,19 @@ class Listen:
     tcp: bool = True
     uds: Uds | None = None
     token_file: Path | None = None
+    http_port: int | None = None
+
+    @property
+    def has_ports(self) -> bool:
+        """Whether it listens on anything but a unix socket."""
+        return self.tcp or self.http_port is not None
 
     def __post_init__(self) -> None:
-        if self.tls is not None and not self.tcp:
+        if self.tls is not None and not self.has_ports:
             raise InvalidInputError(
                 f"tls-cert: got {self.tls.cert} with a unix socket alone, which is never encrypted, want --port, too"
             )
-        if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
+        if self.token_file is not None and self.has_ports and self.tls is None and not is_loopback(self.host):
             raise InvalidInputError(
                 f"token-file: got {self.token_file} for {self.host} without TLS, where others could read the tokens, "
                 "want --tls-cert and --tls-key, or a loopback host"
@@ -66,7 +73,7 @@ def address(host: str, port: int) -> str:
 
 def local(listen: Listen) -> bool:
     """Whether only this machine can reach what listens there."""
-    return not listen.tcp or is_loopback(listen.host)
+    return not listen.has_ports or is_loopback(listen.host)
 
 
 def warn(listen: Listen, logs: Logs) -> None:
@@ -107,6 +114,15 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
             ) from None
         raise InvalidInputError(f"port: got {address(host, port)} ({error.strerror}), want one to listen on") from None
     return found
+
+
+def bind_http(listen: Listen) -> socket.socket:
+    """A socket on the port for HTTP, likewise."""
+    assert listen.http_port is not None
+    try:
+        return bind(listen.host, listen.http_port, reuse_port=listen.reuse_port)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"http-{error}") from None
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:

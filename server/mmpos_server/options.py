@@ -70,6 +70,10 @@ def serve(
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the page of /metrics, /livez and /readyz; 0 is no page.")
     ] = 0,
+    http_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of the Open Inference Protocol over HTTP; 0 is no such port."),
+    ] = 0,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.", show_default=False)
     ] = None,
@@ -129,6 +133,7 @@ def serve(
             tcp=uds is None or port is not None,
             uds=_uds(uds, uds_mode),
             token_file=token_file,
+            http_port=http_port or None,
         ),
         config=config,
         concurrency=_given(
@@ -191,6 +196,7 @@ def _words(options: Options) -> Sequence[str]:
         "tls-key": tls and tls.key,
         "tls-client-ca": tls and tls.client_ca,
         "token-file": listen.token_file,
+        "http-port": listen.http_port,
         **{name.replace("_", "-"): value for name, value in (options.concurrency or {}).items()},
         "image-threads": (options.pools or {}).get("image"),
         "notice-seconds": options.notice_seconds,

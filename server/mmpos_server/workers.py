@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.launch import Options
-from mmpos_server.listening import address, bind, warn
+from mmpos_server.listening import address, bind, bind_http, warn
 from mmpos_server.logs import Logs, logging_all
 from mmpos_server.metrics import About, aggregate
 from mmpos_server.page import Page
@@ -67,6 +67,8 @@ def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
     warn(listen, logs)
     # Without sharing first: with it, two servers that both share would not see each other.
     bind(listen.host, listen.port).close()
+    if listen.http_port is not None:
+        bind_http(listen).close()
     with ExitStack() as held:
         reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
         port = reserved.getsockname()[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmpos.about import version
-from mmpos.errors import MmposError
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.wire.errors import shortened
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
@@ -64,6 +64,9 @@ class OpenInference:
             self._system_shared_memory_status,
             self._system_shared_memory_register,
             self._system_shared_memory_unregister,
+            self._cuda_shared_memory_status,
+            self._cuda_shared_memory_register,
+            self._cuda_shared_memory_unregister,
         ]
         return [*asked, *(_method(run) for run in told), infer]
 
@@ -148,6 +151,22 @@ class OpenInference:
         call: Call,
     ) -> None:
         self._regions.unregister(message.name)
+
+    async def _cuda_shared_memory_status(
+        self, message: pb.CudaSharedMemoryStatusRequest, answer: pb.CudaSharedMemoryStatusResponse, call: Call
+    ) -> None:
+        if message.name:
+            raise InvalidInputError(f"name: got region {message.name[:300]!r}, want one that is registered")
+
+    async def _cuda_shared_memory_register(
+        self, message: pb.CudaSharedMemoryRegisterRequest, answer: pb.CudaSharedMemoryRegisterResponse, call: Call
+    ) -> None:
+        raise UnsupportedError("region: got memory of a GPU, want system shared memory")
+
+    async def _cuda_shared_memory_unregister(
+        self, message: pb.CudaSharedMemoryUnregisterRequest, answer: pb.CudaSharedMemoryUnregisterResponse, call: Call
+    ) -> None:
+        """Nothing is registered, as clients that clean up want it."""
 
     def _find(self, name: str, version: str) -> tuple[Model, Profile]:
         """A model and its version, the default one if its name is empty.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from google.protobuf import json_format
@@ -24,6 +25,9 @@ __all__ = ["Kind", "get_parameters", "loaded", "scheme_of", "views_of"]
 
 MAX_TEXT = 2**20
 """Most characters of a JSON text: while it is parsed, nothing else happens in the process."""
+
+MAX_DEPTH = 16
+"""Most lists and objects inside each other: what reads and what quotes them works its way down by recursion."""
 
 Kind = Literal["bool", "int64", "string"]
 
@@ -70,9 +74,15 @@ def loaded(name: str, text: str) -> Any:
     if len(text) > MAX_TEXT:
         raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {MAX_TEXT}")
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        # What Python reads and JSON has not: infinities, of which no integer can be made, and half characters, which
+        # no message and no status can hold.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
+    if _deeper(value, MAX_DEPTH):
+        raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want at most {MAX_DEPTH} lists in lists")
+    return value
 
 
 def scheme_of(text: str) -> Scheme:
@@ -92,6 +102,15 @@ def views_of(text: str, limits: Limits) -> list[View]:
     return [
         get_view(f"views[{i}]", _message(f"views[{i}]", value, positions_pb2.View())) for i, value in enumerate(values)
     ]
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether there are more than so many lists and objects inside each other."""
+    found = [value] if isinstance(value, list | dict) else []
+    for _ in range(levels):
+        inner = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in found)
+        found = [value for value in inner if isinstance(value, list | dict)]
+    return bool(found)
 
 
 def _message(name: str, value: Any, message: Any) -> Any:

@@ -1,0 +1,317 @@
+"""Requests and answers of the protocol as JSON, with tensors in it or as bytes behind it, from and to its messages."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from reprlib import repr as shown
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.tensors import DATATYPES, from_contents
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+__all__ = ["Wanted", "infer_request", "infer_response", "plain", "register_request"]
+
+MAX_JSON = 2**21
+"""Most bytes of JSON: while it is parsed, nothing else happens in the process. Bytes behind it may be far more."""
+
+MAX_LISTS = 2**16
+"""Most lists and objects in it: an empty one takes thirty times the memory of its brackets."""
+
+MAX_NUMBERS = 2**18
+"""Most numbers of an answer as JSON, likewise."""
+
+_INT64 = Field(ge=-(2**63), le=2**63 - 1)
+_UINT64 = Field(ge=0, le=2**64 - 1)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Input(_Model):
+    name: str
+    datatype: str
+    shape: Annotated[list[Annotated[int, _INT64]], FailFast()]
+    parameters: dict[str, Any] | None = None
+    data: list[Any] | None = None
+
+
+class _Output(_Model):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Infer(_Model):
+    id: str | None = None
+    # Of the path; clients repeat them here.
+    model_name: str | None = None
+    model_version: str | None = None
+    parameters: dict[str, Any] | None = None
+    inputs: Annotated[list[_Input], FailFast()]
+    outputs: Annotated[list[_Output], FailFast()] = []
+
+
+class _Register(_Model):
+    key: str
+    offset: Annotated[int, _UINT64] = 0
+    byte_size: Annotated[int, _UINT64]
+
+
+class Wanted:
+    """Which outputs of an answer are wanted as bytes behind the JSON.
+
+    Args:
+        otherwise: whether those are that no request for an output says it of.
+        named: those that one does.
+    """
+
+    def __init__(self, otherwise: bool, named: Mapping[str, bool]) -> None:
+        self._otherwise, self._named = otherwise, named
+
+    def as_bytes(self, name: str) -> bool:
+        """Whether an output is."""
+        return self._named.get(name, self._otherwise)
+
+
+def infer_request(raw: bytes, json_size: int | None, name: str, version: str) -> tuple[pb.ModelInferRequest, Wanted]:
+    """The message of a request, and how its outputs are to come.
+
+    Args:
+        raw: JSON, and after it the bytes of tensors.
+        json_size: bytes of the JSON; None: all.
+        name: of the model.
+        version: of the model.
+
+    Raises:
+        InvalidInputError: it is no such JSON, or more or fewer bytes come after it than it says.
+        LimitExceededError: it is more JSON than is read.
+    """
+    size = len(raw) if json_size is None else json_size
+    if size > len(raw):
+        raise InvalidInputError(f"Inference-Header-Content-Length: got {size}, want <= {len(raw)}, as came")
+    asked = _read(_Infer, raw[:size])
+    message = pb.ModelInferRequest(model_name=name, model_version=version, id=asked.id or "")
+    parameters = dict(asked.parameters or {})
+    otherwise = _flag("parameters['binary_data_output']", parameters.pop("binary_data_output", False))
+    _put_parameters("parameters", message.parameters, parameters)
+    _put_inputs(message, asked.inputs, memoryview(raw)[size:], framed=json_size is not None)
+    named: dict[str, bool] = {}
+    for i, output in enumerate(asked.outputs):
+        where = f"outputs[{i}].parameters"
+        values = dict(output.parameters or {})
+        if "binary_data" in values:
+            named[output.name] = _flag(f"{where}['binary_data']", values.pop("binary_data"))
+        _put_parameters(where, message.outputs.add(name=output.name).parameters, values)
+    return message, Wanted(otherwise, named)
+
+
+def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[bytes, bytes]:
+    """The JSON of an answer, and the bytes of tensors that come after it.
+
+    Args:
+        message: the answer.
+        wanted: which outputs are those.
+
+    Raises:
+        LimitExceededError: more numbers are wanted as JSON than are written.
+        UnsupportedError: a type that has no form in JSON is.
+        InvalidInputError: a number that has none is.
+    """
+    numbers = 0
+    raw = iter(message.raw_output_contents)
+    outputs, behind = [], []
+    for tensor in message.outputs:
+        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        outputs.append(told)
+        if tensor.parameters:  # it lies in shared memory
+            told["parameters"] = _parameters(tensor.parameters)
+            continue
+        data = next(raw)
+        if wanted.as_bytes(tensor.name):
+            told["parameters"] = {"binary_data_size": len(data)}
+            behind.append(data)
+            continue
+        dtype = DATATYPES[tensor.datatype].dtype
+        if dtype is None or DATATYPES[tensor.datatype].contents is None:
+            raise UnsupportedError(f"{tensor.name}: got {tensor.datatype} as JSON, want binary_data")
+        numbers += len(data) // dtype.itemsize
+        if numbers > MAX_NUMBERS:
+            raise LimitExceededError(
+                f"{tensor.name}: got {numbers} numbers as JSON, want at most {MAX_NUMBERS}, or binary_data"
+            )
+        told["data"] = np.frombuffer(data, dtype).tolist()
+    head: dict[str, Any] = {"model_name": message.model_name, "model_version": message.model_version}
+    if message.id:
+        head["id"] = message.id
+    try:
+        return json.dumps({**head, "outputs": outputs}, allow_nan=False).encode(), b"".join(behind)
+    except ValueError:
+        raise InvalidInputError("outputs: got nan or inf, which JSON has not, want binary_data") from None
+
+
+def register_request(raw: bytes, name: str) -> pb.SystemSharedMemoryRegisterRequest:
+    """The message that registers a region.
+
+    Raises:
+        InvalidInputError: it is no such JSON.
+    """
+    asked = _read(_Register, raw)
+    return pb.SystemSharedMemoryRegisterRequest(
+        name=name, key=asked.key, offset=asked.offset, byte_size=asked.byte_size
+    )
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON has it: every field, integers as numbers, values of enumerations by their names."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            nested = kind.fields_by_name["value"].message_type is not None
+            found[field.name] = {key: plain(inner) if nested else inner for key, inner in value.items()}
+            continue
+        values = value if field.is_repeated else [value]
+        if kind is not None:
+            values = [plain(inner) for inner in values]
+        elif field.enum_type is not None:
+            values = [field.enum_type.values_by_number[inner].name for inner in values]
+        found[field.name] = list(values) if field.is_repeated else values[0]
+    return found
+
+
+def _read(kind: type[Any], raw: bytes) -> Any:
+    if len(raw) > MAX_JSON:
+        raise LimitExceededError(
+            f"request: got {len(raw)} bytes of JSON, want at most {MAX_JSON}, and binary_data_size"
+        )
+    lists = raw.count(b"[") + raw.count(b"{")
+    if lists > MAX_LISTS:
+        raise LimitExceededError(f"request: got {lists} lists in JSON, want at most {MAX_LISTS}, or binary_data_size")
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "json_invalid":
+        raise InvalidInputError(f"request: got {raw[:100]!r}, want JSON ({first['msg']})")
+    got = "none" if first["type"] == "missing" else shown(first["input"])
+    want = {
+        "missing": "a value",
+        "extra_forbidden": "no field of this name",
+        "model_type": "an object",
+        "dict_type": "an object",
+        "list_type": "a list",
+    }.get(first["type"], first["msg"].removeprefix("Input should be ").removeprefix("a valid "))
+    raise InvalidInputError(f"{where or 'request'}: got {got}, want {want}")
+
+
+def _put_inputs(message: pb.ModelInferRequest, inputs: Sequence[_Input], behind: memoryview, *, framed: bool) -> None:
+    """Fill the inputs of a message; numbers in JSON become raw as soon as others are, since a message has one kind."""
+    sizes = [_binary_size(f"inputs[{i}].parameters", given.parameters, framed) for i, given in enumerate(inputs)]
+    total = sum(size or 0 for size in sizes)
+    if total != len(behind):
+        raise InvalidInputError(f"binary_data_size: got {total} in all, want {len(behind)}, as come after the JSON")
+    raw, at = any(size is not None for size in sizes), 0
+    for i, (given, size) in enumerate(zip(inputs, sizes, strict=True)):
+        tensor = message.inputs.add(name=given.name, datatype=given.datatype, shape=given.shape)
+        values = {name: value for name, value in (given.parameters or {}).items() if name != "binary_data_size"}
+        _put_parameters(f"inputs[{i}].parameters", tensor.parameters, values)
+        if size is not None:
+            if given.data is not None:
+                raise InvalidInputError(f"inputs[{i}]: got data and binary_data_size, want one of them")
+            message.raw_input_contents.append(bytes(behind[at : at + size]))
+            at += size
+        elif given.data is not None:
+            contents = _contents(f"inputs[{i}].data", given)
+            if raw:
+                message.raw_input_contents.append(_raw(given, contents))
+            else:
+                tensor.contents.CopyFrom(contents)
+
+
+def _binary_size(where: str, parameters: Mapping[str, Any] | None, framed: bool) -> int | None:
+    """Bytes of an input behind the JSON; None if it is not there."""
+    if parameters is None or "binary_data_size" not in parameters:
+        return None
+    size = parameters["binary_data_size"]
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise InvalidInputError(f"{where}['binary_data_size']: got {shown(size)}, want an integer >= 0")
+    if not framed:
+        raise InvalidInputError(
+            f"{where}['binary_data_size']: got {size}, want header Inference-Header-Content-Length, too"
+        )
+    return size
+
+
+def _contents(where: str, given: _Input) -> pb.InferTensorContents:
+    """The numbers of a tensor one by one; those of a type that is not known are left out, as the type is refused."""
+    contents = pb.InferTensorContents()
+    kind = DATATYPES.get(given.datatype)
+    if kind is None:
+        return contents
+    if kind.contents is None:
+        raise InvalidInputError(f"{where}: got {given.datatype} as JSON, want bytes and binary_data_size")
+    values = _flat(where, given.data or [])
+    try:
+        if given.datatype == "BYTES":
+            contents.bytes_contents.extend(value.encode() for value in values)
+        else:
+            getattr(contents, kind.contents).extend(values)
+    except (AttributeError, TypeError, ValueError):  # of text; of numbers, by their kind or their size
+        raise InvalidInputError(f"{where}: got {shown(values)}, want what {given.datatype} holds") from None
+    return contents
+
+
+def _flat(where: str, values: list[Any]) -> list[Any]:
+    """What is in lists of lists, in row-major order."""
+    while values and any(isinstance(value, list) for value in values):
+        if not all(isinstance(value, list) for value in values):
+            raise InvalidInputError(f"{where}: got {shown(values)}, want lists of one depth")
+        values = list(chain.from_iterable(values))
+    return values
+
+
+def _raw(given: _Input, contents: pb.InferTensorContents) -> bytes:
+    if given.datatype not in DATATYPES:
+        return b""
+    found = from_contents(given.name, given.datatype, tuple(given.shape), contents)
+    if isinstance(found, list):
+        return b"".join(struct.pack("<I", len(element)) + element for element in found)
+    return found.astype(found.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _put_parameters(where: str, target: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool):
+            target[name].bool_param = value
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            target[name].int64_param = value
+        elif isinstance(value, str):
+            target[name].string_param = value
+        elif isinstance(value, float):
+            target[name].double_param = value
+        else:
+            raise InvalidInputError(
+                f"{where}[{name[:100]!r}]: got {shown(value)}, want a text, a number of 64 bits, true or false"
+            )
+
+
+def _parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    return {name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in parameters.items()}
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{where}: got {shown(value)}, want true or false")
+    return value

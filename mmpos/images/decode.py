@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.images.backends import decode_jpeg
-from mmpos.images.bare import bare_jpeg, bare_png
+from mmpos.images.bare import bare_gif, bare_jpeg, bare_png
 from mmpos.images.guard import guarded
 from mmpos.images.headers import Header
 
@@ -78,7 +78,7 @@ def _open(data: bytes, header: Header) -> ImageFile:
     if header.kind == "JPEG":
         return JpegImagePlugin.JpegImageFile(io.BytesIO(bare_jpeg(data)))
     if header.kind == "GIF":
-        return GifImagePlugin.GifImageFile(io.BytesIO(data))
+        return GifImagePlugin.GifImageFile(io.BytesIO(bare_gif(data)))
     if header.kind == "WebP":
         return WebPImagePlugin.WebPImageFile(io.BytesIO(data))
     image = PngImagePlugin.PngImageFile(io.BytesIO(bare_png(data)))

@@ -19,6 +19,9 @@ HEAD_BYTES = 2**18
 MOST_SCANS = 100
 """Scans of a JPEG; encoders write ten or so, and each goes over all pixels again."""
 
+_HEAVY = 48_000_000
+"""Pixels of a plain JPEG, or bytes, that a core decodes in about half a second."""
+
 _EXIF_BYTES = 2**16  # as in a JPEG: longer blocks are cut, which leaves the orientation at their start
 
 
@@ -47,6 +50,27 @@ class Header:
         """The size after orientation."""
         height, width = self.stored
         return ImageSize(width, height) if self.orientation >= 5 else self.stored
+
+    @property
+    def deep(self) -> bool:
+        """Whether it is a PNG of colours of 16 bits, which Pillow decodes twice."""
+        return self.kind == "PNG" and self.depth == 16 and self.channels > 0
+
+    @property
+    def decode_bytes(self) -> int:
+        """Memory that it takes at most to decode and resize the image, the file aside.
+
+        Source: measured for each kind, see docs/service.md.
+        """
+        per_pixel = {"JPEG": 9, "PNG": 12, "GIF": 9, "WebP": 18}[self.kind]
+        if self.scans:
+            per_pixel = max(per_pixel, 5 + 2 * self.channels)  # all coefficients at once
+        return per_pixel * self.stored.height * self.stored.width
+
+    def heavy(self, file_bytes: int) -> bool:
+        """Whether decoding a file of so many bytes may take a core more than half a second or so, whatever is in it."""
+        per_pixel = {"JPEG": 1 + self.scans / 20, "PNG": 7 if self.deep else 4, "GIF": 1.5, "WebP": 4.5}[self.kind]
+        return per_pixel * self.stored.height * self.stored.width + file_bytes > _HEAVY
 
 
 def read_header(head: bytes, rest: Callable[[], bytes] = bytes) -> Header:

@@ -23,7 +23,7 @@ from mmpos.images.sizes import ImageSize
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Source", "open_source"]
+__all__ = ["File", "Source", "open_source"]
 
 _WANT = (
     "a path, the bytes of a file, a Pillow image, a numpy array (h, w[, 1 | 3 | 4]), "
@@ -51,11 +51,11 @@ def open_source(image: Any) -> Iterator[Source]:
     """
     if isinstance(image, bytes | bytearray | memoryview):
         data = bytes(image)
-        yield _File(read_header(data), lambda: data)
+        yield File(read_header(data), lambda: data)
     elif isinstance(image, os.PathLike):
         with _opened(image) as file:
             header = read_header(file.read(HEAD_BYTES), file.read)
-            yield _File(header, lambda: _all_of(file))
+            yield File(header, lambda: _all_of(file))
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif _is("PIL.Image", "Image", image):
@@ -69,15 +69,24 @@ def open_source(image: Any) -> Iterator[Source]:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class File:
+    """An encoded image.
+
+    Args:
+        header: of it.
+        data: gives all of its bytes.
+    """
+
     header: Header
     data: Callable[[], bytes]
 
     @property
     def size(self) -> ImageSize:
+        """The size after orientation."""
         return self.header.size
 
     def read(self, backend: str) -> tuple[Samples, str]:
+        """The upright samples, and the hash of the file."""
         data = self.data()
         array = orient(decode(data, self.header, backend), self.header.orientation)
         return array, hashlib.sha256(data).hexdigest()

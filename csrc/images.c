@@ -92,13 +92,13 @@ static int walk_jpeg(Walk *walk) {
         position = start + length;
         if (marker == SCAN) {
             keep(walk, marker, start, length);
-            scanning = 1;
             if (!has(walk, start, 1)) {
                 return SHORT;
             }
-            if (!several && walk->data[start] >= components) {
+            if (!several && !scanning && walk->data[start] >= components) {
                 return WHOLE;
             }
+            scanning = 1;
         } else if (scanning) {
             continue;
         } else if (is_frame(marker)) {

@@ -122,11 +122,11 @@ def _jpeg(data: bytes, most: int) -> Found:
         part = (marker, start, length)
         if marker == SCAN:
             parts.append(part)
-            scanning = True
             if start >= len(data):
                 return _SHORT, parts
-            if not several and data[start] >= components:
+            if not several and not scanning and data[start] >= components:
                 return _WHOLE, parts
+            scanning = True
         elif scanning:
             continue
         elif marker in FRAMES:

@@ -54,6 +54,13 @@ def jpeg_of_scans(count: int, side: int = 8) -> bytes:
     return data[:-2] + last * (count - data.count(b"\xff\xda")) + data[-2:]
 
 
+def endless_jpeg() -> bytes:
+    """A JPEG of 4096 x 4096 pixels and 20,000 scans, which any processor works at for a minute and more."""
+    data = jpeg_of_scans(20_000, 64)
+    size = data.index(b"\xff\xc2") + 5
+    return data[:size] + (4096).to_bytes(2) * 2 + data[size + 4 :]
+
+
 @lru_cache
 def deep_png(side: int) -> bytes:
     """A PNG of side x side black pixels of four times 16 bits, a thousand times smaller than they are."""

@@ -166,11 +166,12 @@ def test_a_file_over_which_the_decoder_dies_is_refused(decoders: Decoders, child
 
 @pytest.mark.usefixtures("all_heavy")
 def test_processes_end_with_their_server(children: Children) -> None:
+    data = photo()
     with running(server()) as address, Client(address, timeout=120) as client:
-        sequence = client.build(["a", photo()])
+        sequence = client.build(["a", data])
         assert [child.poll() for child in children] == [None]
     assert [child.returncode for child in children] == [-signal.SIGKILL]
-    local = SequenceBuilder(images=ImageProcessor("pillow")).build(["a", photo()])
+    local = SequenceBuilder(images=ImageProcessor("pillow")).build(["a", data])
     np.testing.assert_array_equal(sequence.patches, local.patches)
     assert sequence.image_hashes == local.image_hashes
 

@@ -106,9 +106,11 @@ def test_a_plain_jpeg_is_looked_at_up_to_its_only_scan(tmp_path: Path) -> None:
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     data = file.getvalue()
     assert len(data) > 2**18
-    asked: list[int] = []
-    assert read_header(data[: 2**18], lambda: bytes(asked.append(1) or 0)).size == ImageSize(800, 800)
-    assert asked == []
+
+    def rest() -> bytes:
+        raise AssertionError("the rest is not needed")
+
+    assert read_header(data[: 2**18], rest).size == ImageSize(800, 800)
     (tmp_path / "photo").write_bytes(data)
     assert PROCESSOR.inspect(tmp_path / "photo") == ImageSize(800, 800)
     png = hostile.png_of_chunks(30_000)

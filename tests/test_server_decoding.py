@@ -29,10 +29,9 @@ from mmpos.errors import (
     ServiceOverloadedError,
     ServiceTimeoutError,
 )
-from mmpos.images import ImageProcessor, headers
+from mmpos.images import ImageProcessor, ImageSize, headers
 from mmpos.images.headers import read_header
 from mmpos.sequence import SequenceBuilder
-from mmpos_server import decoding
 from mmpos_server.config import ServerConfig
 from mmpos_server.decoding import Apart, Decoders
 from mmpos_server.testing import running
@@ -57,7 +56,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Children:
             found.append(process)
         return process
 
-    monkeypatch.setattr(decoding.subprocess, "Popen", started)
+    monkeypatch.setattr(subprocess, "Popen", started)
     return found
 
 
@@ -268,7 +267,7 @@ def test_damaged_images_are_the_fault_of_the_caller(count: int) -> None:
 def test_only_what_may_take_long_is_heavy() -> None:
     def header(data: bytes, height: int, width: int) -> headers.Header:
         found = read_header(data)
-        return headers.Header(found.kind, headers.ImageSize(height, width), 1, found.channels, found.depth, found.scans)
+        return headers.Header(found.kind, ImageSize(height, width), 1, found.channels, found.depth, found.scans)
 
     jpeg, png, deep, webp = files()[0], files()[4], hostile.deep_png(8), files()[9]
     assert not header(jpeg, 6000, 8000 - 1).heavy(0)

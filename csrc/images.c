@@ -57,6 +57,9 @@ static int64_t next_marker(const Walk *walk, int64_t position) {
             return -1;
         }
         position = found - walk->data + 1;
+        while (walk->data[position] == 0xFF && has(walk, position, 2)) {
+            position++; /* padding */
+        }
         uint8_t marker = walk->data[position];
         if (marker > 0x01 && marker != 0xFF && (marker < 0xD0 || marker > 0xD8)) {
             return position + 1;

@@ -164,6 +164,15 @@ def test_a_file_over_which_the_decoder_dies_is_refused(decoders: Decoders, child
 
 
 @pytest.mark.usefixtures("all_heavy")
+def test_a_process_that_cannot_work_is_no_fault_of_the_image(
+    decoders: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="a process that decodes ended with exit code 1"):
+        apart(decoders).process(files()[0])
+
+
+@pytest.mark.usefixtures("all_heavy")
 def test_processes_end_with_their_server(children: Children) -> None:
     data = photo()
     with running(server()) as address, Client(address, timeout=120) as client:

@@ -50,7 +50,7 @@ def decode(data: bytes, header: Header, backend: str) -> Samples:
             and not header.heavy(len(data))
         ):
             array: Samples = decode_jpeg(data)
-        elif header.kind == "PNG" and header.channels and header.depth == 16:
+        elif header.deep:
             array = _deep_png(bare_png(data), header.stored, header.channels)
         else:
             array = samples(_open(data, header))
@@ -67,6 +67,7 @@ def samples(image: Image) -> Samples:
     if image.mode in ("I", "F"):
         raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
     mode = "RGBA" if image.has_transparency_data else "RGB"
+    image.load()  # which may change the size, as of icons
     array = np.empty((image.height, image.width, len(mode)), np.uint8)
     for rows, strip in _strips(image):
         array[rows] = np.asarray(strip if strip.mode == mode else strip.convert(mode))

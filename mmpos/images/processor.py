@@ -173,7 +173,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, or too thin.
-            LimitExceededError: more than max_source_pixels.
+            LimitExceededError: more than max_source_pixels, or a file of more than 65,536 parts or 100 scans.
         """
         if isinstance(image, ImageSize):
             return self._admitted(image)
@@ -193,7 +193,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: more than max_source_pixels or max_decode_bytes, or than 100 scans of a JPEG.
+            LimitExceededError: more than max_source_pixels or max_decode_bytes, or as in `inspect`.
             ImportError: the backend is not installed.
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)

@@ -192,8 +192,10 @@ class _Process:
             return LimitExceededError(
                 f"image: got a {kind} that takes more than {self._seconds} s to decode, want less"
             )
-        reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return InvalidInputError(f"image: got a {kind} over which its decoder ended ({reason}), want a sound one")
+        if code >= 0:  # not by the image: stderr says how
+            raise RuntimeError(f"a process that decodes ended with exit code {code}")
+        name = signal.Signals(-code).name
+        return InvalidInputError(f"image: got a {kind} over which its decoder ended ({name}), want a sound one")
 
     def kill(self) -> None:
         """End it now."""

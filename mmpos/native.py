@@ -83,6 +83,9 @@ class Core(Protocol):
     ) -> tuple[int, int, bool, bool] | None:
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
+    def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
+        """How a walk through an image file ended, and kind, start and length of its parts that matter."""
+
 
 def int64(data: bytes) -> npt.NDArray[np.int64]:
     """The numbers that came as bytes; read-only, not copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.images.backends import decode_jpeg
-from mmpos.images.bare import bare_jpeg, bare_png
+from mmpos.images.bare import bare_gif, bare_jpeg, bare_png
 from mmpos.images.guard import guarded
 from mmpos.images.headers import Header
+from mmpos.images.sizes import ImageSize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,6 +24,8 @@ __all__ = ["decode", "samples", "to_rgb"]
 
 Samples = npt.NDArray[Any]  # (h, w, 1 | 3 | 4), uint8 or uint16
 
+_STRIP_PIXELS = 2**17
+
 
 def decode(data: bytes, header: Header, backend: str) -> Samples:
     """The samples of a file as stored, before orientation.
@@ -29,7 +33,8 @@ def decode(data: bytes, header: Header, backend: str) -> Samples:
     Args:
         data: the file.
         header: what `read_header` says of it.
-        backend: torchvision decodes gray and RGB JPEGs; Pillow decodes everything else, without loss.
+        backend: torchvision decodes gray and RGB JPEGs that are not heavy; Pillow decodes everything else, without
+            loss but for colours of 16 bits, which are rounded.
 
     Returns:
         A new array (h, w, 1 | 3 | 4), uint8 or uint16.
@@ -38,10 +43,15 @@ def decode(data: bytes, header: Header, backend: str) -> Samples:
         InvalidInputError: the file is truncated or corrupt.
     """
     with guarded(f"{header.kind} file"):
-        if header.kind == "JPEG" and header.channels in (1, 3) and backend == "torchvision":
+        if (
+            backend == "torchvision"
+            and header.kind == "JPEG"
+            and header.channels in (1, 3)
+            and not header.heavy(len(data))
+        ):
             array: Samples = decode_jpeg(data)
-        elif header.kind == "PNG" and header.channels and header.depth == 16:
-            array = _deep_png(bare_png(data), header.channels)
+        elif header.deep:
+            array = _deep_png(bare_png(data), header.stored, header.channels)
         else:
             array = samples(_open(data, header))
     if array.shape[:2] != tuple(header.stored):
@@ -52,23 +62,53 @@ def decode(data: bytes, header: Header, backend: str) -> Samples:
 def samples(image: Image) -> Samples:
     """The samples of a Pillow image: uint16 of 16-bit gray, RGBA where some may be transparent, else RGB."""
     if image.mode.startswith("I;16"):
-        gray = np.asarray(image).astype(np.uint16)[..., None]  # Pillow itself would clip it to 255
+        gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow itself would clip it to 255
         return _keyed(gray, image.info.get("transparency"))
     if image.mode in ("I", "F"):
         raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
     mode = "RGBA" if image.has_transparency_data else "RGB"
-    return np.asarray(image if image.mode == mode else image.convert(mode))
+    image.load()  # which may change the size, as of icons
+    array = np.empty((image.height, image.width, len(mode)), np.uint8)
+    for rows, strip in _strips(image):
+        array[rows] = np.asarray(strip if strip.mode == mode else strip.convert(mode))
+    return array
 
 
-def to_rgb(array: Samples, background: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Samples rounded to 8 bits, laid over the background by their alpha, gray repeated: (h, w, 3), maybe a view."""
-    if array.dtype != np.uint8:
-        array = ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)  # v * 255 / 65535, rounded
-    if array.shape[2] == 4:
-        alpha = array[..., 3:].astype(np.uint16)
-        blend = array[..., :3] * alpha + np.array(background, np.uint16) * (255 - alpha)
-        array = ((blend + 127) // 255).astype(np.uint8)
-    return array if array.shape[2] == 3 else np.broadcast_to(array, (*array.shape[:2], 3))
+def to_rgb(
+    array: Samples, background: tuple[int, ...], out: npt.NDArray[np.uint8] | None = None
+) -> npt.NDArray[np.uint8]:
+    """Samples rounded to 8 bits, laid over the background by their alpha, gray repeated: (h, w, 3).
+
+    Returns:
+        out, filled; without one a new array, or a view where nothing is to be computed.
+    """
+    height, width, channels = array.shape
+    if out is None and array.dtype == np.uint8 and channels != 4:
+        return array if channels == 3 else np.broadcast_to(array, (height, width, 3))
+    found = np.empty((height, width, 3), np.uint8) if out is None else out
+    ground = np.array(background, np.uint16)
+    for rows in _rows(height, width):
+        strip = array[rows]
+        if strip.dtype != np.uint8:
+            strip = _eight(strip)
+        if channels == 4:
+            alpha = strip[..., 3:].astype(np.uint16)
+            strip = (strip[..., :3] * alpha + ground * (255 - alpha) + 127) // 255
+        found[rows] = strip
+    return found
+
+
+def _rows(height: int, width: int) -> Iterator[slice]:
+    """Rows of an image in strips: what is computed of one stays in the cache, and takes no memory to speak of."""
+    step = max(1, _STRIP_PIXELS // width)
+    return (slice(top, min(top + step, height)) for top in range(0, height, step))
+
+
+def _strips(image: Image) -> Iterator[tuple[slice, Image]]:
+    """An image in strips, each with its rows."""
+    for rows in _rows(image.height, image.width):
+        whole = rows.stop - rows.start == image.height
+        yield rows, image if whole else image.crop((0, rows.start, image.width, rows.stop))
 
 
 def _open(data: bytes, header: Header) -> ImageFile:
@@ -78,7 +118,7 @@ def _open(data: bytes, header: Header) -> ImageFile:
     if header.kind == "JPEG":
         return JpegImagePlugin.JpegImageFile(io.BytesIO(bare_jpeg(data)))
     if header.kind == "GIF":
-        return GifImagePlugin.GifImageFile(io.BytesIO(data))
+        return GifImagePlugin.GifImageFile(io.BytesIO(bare_gif(data)))
     if header.kind == "WebP":
         return WebPImagePlugin.WebPImageFile(io.BytesIO(data))
     image = PngImagePlugin.PngImageFile(io.BytesIO(bare_png(data)))
@@ -88,30 +128,48 @@ def _open(data: bytes, header: Header) -> ImageFile:
     return image
 
 
-def _deep_png(data: bytes, colour: int) -> Samples:
-    """The 16-bit samples of a colour PNG, of which Pillow gives the high bytes only.
+def _deep_png(data: bytes, size: ImageSize, colour: int) -> Samples:
+    """The samples of a 16-bit colour PNG, rounded to 8 bits: Pillow gives their high bytes only.
 
     Told that the bytes are swapped it gives the low ones. Gray with alpha has four bytes a pixel, just like RGBA.
     """
     from PIL.PngImagePlugin import PngImageFile
 
-    def read(layout: str) -> Samples:
+    def read(layout: str) -> Image:
         image = PngImageFile(io.BytesIO(data))
         image.tile = [tile._replace(args=layout) for tile in image.tile]
-        return np.asarray(image).astype(np.uint16)
+        image.load()
+        return image
 
     if colour == 4:
-        stored = read("RGBA")
-        return (stored[..., ::2] << 8 | stored[..., 1::2])[..., [0, 0, 0, 1]]
-    mode = "RGBA" if colour == 6 else "RGB"
-    array = read(f"{mode};16B") << 8 | read(f"{mode};16L")
-    return _keyed(array, PngImageFile(io.BytesIO(data)).info.get("transparency"))
+        array = np.empty((*size, 4), np.uint8)
+        for rows, strip in _strips(read("RGBA")):
+            pairs = np.asarray(strip).astype(np.uint16)
+            array[rows] = _eight(pairs[..., ::2] << 8 | pairs[..., 1::2])[..., [0, 0, 0, 1]]
+        return array
+    mode, key = "RGBA" if colour == 6 else "RGB", PngImageFile(io.BytesIO(data)).info.get("transparency")
+    array = np.empty((*size, len(mode) if key is None else 4), np.uint8)
+    colours = array[..., : len(mode)]
+    # One image after the other, as each has four bytes a pixel; the high bytes wait where the samples go.
+    for rows, strip in _strips(read(f"{mode};16B")):
+        colours[rows] = np.asarray(strip)
+    for rows, strip in _strips(read(f"{mode};16L")):
+        array[rows] = _eight(_keyed(colours[rows].astype(np.uint16) << 8 | np.asarray(strip), key))
+    return array
+
+
+def _eight(deep: Samples) -> npt.NDArray[np.uint8]:
+    """Samples of 16 bits as the nearest of 8: v * 255 / 65535, rounded."""
+    return ((deep.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def _keyed(array: Samples, key: Any) -> Samples:
     """RGBA in which one colour, the key, is transparent; the array itself where there is no key."""
     if key is None:
         return array
-    opaque = np.any(array != np.array(key, np.uint16), axis=2, keepdims=True)
-    rgb = np.broadcast_to(array, (*array.shape[:2], 3))
-    return np.concatenate([rgb, opaque * np.uint16(65535)], axis=2)
+    height, width, _ = array.shape
+    found = np.empty((height, width, 4), np.uint16)
+    for rows in _rows(height, width):
+        found[rows, :, :3] = array[rows]
+        found[rows, :, 3] = np.any(array[rows] != np.array(key, np.uint16), axis=2) * np.uint16(65535)
+    return found

@@ -1,22 +1,28 @@
-"""Headers of JPEG, PNG, WebP and GIF files: what an image measures and how it lies, with no pixel decoded."""
+"""Headers of JPEG, PNG, WebP and GIF files: what an image measures, how it lies, and what it costs to decode."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.exif import orientation
 from mmpos.images.sizes import ImageSize
+from mmpos.images.walk import EXIF, FRAMES, SCAN, Parts, letters, walk
 
-__all__ = ["Header", "jpeg_segments", "png_chunks", "read_exactly", "read_header"]
+__all__ = ["HEAD_BYTES", "MOST_SCANS", "Header", "read_header"]
 
-_END, _START_OF_SCAN, _APP1 = 0xD9, 0xDA, 0xE1
+HEAD_BYTES = 2**18
+"""Bytes in which most files have their header; only of others, and of PNGs, the rest is looked at."""
+
+MOST_SCANS = 100
+"""Scans of a JPEG; encoders write ten or so, and each goes over all pixels again."""
+
+_HEAVY = 48_000_000
+"""Pixels of a plain JPEG, or bytes, that a core decodes in about half a second."""
+
 _EXIF_BYTES = 2**16  # as in a JPEG: longer blocks are cut, which leaves the orientation at their start
-_STANDALONE = {0x01, *range(0xD0, 0xD9)}
-_START_OF_FRAME = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class Header:
         orientation: EXIF's 1 to 8.
         channels: components of a JPEG, colour type of a PNG, 0 of the others.
         depth: bits in a sample.
+        scans: of a JPEG that is decoded in several, else 0.
     """
 
     kind: str
@@ -36,6 +43,7 @@ class Header:
     orientation: int = 1
     channels: int = 0
     depth: int = 8
+    scans: int = 0
 
     @property
     def size(self) -> ImageSize:
@@ -43,132 +51,119 @@ class Header:
         height, width = self.stored
         return ImageSize(width, height) if self.orientation >= 5 else self.stored
 
+    @property
+    def deep(self) -> bool:
+        """Whether it is a PNG of colours of 16 bits, which Pillow decodes twice."""
+        return self.kind == "PNG" and self.depth == 16 and self.channels > 0
 
-def read_header(file: BinaryIO) -> Header:
-    """The header of an encoded image."""
-    magic = file.read(16)
-    if not magic:
+    @property
+    def decode_bytes(self) -> int:
+        """Memory that it takes at most to decode and resize the image, the file aside.
+
+        Source: measured for each kind, see docs/service.md.
+        """
+        per_pixel = {"JPEG": 9, "PNG": 12, "GIF": 9, "WebP": 18}[self.kind]
+        if self.scans:
+            per_pixel = max(per_pixel, 5 + 2 * self.channels)  # all coefficients at once
+        return per_pixel * self.stored.height * self.stored.width
+
+    def heavy(self, file_bytes: int) -> bool:
+        """Whether decoding a file of so many bytes may take a core more than half a second or so, whatever is in it."""
+        per_pixel = {"JPEG": 1 + self.scans / 20, "PNG": 7 if self.deep else 4, "GIF": 1.5, "WebP": 4.5}[self.kind]
+        return per_pixel * self.stored.height * self.stored.width + file_bytes > _HEAVY
+
+
+def read_header(head: bytes, rest: Callable[[], bytes] = bytes) -> Header:
+    """The header of an encoded image.
+
+    Args:
+        head: the file, or its first HEAD_BYTES.
+        rest: gives the bytes behind them, if they are needed.
+
+    Raises:
+        InvalidInputError: no image, or a corrupt one.
+        LimitExceededError: more parts or scans than a file may have.
+    """
+    if not head:
         raise InvalidInputError("image: got an empty file, want a JPEG, PNG, WebP or GIF")
-    if magic.startswith(b"\xff\xd8\xff"):
-        return _jpeg(file)
-    if magic.startswith(b"\x89PNG\r\n\x1a\n"):
-        return _png(file)
-    if magic.startswith(b"RIFF") and magic[8:12] == b"WEBP":
-        return _webp(file)
-    if magic.startswith((b"GIF87a", b"GIF89a")):
-        return _gif(file)
-    raise InvalidInputError(f"image: got an unknown format starting with {magic!r}, want a JPEG, PNG, WebP or GIF")
+    for magic, kind, read in _FORMATS:
+        if head.startswith(magic) and (kind != "WebP" or head[8:12] == b"WEBP"):
+            parts = walk(head, kind)
+            if parts.short and (more := rest()):
+                head += more
+                parts = walk(head, kind)
+            return read(head, parts)
+    raise InvalidInputError(f"image: got an unknown format starting with {head[:16]!r}, want a JPEG, PNG, WebP or GIF")
 
 
-def read_exactly(file: BinaryIO, count: int) -> bytes:
-    """Exactly count bytes, or an error where the file ends."""
-    data = file.read(count)
-    if len(data) < count:
-        raise InvalidInputError("image: got a truncated file, want a whole one")
-    return data
-
-
-def jpeg_segments(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """Marker, start and length of each segment of a JPEG up to the first scan; the file stands at its start."""
-    position = 2
-    marker = -1
-    while marker != _START_OF_SCAN:
-        file.seek(position)
-        # Damaged writers leave bytes between segments, and any marker may be padded with 0xff.
-        while read_exactly(file, 1) != b"\xff":
-            pass
-        while (marker := read_exactly(file, 1)[0]) == 0xFF:
-            pass
-        position = file.tell()
-        if marker in _STANDALONE or marker == 0:
-            continue
-        (length,) = struct.unpack(">H", read_exactly(file, 2)) if marker != _END else (0,)
-        if length < 2:
-            raise InvalidInputError("image: got a corrupt JPEG, want pixels before its end")
-        yield marker, position + 2, length - 2
-        position += length
-
-
-def png_chunks(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
-    """Kind, start and length of each chunk of a PNG up to its end; the file stands at its start."""
-    position = 8
-    kind = b""
-    while kind != b"IEND":
-        file.seek(position)
-        length, kind = struct.unpack(">I4s", read_exactly(file, 8))
-        if (position == 8) != (kind == b"IHDR"):
-            raise InvalidInputError(f"image: got a corrupt PNG with {kind!r} at byte {position}, want IHDR first, once")
-        yield kind, position + 8, length
-        position += 12 + length
-
-
-def _jpeg(file: BinaryIO) -> Header:
-    frame, exif = None, None
-    for marker, _, length in jpeg_segments(file):
-        if marker in _START_OF_FRAME:
-            frame = struct.unpack(">BHHB", read_exactly(file, 6))
-        elif marker == _APP1 and exif is None:
-            block = read_exactly(file, length)
-            exif = block if block.startswith(b"Exif\0\0") else None
-    if frame is None:
+def _jpeg(data: bytes, parts: Parts) -> Header:
+    frames, scans = parts.where(*FRAMES), parts.where(SCAN)
+    if not scans:
+        raise _truncated()
+    if not frames:
         raise InvalidInputError("image: got a corrupt JPEG, want a frame header before the pixels")
-    depth, height, width, channels = frame
-    return Header("JPEG", ImageSize(height, width), orientation(exif or b""), channels, depth)
+    if len(scans) > MOST_SCANS:
+        raise LimitExceededError(f"image: got a JPEG of {len(scans)} scans, want <= {MOST_SCANS}")
+    start, _ = frames[-1]
+    depth, height, width, channels = struct.unpack_from(">BHHB", data, start)
+    # The marker stands before the length: 2, 6, 10 and 14 are progressive. Or the first scan has not all components.
+    several = data[start - 3] & 3 == 2 or data[scans[0][0] : scans[0][0] + 1] < bytes([channels])
+    size, turn = ImageSize(height, width), _turn(data, parts, EXIF)
+    return Header("JPEG", size, turn, channels, depth, len(scans) if several else 0)
 
 
-def _png(file: BinaryIO) -> Header:
-    header, exif = b"", b""
-    for kind, _, length in png_chunks(file):
-        if kind == b"IHDR":
-            header = read_exactly(file, 10)
-        elif kind == b"eXIf":  # allowed on either side of the pixels, so the walk goes to the end
-            exif = read_exactly(file, min(length, _EXIF_BYTES))
-    width, height, depth, colour = struct.unpack(">IIBB", header)
-    return Header("PNG", ImageSize(height, width), orientation(exif), colour, depth)
+def _png(data: bytes, parts: Parts) -> Header:
+    if parts.short or len(data) < 26:
+        raise _truncated()
+    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    # Allowed on either side of the pixels, so the walk goes to the end; the last one counts.
+    return Header("PNG", ImageSize(height, width), _turn(data, parts, letters(b"eXIf"), last=True), colour, depth)
 
 
-def _webp(file: BinaryIO) -> Header:
-    file.seek(12)
-    kind, data = read_exactly(file, 4), read_exactly(file, 14)[4:]
+def _webp(data: bytes, parts: Parts) -> Header:
+    if len(data) < 30:
+        raise _truncated()
+    kind, body = data[12:16], data[20:30]
     if kind == b"VP8X":
-        width, height = int.from_bytes(data[4:7], "little") + 1, int.from_bytes(data[7:10], "little") + 1
-        return Header("WebP", ImageSize(height, width), orientation(_webp_exif(file)))
-    if kind == b"VP8L" and data[0] == 0x2F:
-        bits = int.from_bytes(data[1:5], "little")
+        width, height = int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
+        return Header("WebP", ImageSize(height, width), _turn(data, parts, letters(b"EXIF")))
+    if kind == b"VP8L" and body[0] == 0x2F:
+        bits = int.from_bytes(body[1:5], "little")
         return Header("WebP", ImageSize((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1))
-    if kind == b"VP8 " and data[3:6] == b"\x9d\x01\x2a":
-        width, height = struct.unpack_from("<HH", data, 6)
+    if kind == b"VP8 " and body[3:6] == b"\x9d\x01\x2a":
+        width, height = struct.unpack_from("<HH", body, 6)
         return Header("WebP", ImageSize(height & 0x3FFF, width & 0x3FFF))
     raise InvalidInputError(f"image: got a corrupt WebP starting with {kind!r}, want VP8, VP8L or VP8X")
 
 
-def _webp_exif(file: BinaryIO) -> bytes:
-    position = 12
-    while True:
-        file.seek(position)
-        chunk = file.read(8)
-        if len(chunk) < 8:
-            return b""
-        kind, length = struct.unpack("<4sI", chunk)
-        if kind == b"EXIF":
-            return read_exactly(file, min(length, _EXIF_BYTES))
-        position += 8 + length + length % 2  # chunks are padded to even lengths
-
-
-def _gif(file: BinaryIO) -> Header:
+def _gif(data: bytes, parts: Parts) -> Header:
     """The canvas, or more where the first frame reaches over it."""
-    file.seek(6)
-    width, height, flags = struct.unpack("<HHB", read_exactly(file, 5))
-    file.seek(13 + _palette_bytes(flags))
-    while (block := read_exactly(file, 1)) != b",":
-        if block != b"!":
-            raise InvalidInputError("image: got a GIF with no frame, want at least one")
-        file.seek(1, 1)
-        while length := read_exactly(file, 1)[0]:
-            file.seek(length, 1)
-    left, top, columns, rows = struct.unpack("<HHHH", read_exactly(file, 8))
+    if parts.short:
+        raise _truncated()
+    width, height = struct.unpack_from("<HH", data, 6)
+    left, top, columns, rows = struct.unpack_from("<HHHH", data, parts.where(ord(","))[0][0])
     return Header("GIF", ImageSize(max(height, top + rows), max(width, left + columns)))
 
 
-def _palette_bytes(flags: int) -> int:
-    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+_FORMATS: tuple[tuple[bytes | tuple[bytes, ...], str, Callable[[bytes, Parts], Header]], ...] = (
+    (b"\xff\xd8\xff", "JPEG", _jpeg),
+    (b"\x89PNG\r\n\x1a\n", "PNG", _png),
+    (b"RIFF", "WebP", _webp),
+    ((b"GIF87a", b"GIF89a"), "GIF", _gif),
+)
+
+
+def _turn(data: bytes, parts: Parts, kind: int, *, last: bool = False) -> int:
+    """The orientation in the first or last block of this kind."""
+    blocks = parts.where(kind)
+    if not blocks:
+        return 1
+    start, length = blocks[-1 if last else 0]
+    length = min(length, _EXIF_BYTES)
+    if start + length > len(data):
+        raise _truncated()
+    return orientation(data[start : start + length])
+
+
+def _truncated() -> InvalidInputError:
+    return InvalidInputError("image: got a truncated file, want a whole one")

@@ -17,7 +17,7 @@ from mmpos.images.backends import BACKENDS, resize
 from mmpos.images.decode import to_rgb
 from mmpos.images.patches import ORDERS, Factors, patchify
 from mmpos.images.sizes import Budget, ImageSize
-from mmpos.images.sources import open_source
+from mmpos.images.sources import File, Source, open_source
 from mmpos.images.values import pixel_values, values_of_pixels
 from mmpos.segments import Grid
 
@@ -70,6 +70,8 @@ class ImageProcessor:
         std: of red, green and blue, as parts of 1.
         background: what shows through transparent pixels: red, green and blue, 0 to 255.
         max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent.
+        max_decode_bytes: most memory that decoding and resizing an image may take, the file itself aside; it is known
+            by the header, and more is refused before memory is spent.
         max_aspect_ratio: most times that the long side may be as long as the short one, before resizing.
 
     Raises:
@@ -89,6 +91,7 @@ class ImageProcessor:
     std: tuple[float, float, float] = _CLIP_STD
     background: tuple[int, int, int] = (255, 255, 255)
     max_source_pixels: int = 89_478_485
+    max_decode_bytes: int = 2**30
     max_aspect_ratio: int = 200
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ class ImageProcessor:
             for name in ("patch_size", "spatial_merge_size", "max_source_pixels", "max_aspect_ratio")
         }
         factor = checked["patch_size"] * checked["spatial_merge_size"]
+        checked["max_decode_bytes"] = integer("max_decode_bytes", self.max_decode_bytes, minimum=1)
         checked["min_pixels"] = integer("min_pixels", self.min_pixels, minimum=0)
         least = max(factor**2, checked["min_pixels"])
         checked["max_pixels"] = integer("max_pixels", self.max_pixels, minimum=least, maximum=INT32_MAX)
@@ -169,7 +173,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, or too thin.
-            LimitExceededError: more than max_source_pixels.
+            LimitExceededError: more than max_source_pixels, or a file of more than 65,536 parts or 100 scans.
         """
         if isinstance(image, ImageSize):
             return self._admitted(image)
@@ -189,7 +193,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: more than max_source_pixels.
+            LimitExceededError: more than max_source_pixels or max_decode_bytes, or as in `inspect`.
             ImportError: the backend is not installed.
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
@@ -198,9 +202,10 @@ class ImageProcessor:
             return ProcessedImage(None, self.grid(*size), self.fit(*size), size, None)
         with open_source(image) as source:
             size = self._admitted(source.size)
-            samples, content_hash = source.read(self.backend)
+            self._afford(source)
+            pixels, content_hash = self._decode(source)
         fitted = self.fit(*size)
-        pixels = resize(to_rgb(samples, self.background), *fitted, self.backend)
+        pixels = resize(pixels, *fitted, self.backend)
         cut = (pixels, self.patch_size, self.spatial_merge_size, self.order)
         if frames is None:
             patches = patchify(*cut, None if self.dtype == "uint8" else self._factors)
@@ -231,6 +236,18 @@ class ImageProcessor:
         """(x / 255 - mean) / std as one factor and one summand."""
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+    def _decode(self, source: Source) -> tuple[npt.NDArray[np.uint8], str]:
+        """The upright pixels (h, w, 3) and the content hash; a server has some decoded by processes."""
+        samples, content_hash = source.read(self.backend)
+        return to_rgb(samples, self.background), content_hash
+
+    def _afford(self, source: Source) -> None:
+        """Refuse a file that may take too much memory."""
+        if isinstance(source, File) and source.header.decode_bytes > self.max_decode_bytes:
+            (height, width), need = source.size, source.header.decode_bytes
+            got = f"a {source.header.kind} of {height} x {width} pixels, which may take {need} bytes to decode"
+            raise LimitExceededError(f"image: got {got}, want <= {self.max_decode_bytes} (max_decode_bytes)")
 
     def _admitted(self, size: ImageSize) -> ImageSize:
         """The size, if such an image may be decoded."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -18,13 +17,13 @@ from mmpos.errors import InvalidInputError
 from mmpos.images.decode import Samples, decode, samples
 from mmpos.images.exif import orient, orientation
 from mmpos.images.guard import guarded
-from mmpos.images.headers import Header, read_header
+from mmpos.images.headers import HEAD_BYTES, Header, read_header
 from mmpos.images.sizes import ImageSize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Source", "open_source"]
+__all__ = ["File", "Source", "open_source"]
 
 _WANT = (
     "a path, the bytes of a file, a Pillow image, a numpy array (h, w[, 1 | 3 | 4]), "
@@ -51,11 +50,12 @@ def open_source(image: Any) -> Iterator[Source]:
         InvalidInputError: not an image, or one that cannot be read.
     """
     if isinstance(image, bytes | bytearray | memoryview):
-        held = io.BytesIO(bytes(image))
-        yield _File(held, read_header(held))
+        data = bytes(image)
+        yield File(read_header(data), lambda: data)
     elif isinstance(image, os.PathLike):
         with _opened(image) as file:
-            yield _File(file, read_header(file))
+            header = read_header(file.read(HEAD_BYTES), file.read)
+            yield File(header, lambda: _all_of(file))
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif _is("PIL.Image", "Image", image):
@@ -69,19 +69,32 @@ def open_source(image: Any) -> Iterator[Source]:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    file: BinaryIO
+class File:
+    """An encoded image.
+
+    Args:
+        header: of it.
+        data: gives all of its bytes.
+    """
+
     header: Header
+    data: Callable[[], bytes]
 
     @property
     def size(self) -> ImageSize:
+        """The size after orientation."""
         return self.header.size
 
     def read(self, backend: str) -> tuple[Samples, str]:
-        self.file.seek(0)
-        data = self.file.read()
+        """The upright samples, and the hash of the file."""
+        data = self.data()
         array = orient(decode(data, self.header, backend), self.header.orientation)
         return array, hashlib.sha256(data).hexdigest()
+
+
+def _all_of(file: BinaryIO) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from mmpos.about import cores
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
+from mmpos_server.decoding import Decoders
 
 if TYPE_CHECKING:
     from mmpos_server.config import Concurrency, Pools
 
 __all__ = ["Admission", "Gate", "Line", "Pool", "Window"]
 
-Pool = Literal["place", "image", "rotary"]
+Pool = Literal["place", "image", "heavy", "rotary"]
 
 # Hints beyond these serve nobody: a client would hammer, or give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
@@ -140,6 +141,7 @@ class Admission:
         self.gates: dict[Pool, Gate] = {
             "place": Gate("max_in_flight", concurrency.max_in_flight),
             "image": Gate("max_in_flight_images", concurrency.max_in_flight_images),
+            "heavy": Gate("max_in_flight_heavy", concurrency.max_in_flight_heavy),
             "rotary": Gate("max_in_flight_rotary", concurrency.max_in_flight_rotary),
         }
         self.bytes = Gate("max_in_flight_bytes", concurrency.max_in_flight_bytes)
@@ -149,6 +151,7 @@ class Admission:
         threads: dict[Pool, int] = {
             "place": pools.place,
             "image": pools.image or cores(),
+            "heavy": pools.heavy,
             "rotary": pools.rotary,
         }
         waits = concurrency.max_wait, concurrency.max_wait_overloaded
@@ -156,6 +159,7 @@ class Admission:
         self.executors: dict[Pool, ThreadPoolExecutor] = {
             pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in threads.items()
         }
+        self.decoders = Decoders(pools.heavy_seconds)
 
     def arrive(self) -> None:
         """A call or a stream came.
@@ -172,6 +176,7 @@ class Admission:
         """Let the threads end; what they have begun they finish or stop at a checkpoint."""
         for executor in self.executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
+        self.decoders.close()
 
 
 class Window:

@@ -21,8 +21,10 @@ from mmpos.wire.errors import put_error
 from mmpos.wire.parts import get_parts
 from mmpos.wire.schemes import get_scheme
 from mmpos.wire.sequences import put_sequence
+from mmpos_server.admission import Pool
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
+from mmpos_server.decoding import Apart, is_heavy
 from mmpos_server.profiles import Profiles
 from mmpos_server.refusals import check
 
@@ -37,12 +39,14 @@ class Document:
         parts: as SequenceBuilder takes them.
         hashes: content hash of each image whose pixels are not decoded.
         decodes: whether there are pixels to decode.
+        heavy: whether some of them are decoded in a process of their own.
         outcome: what came of it.
     """
 
     parts: list[Any] = field(default_factory=list)
     hashes: dict[int, str] = field(default_factory=dict)
     decodes: bool = False
+    heavy: bool = False
     outcome: InterleavedSequence | MmposError | None = None
 
 
@@ -79,7 +83,7 @@ class Building:
     async def solve(
         self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, *, patches: bool
     ) -> list[Document]:
-        """Documents with their outcomes: those with images in the threads for images, all others in one go.
+        """Documents with their outcomes: those with images in threads for images, all others in one go.
 
         Args:
             read: gives them, in a thread; refuses too many.
@@ -89,10 +93,14 @@ class Building:
         """
         documents = await call.run("place", self._weighed, read, builder, call, patches)
         plain = [document for document in documents if not document.decodes]
-        work = [[document] for document in documents if document.decodes]
+        work: list[tuple[Pool, Document]] = [
+            ("heavy" if document.heavy else "image", document) for document in documents if document.decodes
+        ]
+        if any(document.heavy for document in documents):
+            call.move("heavy")
         if plain:
             await call.run("place", self._build, builder, plain, call)
-        await asyncio.gather(*(call.run("image", self._build, builder, group, call) for group in work))
+        await asyncio.gather(*(call.run(pool, self._build, builder, [document], call) for pool, document in work))
         return documents
 
     def _read(self, message: pb.SequencesQuery, call: Call) -> list[Document]:
@@ -110,7 +118,7 @@ class Building:
             weight = np.zeros(4)
             for document in documents:
                 call.checkpoint()
-                weight += _weight(document, builder, patches=patches)
+                weight += _weight(document, builder, call, patches=patches)
             pixels, tokens, reply, segments = weight
             call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
             check("pixels", pixels, self._limits)
@@ -127,6 +135,9 @@ class Building:
                     document.outcome = self._one(builder, document, call)
 
     def _one(self, builder: SequenceBuilder, document: Document, call: Call) -> InterleavedSequence | MmposError:
+        if document.heavy:
+            assert builder.images is not None, "every profile has an image processor"
+            builder = replace(builder, images=Apart.of(builder.images, call.decoders, call.checkpoint))
         try:
             sequence = builder.build(_Watched(document.parts, call))
         except ServiceError:  # of the checkpoint
@@ -184,7 +195,7 @@ def _read(message: pb.Document, call: Call) -> Document:
         return Document(outcome=error)
 
 
-def _weight(document: Document, builder: SequenceBuilder, *, patches: bool) -> Any:
+def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> Any:
     """(4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
     A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. An image that is
@@ -201,6 +212,7 @@ def _weight(document: Document, builder: SequenceBuilder, *, patches: bool) -> A
         elif isinstance(part, np.ndarray) and part.ndim == 1:
             total += _tokens(part.size)
         else:
+            call.checkpoint()
             total += _image_weight(document, i, count, builder, patches=patches)
             count += 1
     return total
@@ -230,6 +242,7 @@ def _image_weight(document: Document, index: int, image: int, builder: SequenceB
         document.parts[index] = size
         return weight
     document.decodes = True
+    document.heavy = document.heavy or is_heavy(part)
     weight[[0, 2]] += size.height * size.width, height * width * 3 * np.dtype(images.dtype).itemsize
     return weight
 

@@ -15,6 +15,7 @@ from mmpos_server.exchange import Exchange
 if TYPE_CHECKING:
     from mmpos_server.admission import Admission, Gate, Pool
     from mmpos_server.clients import Visit
+    from mmpos_server.decoding import Decoders
 
 __all__ = ["Call"]
 
@@ -88,6 +89,11 @@ class Call:
     def stopping(self) -> bool:
         """Whether the server says that it is about to stop."""
         return self._admission.announced
+
+    @property
+    def decoders(self) -> Decoders:
+        """The processes of the server that decode."""
+        return self._admission.decoders
 
     def checkpoint(self) -> None:
         """Go on only if somebody still waits for the answer; cheap, and callable from any thread.
@@ -226,4 +232,17 @@ class Call:
             if line.gate is not cheap:
                 cheap.leave(self.seconds)
                 self._gate = line.gate
+            self._tasks[pool] = 0
+
+    def move(self, pool: Pool) -> None:
+        """Give up the place of the call for one before a pool of longer work; items of a stream have their window.
+
+        Raises:
+            ServiceOverloadedError: there is none.
+        """
+        if self._gate is not None:
+            line = self._admission.lines[pool]
+            line.join(inside=False)
+            self._gate.leave(self.seconds)
+            self._gate = line.gate
             self._tasks[pool] = 0

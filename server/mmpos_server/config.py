@@ -55,6 +55,7 @@ class Concurrency(_Settings):
         max_wait_overloaded: calls that it may wait for within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
         max_in_flight_images: calls that decode images.
+        max_in_flight_heavy: calls that decode images in processes of their own.
         max_in_flight_rotary: calls that rotate.
         max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
         max_streams: open streams.
@@ -69,6 +70,7 @@ class Concurrency(_Settings):
     max_wait_overloaded: int = Field(default=1, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)
     max_in_flight_images: int = Field(default=64, ge=1)
+    max_in_flight_heavy: int = Field(default=16, ge=1)
     max_in_flight_rotary: int = Field(default=16, ge=1)
     max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
     max_streams: int = Field(default=256, ge=1)
@@ -150,11 +152,15 @@ class Pools(_Settings):
     Args:
         place: for positions that are too large to be computed between two requests.
         image: for decoding; 0 is one per core.
+        heavy: processes for images that may take a core more than half a second or so, which are ended with their call.
+        heavy_seconds: of a processor, most that such a process may take for one image.
         rotary: for rotations.
     """
 
     place: int = Field(default=2, ge=1, le=1024)
     image: int = Field(default=0, ge=0, le=1024)
+    heavy: int = Field(default=2, ge=1, le=1024)
+    heavy_seconds: int = Field(default=20, ge=1)
     rotary: int = Field(default=1, ge=1, le=1024)
 
 
@@ -188,6 +194,7 @@ class ImageSettings(_Settings):
     std: list[float] | None = None
     background: list[int] | None = None
     max_source_pixels: int | None = None
+    max_decode_bytes: int | None = None
     max_aspect_ratio: int | None = None
 
 

@@ -149,7 +149,9 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
     Profiles.from_config(config)
     places = config.concurrency
     # As many as the gates let in, and one to be refused by them: what is beyond waits in Serve's queue.
-    calls = places.max_in_flight + places.max_in_flight_images + places.max_in_flight_rotary
+    calls = (
+        places.max_in_flight + places.max_in_flight_images + places.max_in_flight_heavy + places.max_in_flight_rotary
+    )
     options.setdefault("max_ongoing_requests", calls + places.max_streams + 1)
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)

@@ -1,0 +1,255 @@
+"""Images that may take long, decoded in processes that end with the call that waits for them.
+
+A decoder at work cannot be told to stop, and what it takes is known only roughly; a process can be killed, and has
+limits of time and memory. Images whose work is short by their headers alone are decoded in threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, fields
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
+from mmpos.images import ImageProcessor
+from mmpos.images.decode import decode, to_rgb
+from mmpos.images.exif import orient
+from mmpos.images.headers import Header, read_header
+from mmpos.images.sources import File, Source
+
+__all__ = ["Apart", "Decoders", "is_heavy", "main"]
+
+Pixels = npt.NDArray[np.uint8]
+
+_BEAT = 0.05
+"""Seconds after which it is asked again whether somebody waits for the image."""
+
+_NICE = 10
+"""Heavy images make way for all other work."""
+
+_ROOM_BYTES = 64 * 2**20
+"""Of memory, beyond what the header and the file say: for what is imported when it is first needed."""
+
+
+def is_heavy(part: Any) -> bool:
+    """Whether a part is an image that is to be decoded by a process."""
+    return isinstance(part, bytes) and read_header(part).heavy(len(part))
+
+
+@dataclass(frozen=True)
+class Apart(ImageProcessor):
+    """An ImageProcessor whose heavy images are decoded by processes; results are the same.
+
+    Args:
+        decoders: the processes.
+        checkpoint: raises as soon as nobody waits for the image.
+    """
+
+    _: KW_ONLY
+    decoders: Decoders
+    checkpoint: Callable[[], None]
+
+    @classmethod
+    def of(cls, images: ImageProcessor, decoders: Decoders, checkpoint: Callable[[], None]) -> Self:
+        """The same processor, with processes."""
+        settings = {field.name: getattr(images, field.name) for field in fields(ImageProcessor)}
+        return cls(**settings, decoders=decoders, checkpoint=checkpoint)
+
+    def _decode(self, source: Source) -> tuple[Pixels, str]:
+        if isinstance(source, File):
+            data = source.data()
+            if source.header.heavy(len(data)):
+                job = _Job(source.header, self.background, self.max_decode_bytes)
+                pixels = self.decoders.decode(data, job, self.checkpoint)
+                return orient(pixels, source.header.orientation), hashlib.sha256(data).hexdigest()
+        return super()._decode(source)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a process is told of an image, besides its file.
+
+    Args:
+        header: of the file.
+        background: what shows through transparent pixels.
+        max_bytes: most memory that decoding may take, the file aside.
+    """
+
+    header: Header
+    background: tuple[int, int, int]
+    max_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the pixels."""
+        return (*self.header.stored, 3)
+
+
+class Decoders:
+    """Processes that decode, each started when all others are at work. Used from any thread.
+
+    Args:
+        seconds: of a processor, most that one image may take.
+    """
+
+    def __init__(self, seconds: int) -> None:
+        self._seconds, self._idle, self._closed = seconds, list[_Process](), False
+
+    def decode(self, data: bytes, job: _Job, checkpoint: Callable[[], None]) -> Pixels:
+        """The pixels (h, w, 3) of a file as stored, before orientation.
+
+        Raises:
+            InvalidInputError: it is truncated or corrupt, or its decoder did not survive it.
+            LimitExceededError: it took too long or too much memory.
+            BaseException: that of the checkpoint; the process was ended.
+        """
+        try:
+            process = self._idle.pop()
+        except IndexError:
+            process = _Process(self._seconds)
+        try:
+            pixels = process.decode(data, job, checkpoint)
+        finally:
+            if self._closed or not process.alive:
+                process.kill()
+            else:
+                self._idle.append(process)
+        return pixels
+
+    def close(self) -> None:
+        """End the processes, those at work as soon as they are done or nobody waits for them."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().kill()
+
+
+class _Process:
+    """A process that decodes one image after the other."""
+
+    def __init__(self, seconds: int) -> None:
+        self._connection, theirs = Pipe()
+        self._seconds = seconds
+        self.alive = True
+        """Whether it takes another image."""
+        with theirs:
+            fd = theirs.fileno()
+            # A program of its own: nothing of this process, its threads and its locks is in it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mmpos_server.decoding", str(fd), str(seconds)],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's interrupt is for the server
+            )
+
+    def decode(self, data: bytes, job: _Job, checkpoint: Callable[[], None]) -> Pixels:
+        """As ``Decoders.decode``."""
+        self.alive = False  # until it has answered
+        size = math.prod(job.shape)
+        memory = os.memfd_create("mmpos-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(memory, size)
+            # What is mapped here cannot be taken away there.
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            try:
+                self._connection.send(job)
+                send_handle(self._connection, memory, self._process.pid)
+                self._connection.send_bytes(data)
+                while not self._connection.poll(_BEAT):
+                    checkpoint()
+                error: MmposError | None = self._connection.recv()
+            except (EOFError, OSError):
+                raise self._died(job) from None
+            self.alive = True
+            if error is not None:
+                raise error
+            return np.frombuffer(mmap.mmap(memory, size), np.uint8).reshape(job.shape)
+        finally:
+            os.close(memory)
+
+    def _died(self, job: _Job) -> MmposError:
+        """The error of an image over which the process has ended."""
+        self._connection.close()
+        code = self._process.wait()
+        kind = job.header.kind
+        if code == -signal.SIGXCPU:
+            return LimitExceededError(
+                f"image: got a {kind} that takes more than {self._seconds} s to decode, want less"
+            )
+        if code >= 0:  # not by the image: stderr says how
+            raise RuntimeError(f"a process that decodes ended with exit code {code}")
+        name = signal.Signals(-code).name
+        return InvalidInputError(f"image: got a {kind} over which its decoder ended ({name}), want a sound one")
+
+    def kill(self) -> None:
+        """End it now."""
+        self.alive = False
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def main(fd: int, seconds: int) -> None:
+    """Decode images until the server closes the connection.
+
+    Args:
+        fd: of the connection.
+        seconds: of a processor, most that one image may take.
+    """
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with Connection(fd) as connection, suppress(EOFError, OSError):
+        while True:
+            job: _Job = connection.recv()
+            memory = recv_handle(connection)
+            data = connection.recv_bytes()
+            _limit(seconds, job.max_bytes + 4 * len(data) + _ROOM_BYTES)
+            connection.send(_decoded(data, job, memory))
+
+
+def _decoded(data: bytes, job: _Job, memory: int) -> MmposError | None:
+    """Put the pixels into the memory, or say why there are none."""
+    try:
+        pixels = np.frombuffer(mmap.mmap(memory, math.prod(job.shape)), np.uint8).reshape(job.shape)
+        to_rgb(decode(data, job.header, "pillow"), job.background, out=pixels)
+    except MemoryError:
+        height, width = job.header.stored
+        got = f"a {job.header.kind} of {height} x {width} pixels"
+        return LimitExceededError(f"image: got {got} that takes more memory to decode than its limit, want less")
+    except MmposError as error:
+        return type(error)(str(error))  # without what it comes of, which may not travel
+    finally:
+        os.close(memory)
+    return None
+
+
+def _limit(seconds: int, size: int) -> None:
+    """End this process after so much more work, and let it have so much more memory."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
+    for kind, most in (
+        (resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime) + seconds),
+        (resource.RLIMIT_DATA, int(used) * 1024 + size),
+    ):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -200,7 +200,8 @@ class Endpoint:
                 failed = self._around.failed(error, call, self.method.name)
                 status = failed.status
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
-            self._around.traffic.leave(context)
+            if form is None:
+                self._around.traffic.leave(context)
             await abort(context, failed.code, failed.message, metadata)
             return b""
         except asyncio.CancelledError:

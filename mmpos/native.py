@@ -31,6 +31,9 @@ class Core(Protocol):
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
         """Kind, extents and segment offsets, as bytes, of lists of parts."""
 
+    def elements(self, raw: bytes, schema: Any, most: int, /) -> int | None:
+        """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
+
     def expand(
         self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, wide: bool, /
     ) -> bool:

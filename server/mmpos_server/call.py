@@ -39,8 +39,10 @@ class Call:
         "_deadline",
         "_gate",
         "_tasks",
+        "answer_bytes",
         "counts",
         "memory",
+        "request_bytes",
         "request_id",
         "span",
         "stages",
@@ -55,6 +57,8 @@ class Call:
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
         self.memory = Exchange()
+        self.request_bytes = 0  # of its message
+        self.answer_bytes = 0.0  # of the tensors in its message, as far as they were told before they are made
         self.weighed = 0  # bytes besides those of the request: of shared memory, there and back
         self._admission = admission
         self._deadline = deadline

@@ -25,6 +25,9 @@ __all__ = ["Kind", "get_parameters", "loaded", "scheme_of", "views_of"]
 MAX_TEXT = 2**20
 """Most characters of a JSON text: while it is parsed, nothing else happens in the process."""
 
+MAX_SCHEME = 2**12
+"""Most characters of a scheme, which is read between two other calls."""
+
 Kind = Literal["bool", "int64", "string"]
 
 IGNORED = ("triton_enable_empty_final_response",)
@@ -60,15 +63,15 @@ def get_parameters(
     return found
 
 
-def loaded(name: str, text: str) -> Any:
-    """What a JSON text says.
+def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
+    """What a JSON text of so many characters says.
 
     Raises:
         InvalidInputError: it is none.
         LimitExceededError: it is too long.
     """
-    if len(text) > MAX_TEXT:
-        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {MAX_TEXT}")
+    if len(text) > most:
+        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -79,7 +82,7 @@ def scheme_of(text: str) -> Scheme:
     """The scheme of a parameter: its name, or message Scheme as JSON."""
     if not text.lstrip().startswith("{"):
         return get_scheme("scheme", scheme_pb2.Scheme(name=text))
-    message = _message("scheme", loaded("scheme", text), scheme_pb2.Scheme())
+    message = _message("scheme", loaded("scheme", text, MAX_SCHEME), scheme_pb2.Scheme())
     return get_scheme("scheme", message)
 
 

@@ -39,6 +39,9 @@ class Core(Protocol):
     ) -> bool:
         """Write the ids of these axes into the rows of out, by the widest vectors of the CPU or by those of all."""
 
+    def integers(self, raw: bytes, fields: bytes, /) -> tuple[bytes, ...] | None:
+        """The numbers of these repeated fields of a message, each as the bytes of an array."""
+
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""
 

@@ -99,6 +99,8 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
         if source.spatial_merge_size is None and named and builder.images is not None:
             source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
     scheme = profile.builder.scheme if query.scheme is None else query.scheme
+    if source is query.source and scheme is query.scheme:
+        return query
     return replace(query, source=source, scheme=scheme)
 
 

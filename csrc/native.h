@@ -118,7 +118,9 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
 PyObject *native_columns(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_ones(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);

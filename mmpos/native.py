@@ -31,10 +31,16 @@ class Core(Protocol):
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
         """Kind, extents and segment offsets, as bytes, of lists of parts."""
 
+    def elements(self, raw: bytes, schema: Any, most: int, /) -> int | None:
+        """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
+
     def expand(
         self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, wide: bool, /
     ) -> bool:
         """Write the ids of these axes into the rows of out, by the widest vectors of the CPU or by those of all."""
+
+    def integers(self, raw: bytes, fields: bytes, /) -> tuple[bytes, ...] | None:
+        """The numbers of these repeated fields of a message, each as the bytes of an array."""
 
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""

@@ -238,8 +238,10 @@ def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads
     array = np.array(IDS[:-1] + [3] * (tokens - 6))
 
     async def scenario() -> None:
+        request = place(elsewhere(array, key))
+        call.request_bytes = request.ByteSize()
         await call.weigh(array.nbytes)
-        await placing.place(place(elsewhere(array, key)).query, answer, call)
+        await placing.place(request.query, answer, call)
 
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 
+from mmpos import native
 from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1.table_pb2 import Rational
@@ -57,11 +59,34 @@ def enum(name: str, message: Message, field: str, meanings: Mapping[Any, T]) -> 
 def integers(values: Iterable[int], *, columns: int | None = None, name: str = "") -> IntArray:
     """(n,) int64 of a repeated field, or (n, columns) if its numbers stand in groups."""
     array = np.array(list(values), np.int64)  # a list is read faster than a field
-    if columns is None:
-        return array
+    return array if columns is None else in_columns(name, array, columns)
+
+
+def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
+    """(n, columns) of numbers that stand in groups."""
     if array.size % columns:
         raise InvalidInputError(f"{name}: got {array.size} numbers, want {columns} for each")
     return array.reshape(-1, columns)
+
+
+def integer_lists(message: Message, *fields: str) -> list[IntArray]:
+    """(n,) int64 of each of these repeated fields: read off the bytes of the message, without an object per number.
+
+    Args:
+        message: one without much else in it, which is written once more for this.
+        fields: their names.
+    """
+    if native.core is not None:
+        found = native.core.integers(message.SerializeToString(), _numbers(message.DESCRIPTOR, fields))
+        if found is not None:
+            return [native.int64(data) for data in found]
+    return [integers(getattr(message, field)) for field in fields]
+
+
+@lru_cache(maxsize=64)
+def _numbers(kind: Any, fields: tuple[str, ...]) -> bytes:
+    """The numbers of fields."""
+    return bytes(kind.fields_by_name[field].number for field in fields)
 
 
 def put_integers(field: Any, values: Any) -> None:

@@ -26,6 +26,7 @@ from mmpos.table_checks import MAX_AXES
 from mmpos.wire.fields import (
     chosen,
     enum,
+    integer_lists,
     integers,
     optional,
     path,
@@ -146,9 +147,9 @@ def get_view(name: str, message: pb.View) -> View:
     inner = getattr(message, kind)
     name = path(name, kind)
     if kind == "take":
-        return Take(integers(inner.starts), integers(inner.stops))
+        return Take(*integer_lists(inner, "starts", "stops"))
     if kind == "window":
-        return Window(integers(inner.documents), integers(inner.starts), integers(inner.lengths))
+        return Window(*integer_lists(inner, "documents", "starts", "lengths"))
     if kind == "decode":
         return Decode(_one_or_each(name, inner, "steps", 1))
     if kind == "shard":

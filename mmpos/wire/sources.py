@@ -12,7 +12,18 @@ from mmpos.parts import rationals
 from mmpos.queries import InputIds, Spans
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments import SegmentTable
-from mmpos.wire.fields import chosen, get_seconds, integers, optional, path, put_integers, put_rational, required
+from mmpos.wire.fields import (
+    chosen,
+    get_seconds,
+    in_columns,
+    integer_lists,
+    integers,
+    optional,
+    path,
+    put_integers,
+    put_rational,
+    required,
+)
 from mmpos.wire.tables import get_segments, put_segments
 from mmpos.wire.tensors import DATA_TYPES, get_tensor, put_tensor
 
@@ -57,11 +68,12 @@ def _put_spans(message: pb.Spans, spans: Spans) -> None:
 
 
 def _get_spans(message: pb.Spans) -> Spans:
+    lengths, offsets, grid_thw, documents = integer_lists(message, "lengths", "offsets", "grid_thw", "documents")
     return Spans(
-        integers(message.lengths),
-        integers(message.offsets),
-        integers(message.grid_thw, columns=3, name="grid_thw"),
-        integers(message.documents) if message.documents else None,
+        lengths,
+        offsets,
+        in_columns("grid_thw", grid_thw, 3),
+        documents if documents.size else None,
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         row_separator=message.row_separator,
     )

@@ -13,7 +13,9 @@ from mmpos.positions import PositionTable
 from mmpos.rpc.v1 import table_pb2 as pb
 from mmpos.segments import SegmentTable
 from mmpos.table_checks import MAX_AXES
-from mmpos.wire.fields import integers, path, put_integers
+from mmpos.wire.fields import integer_lists, path, put_integers
+
+_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments")
 
 
 def put_segments(message: pb.SegmentTable, segments: SegmentTable) -> None:
@@ -38,22 +40,28 @@ def get_segments(name: str, message: pb.SegmentTable) -> SegmentTable:
     Raises:
         InvalidInputError: lists of different lengths, or what SegmentTable refuses.
     """
-    kind = integers(message.kind) - 1
-    if kind.size and (kind.min() < 0 or kind.max() > 2):
-        i = int(((kind < 0) | (kind > 2)).argmax())
+    kind, *sides, per_document, separators = integer_lists(message, *_LISTS)
+    kind = kind - 1
+    unknown = kind.view(np.uint64) > 2
+    if unknown.any():
+        i = int(unknown.argmax())
         want = ", ".join(pb.SegmentKind.keys()[1:])
         raise InvalidInputError(f"{path(name, 'kind')}[{i}]: got {kind[i] + 1}, want one of {want}")
     extents = np.ones((3, kind.size), np.int64)
-    for axis, field in enumerate(("frames", "height", "width")):
-        values = getattr(message, field)
-        if len(values) != kind.size and (len(values) or field != "frames"):
-            raise InvalidInputError(f"{path(name, field)}: got {len(values)} numbers, want {kind.size} like kind")
-        if len(values):
-            extents[axis] = list(values)
-    offsets = np.zeros(len(message.segments_per_document) + 1, np.int64)
-    np.cumsum(integers(message.segments_per_document), out=offsets[1:])
+    for axis, values in enumerate(sides):
+        if values.size == kind.size:
+            extents[axis] = values
+        elif values.size or axis > 0:
+            field = path(name, _LISTS[1 + axis])
+            raise InvalidInputError(f"{field}: got {values.size} numbers, want {kind.size} like kind")
+    offsets = np.zeros(per_document.size + 1, np.int64)
+    np.cumsum(per_document, out=offsets[1:])
     return SegmentTable(
-        kind.astype(np.uint8), extents, offsets, _seconds(name, message, kind.size), _separators(name, message, kind)
+        kind.astype(np.uint8),
+        extents,
+        offsets,
+        _seconds(name, message, kind.size),
+        _separators(name, separators, kind.size),
     )
 
 
@@ -66,12 +74,11 @@ def _seconds(name: str, message: pb.SegmentTable, segments: int) -> IntArray | N
     return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
 
 
-def _separators(name: str, message: pb.SegmentTable, kind: IntArray) -> Any:
-    if not message.row_separator_segments:
+def _separators(name: str, where: IntArray, segments: int) -> Any:
+    if not where.size:
         return None
-    where = integers(message.row_separator_segments)
-    first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=kind.size - 1)
-    separator = np.zeros(kind.size, np.bool_)
+    first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=segments - 1)
+    separator = np.zeros(segments, np.bool_)
     separator[where] = True
     return separator
 

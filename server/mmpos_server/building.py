@@ -26,7 +26,7 @@ from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.decoding import Apart, is_heavy
 from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check
+from mmpos_server.refusals import check, check_answer
 
 __all__ = ["Building", "Document"]
 
@@ -123,7 +123,7 @@ class Building:
             call.memory.expect([reply - 4 * tokens])  # of patches: text is not tokenised yet, and its ids are few
             check("pixels", pixels, self._limits)
             check("tokens", tokens, self._limits)
-            check("response_bytes", 0 if call.memory.answers else reply, self._limits)
+            check_answer(0 if call.memory.answers else reply, self._limits, call)
             check("segments", segments, self._limits)
             return documents
 

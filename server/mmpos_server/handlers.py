@@ -7,17 +7,18 @@ import itertools
 import re
 import secrets
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceOverloadedError
+from mmpos.wire.elements import count_elements
 from mmpos.wire.errors import RETRIED
 from mmpos_server.call import Call
 from mmpos_server.clients import client_name
 from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.failures import Failure, failure
 from mmpos_server.metrics import MethodMetrics
-from mmpos_server.refusals import check
+from mmpos_server.refusals import check, check_elements
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.transport import abort
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from mmpos_server.admission import Admission
     from mmpos_server.clients import Clients
-    from mmpos_server.config import ServerConfig
+    from mmpos_server.config import Limits, ServerConfig
     from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
     from mmpos_server.metrics import Metrics
@@ -41,6 +42,12 @@ REQUEST_ID = "x-request-id"
 """Metadata in which a client may send an id, and in which it gets it back."""
 
 _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that send a request again
+
+_INLINE_BYTES, _INLINE_ELEMENTS = 2**20, 2**14
+"""Most of a message that is parsed, and of an answer that is written, between two other calls."""
+
+_SURELY_FEW = 2**15
+"""Bytes of a message that are not worth counting what is in them: each element has two, or is a packed number."""
 
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -220,30 +227,44 @@ class Endpoint:
 
     async def _answer(self, raw: bytes, call: Call, form: Form | None) -> bytes:
         limits = self._around.config.limits
-        request = await form.read(raw, call) if form else decode(self.method.request, raw, call, limits.request_bytes)
+        request = await (form.read(raw, call) if form else decode(self.method.request, raw, call, limits))
         await self._around.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
-        return await form.write(response, call) if form else encode(response, call, limits.response_bytes)
+        return await (form.write(response, call) if form else encode(response, call, limits))
 
 
-def decode(kind: type[Message], raw: bytes, call: Call, limit: int) -> Message:
-    """The message in these bytes.
+async def decode(kind: type[Message], raw: bytes, call: Call, limits: Limits) -> Message:
+    """The message in these bytes: parsed in a thread if it is not small, and only after what is in it was counted.
 
     Raises:
         DecodeError: they are no such message.
-        LimitExceededError: more than the limit; gRPC refuses them before, other ways to get here do not.
+        LimitExceededError: more bytes than the limit, which gRPC refuses before, other ways to get here do not; or more
+            fields and numbers than a request within the limits has.
+        ServiceOverloadedError: too many wait for a thread.
     """
-    if len(raw) > limit:
-        raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limit}")
-    began = perf_counter()
-    message = kind.FromString(raw)
-    call.stages.append(("decode", perf_counter() - began))
-    return message
+    if len(raw) > limits.request_bytes:
+        raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
+    call.request_bytes = len(raw)
+    if len(raw) <= _SURELY_FEW or (
+        len(raw) <= _INLINE_BYTES and count_elements(kind, raw, _INLINE_ELEMENTS) <= _INLINE_ELEMENTS
+    ):
+        return _parsed(kind, raw, call)
+    return await call.run("place", _counted, kind, raw, call, limits)
 
 
-def encode(response: Message, call: Call, limit: int) -> bytes:
-    """The bytes of a message.
+def _counted(kind: type[Message], raw: bytes, call: Call, limits: Limits) -> Message:
+    check_elements(kind, raw, limits)
+    return _parsed(kind, raw, call)
+
+
+def _parsed(kind: type[Message], raw: bytes, call: Call) -> Message:
+    with call.stage("decode"):
+        return kind.FromString(raw)
+
+
+async def encode(response: Message, call: Call, limits: Limits) -> bytes:
+    """The bytes of a message: written in a thread if they are many.
 
     Raises:
         LimitExceededError: more than the limit.
@@ -251,9 +272,15 @@ def encode(response: Message, call: Call, limit: int) -> bytes:
     """
     call.checkpoint()
     call.memory.finish()
-    began = perf_counter()
-    raw = response.SerializeToString()
-    call.stages.append(("encode", perf_counter() - began))
-    if len(raw) > limit:
-        raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {limit}")
+    if call.answer_bytes <= _INLINE_BYTES:
+        raw = _written(response, call)
+    else:
+        raw = await call.run("place", _written, response, call)
+    if len(raw) > limits.response_bytes:
+        raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {limits.response_bytes}")
     return raw
+
+
+def _written(response: Message, call: Call) -> bytes:
+    with call.stage("encode"):
+        return response.SerializeToString()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from mmpos.positions import PositionTable
-from mmpos.queries import InputIds, PositionsQuery, PositionsResult
+from mmpos.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.segments import SegmentTable
 from mmpos.wire.positions import get_query, put_result
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profile, Profiles
 from mmpos_server.refusals import check_message, check_reply, check_segments, check_table, check_view
 
-__all__ = ["INLINE_BYTES", "Placing", "complete"]
+__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "Placing", "complete", "segments_at_work"]
 
-INLINE_BYTES = 16_384
-"""Queries up to this size, with what they have in shared memory, are answered between two others: a thread would cost
-more than they do."""
+INLINE_BYTES, INLINE_SEGMENTS = 16_384, 4096
+"""Queries up to this size, with what they have in shared memory, that make no more segments are answered between two
+others: a thread would cost more than they do."""
 
 
 class Placing:
@@ -33,10 +37,14 @@ class Placing:
 
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Place a batch."""
-        if message.ByteSize() + call.weighed <= INLINE_BYTES and not message.HasField("dense"):
-            found = self._answer(message, answer, call)
+        if call.request_bytes + call.weighed > INLINE_BYTES:
+            found = await call.run("place", self._whole, message, answer, call)
         else:
-            found = await call.run("place", self._answer, message, answer, call)
+            query = self._read(message, call)
+            if query.dense is None and segments_at_work(query) <= INLINE_SEGMENTS:
+                found = self._answer(query, answer, call)
+            else:
+                found = await call.run("place", self._answer, query, answer, call)
         call.count(documents=found[0], tokens=found[1], images=found[2])
 
     def solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
@@ -54,15 +62,20 @@ class Placing:
             check_table(positions, self._limits)
         return positions, images
 
-    def _answer(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
+    def _whole(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
+        return self._answer(self._read(message, call), answer, call)
+
+    def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
+            return complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
+
+    def _answer(self, query: PositionsQuery, answer: pb.Positions, call: Call) -> tuple[int, int, int]:
         positions, images = self.solve(query, call)
         call.checkpoint()
         with call.stage("write"):
-            check_reply(positions, query.dense, self._limits, call.memory)
+            check_reply(positions, query.dense, self._limits, call)
             put_result(answer, PositionsResult.of(positions, query.dense), call.memory)
         return positions.num_documents, positions.num_tokens, images
 
@@ -86,4 +99,39 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
         if source.spatial_merge_size is None and named and builder.images is not None:
             source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
     scheme = profile.builder.scheme if query.scheme is None else query.scheme
+    if source is query.source and scheme is query.scheme:
+        return query
     return replace(query, source=source, scheme=scheme)
+
+
+def segments_at_work(query: PositionsQuery) -> float:
+    """Most segments that a query makes of its documents and in each of its views, all together, by what it says."""
+    documents, segments = _source(query.source)
+    total = segments
+    for view in query.views:
+        if isinstance(view, Take):
+            starts, stops = np.asarray(view.starts), np.asarray(view.stops)
+            apart = starts.size == stops.size and bool((starts[1:] >= stops[:-1]).all())
+            segments = (1 if apart else starts.size) * segments + starts.size
+        elif isinstance(view, Window):
+            document, documents = np.asarray(view.documents), np.size(view.documents)
+            often = max(Counter(document.tolist()).values(), default=0)
+            segments = often * segments + 2 * documents
+        else:
+            segments += (4 if isinstance(view, Shard) else 1) * documents
+        total += segments
+    return total
+
+
+def _source(source: SegmentTable | Spans | InputIds) -> tuple[int, float]:
+    """Documents, and at most how many segments, each frame of an image one of its own."""
+    if isinstance(source, SegmentTable):
+        return source.num_documents, source.extents[0].sum(dtype=np.float64)
+    if isinstance(source, Spans):
+        documents, grids = np.size(source.lengths), [source.grid_thw]
+    else:
+        ids, packed = np.asarray(source.input_ids), source.cu_seqlens
+        documents = len(ids) if ids.ndim == 2 else 1 if packed is None else np.size(packed)
+        grids = [grid for grid in (source.image_grid_thw, source.video_grid_thw) if grid is not None]
+    frames = sum(float(np.ravel(grid)[::3].sum(dtype=np.float64)) for grid in grids)
+    return documents, 2 * frames + documents

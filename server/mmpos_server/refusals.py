@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +14,28 @@ from mmpos.positions import PositionTable
 from mmpos.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
 from mmpos.segments import GRID, SegmentTable
+from mmpos.wire.elements import count_elements
 from mmpos_server.config import Limits
-from mmpos_server.exchange import Exchange
 
-__all__ = ["check", "check_message", "check_reply", "check_segments", "check_table", "check_tensors", "check_view"]
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from mmpos_server.call import Call
+
+__all__ = [
+    "check",
+    "check_answer",
+    "check_elements",
+    "check_message",
+    "check_reply",
+    "check_segments",
+    "check_table",
+    "check_tensors",
+    "check_view",
+]
+
+_ELEMENTS, _MORE_ELEMENTS = 10, 2**16
+"""Fields and numbers that a part of a document, or a segment, has at most, rounded up; and those of all else."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -28,6 +47,22 @@ def check(name: str, got: float, limits: Limits) -> None:
     most = getattr(limits, name)
     if got > most:
         raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request of this server")
+
+
+def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
+    """Compare what a message would be parsed into with the limits, before it is.
+
+    Raises:
+        LimitExceededError: more fields and numbers than a request within the limits has.
+        DecodeError: the bytes are no message.
+    """
+    most = _ELEMENTS * (limits.documents + limits.segments) + _MORE_ELEMENTS
+    got = count_elements(kind, raw, most)
+    if got > most:
+        raise LimitExceededError(
+            f"request: got {got} fields and numbers or more, want at most {most} "
+            f"for {limits.documents} documents and {limits.segments} segments"
+        )
 
 
 def check_message(message: PositionsQuery, limits: Limits) -> None:
@@ -85,28 +120,34 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
             check("tokens", lengths.astype(np.float64).sum(), limits)
 
 
-def check_tensors(sizes: Sequence[float], limits: Limits, memory: Exchange) -> None:
+def check_answer(size: float, limits: Limits, call: Call) -> None:
+    """Compare the bytes of a reply with the limit, before they are made, and tell the call of them."""
+    check("response_bytes", size, limits)
+    call.answer_bytes += size
+
+
+def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
     """Compare the tensors of an answer, before they are made, with what they go to: the client's memory, or a reply.
 
     Args:
         sizes: bytes of each.
         limits: of a reply.
-        memory: of the client, if they go there.
+        call: whose answer it is.
     """
-    if memory.answers:
-        memory.expect(sizes)
+    if call.memory.answers:
+        call.memory.expect(sizes)
     else:
-        check("response_bytes", sum(sizes), limits)
+        check_answer(sum(sizes), limits, call)
 
 
-def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, memory: Exchange) -> None:
+def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
     """Compare the bytes of a reply with the limit, before they are made."""
     if dense is None:
-        check("response_bytes", positions.table.nbytes + positions.documents.nbytes, limits)
+        check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:
         rows = positions.axes if dense.axes is None else len(dense.axes)
         item = 4 if not positions.fractional and dense.dtype in (None, "int32") else 8
-        check_tensors([rows * positions.num_tokens * item], limits, memory)
+        check_tensors([rows * positions.num_tokens * item], limits, call)
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:

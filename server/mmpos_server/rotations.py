@@ -20,7 +20,7 @@ from mmpos.wire.tensors import get_torch, put_tensor
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check, check_tensors
+from mmpos_server.refusals import check, check_answer, check_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ class Rotations:
             numbers = float(tokens * rotary.rotary_dim)
             call.memory.expect([4 * numbers])  # or twice as much, as the layout has it
             if not call.memory.answers:
-                check("response_bytes", 8 * numbers, self._limits)
+                check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
         with call.stage("rotate"):
             made = rotary.angles(positions) if layout is None else rotary.cos_sin(positions, layout)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class Rotations:
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
             layout: Any = enum("", message, "layout", _LAYOUTS)
-            check_tensors([holds(message.q), holds(message.k)], self._limits, call.memory)
+            check_tensors([holds(message.q), holds(message.k)], self._limits, call)
             q = get_torch("q", required("", message, "q"), call.memory)
             k = get_torch("k", message.k, call.memory) if message.HasField("k") else None
         q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate)

@@ -124,11 +124,11 @@ class StreamEndpoint:
     async def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
         """The answer to one item, and its status."""
         twin, limits = self._twin, self._around.config.limits
-        request, response = decode(twin.request, raw, call, limits.request_bytes), twin.response()
+        request, response = await decode(twin.request, raw, call, limits), twin.response()
         try:
             await self._around.share(raw, request, call)
             await twin.run(request, response, call)
-            return encode(response, call, limits.response_bytes), "OK"
+            return await encode(response, call, limits), "OK"
         except ServiceTimeoutError:
             raise
         except Exception as error:

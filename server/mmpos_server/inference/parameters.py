@@ -28,6 +28,8 @@ MAX_TEXT = 2**20
 
 MAX_DEPTH = 16
 """Most lists and objects inside each other: what reads and what quotes them works its way down by recursion."""
+MAX_SCHEME = 2**12
+"""Most characters of a scheme, which is read between two other calls."""
 
 Kind = Literal["bool", "int64", "string"]
 
@@ -64,15 +66,15 @@ def get_parameters(
     return found
 
 
-def loaded(name: str, text: str) -> Any:
-    """What a JSON text says.
+def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
+    """What a JSON text of so many characters says.
 
     Raises:
         InvalidInputError: it is none.
         LimitExceededError: it is too long.
     """
-    if len(text) > MAX_TEXT:
-        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {MAX_TEXT}")
+    if len(text) > most:
+        raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
     try:
         value = json.loads(text)
         # What Python reads and JSON has not: infinities, of which no integer can be made, and half characters, which
@@ -89,7 +91,7 @@ def scheme_of(text: str) -> Scheme:
     """The scheme of a parameter: its name, or message Scheme as JSON."""
     if not text.lstrip().startswith("{"):
         return get_scheme("scheme", scheme_pb2.Scheme(name=text))
-    message = _message("scheme", loaded("scheme", text), scheme_pb2.Scheme())
+    message = _message("scheme", loaded("scheme", text, MAX_SCHEME), scheme_pb2.Scheme())
     return get_scheme("scheme", message)
 
 

@@ -14,7 +14,7 @@ from mmpos_server.inference.parameters import Kind, scheme_of, views_of
 from mmpos_server.inference.requests import Request
 from mmpos_server.inference.responses import Output, put_response
 from mmpos_server.inference.tensors import Spec
-from mmpos_server.placing import INLINE_BYTES, Placing, complete
+from mmpos_server.placing import INLINE_BYTES, INLINE_SEGMENTS, Placing, complete, segments_at_work
 from mmpos_server.refusals import check, check_reply
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Positions", "check_outputs", "outputs_of"]
 
-INLINE_IDS = 32_768
-"""Up to so many ids are written between two other requests: a thread would cost more than they do."""
+INLINE_IDS, INLINE_TEXT = 32_768, 2048
+"""Up to so many ids are written, and characters of views read, between two other requests: a thread would cost more
+than they do."""
 
 _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
@@ -76,8 +77,13 @@ class Positions:
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Place a batch."""
-        if request.byte_size + call.weighed <= INLINE_BYTES:
-            positions, images = self._solve(request, call)
+        text = len(request.parameters.get("views", ""))
+        if call.request_bytes + call.weighed <= INLINE_BYTES and text <= INLINE_TEXT:
+            query = self._read(request, call)
+            if segments_at_work(query) <= INLINE_SEGMENTS:
+                positions, images = self._placing.solve(query, call)
+            else:
+                positions, images = await call.run("place", self._placing.solve, query, call)
         else:
             positions, images = await call.run("place", self._solve, request, call)
         if positions.axes * positions.num_tokens <= INLINE_IDS:
@@ -86,10 +92,12 @@ class Positions:
             await call.run("place", self._write, positions, request, answer, call)
         call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
-    def _solve(self, request: Request, call: Call) -> tuple[PositionTable, int]:
+    def _read(self, request: Request, call: Call) -> PositionsQuery:
         with call.stage("read"):
-            query = complete(self._query(request), request.profile, named=request.named)
-        return self._placing.solve(query, call)
+            return complete(self._query(request), request.profile, named=request.named)
+
+    def _solve(self, request: Request, call: Call) -> tuple[PositionTable, int]:
+        return self._placing.solve(self._read(request, call), call)
 
     def _write(self, positions: PositionTable, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         with call.stage("write"):
@@ -145,9 +153,9 @@ def _only(request: Request, kind: str, others: Sequence[str]) -> None:
 def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
     """Compare the bytes of the wanted outputs with the limit, before they are made."""
     if request.wants("position_ids"):
-        check_reply(positions, Dense(), limits, call.memory)
+        check_reply(positions, Dense(), limits, call)
     if request.wants("table") or request.wants("table_documents"):
-        check_reply(positions, None, limits, call.memory)
+        check_reply(positions, None, limits, call)
 
 
 def outputs_of(positions: PositionTable) -> dict[str, Output]:

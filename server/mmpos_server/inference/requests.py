@@ -63,7 +63,6 @@ class Request:
         parameters: values by name.
         inputs: tensors by name.
         outputs: names of those that are wanted, each with its place if it is to go to shared memory; None: all.
-        byte_size: of the message.
         shared_bytes: of what came in shared memory.
     """
 
@@ -72,7 +71,6 @@ class Request:
     parameters: Mapping[str, Any]
     inputs: Mapping[str, Input]
     outputs: Mapping[str, Place | None] | None
-    byte_size: int
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
@@ -123,7 +121,6 @@ def get_request(
         get_parameters("parameters", message.parameters, parameters),
         given,
         _outputs(message, [spec.name for spec in outputs], regions),
-        message.ByteSize(),
         shared_bytes,
     )
 

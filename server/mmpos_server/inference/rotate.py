@@ -18,7 +18,7 @@ from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.inference.requests import Request
 from mmpos_server.inference.responses import Output, put_response
 from mmpos_server.inference.tensors import Spec
-from mmpos_server.refusals import check
+from mmpos_server.refusals import check, check_answer
 from mmpos_server.rotations import Rotations, check_head_dim, demand_torch, device
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Rotate:
             rotary = _rotary(values["rotary"]) if "rotary" in values else self._rotations.rotary(request.profile.name)
             q, k = (_tensor(request, name) for name in ("q", "k"))
             assert q is not None
-            check("response_bytes", sum(t.numel() * t.element_size() for t in (q, k) if t is not None), self._limits)
+            check_answer(sum(t.numel() * t.element_size() for t in (q, k) if t is not None), self._limits, call)
             positions = self._positions(request, q, layout)
         q, k = self._rotations.turn(
             q, k, positions, rotary, call, layout=layout, conjugate=values.get("conjugate", False)

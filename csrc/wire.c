@@ -1,0 +1,268 @@
+/* The size of a message in protobuf's wire format, counted before it is parsed: a parser makes an object of every few
+ * bytes, holds the interpreter's lock while it does, and cannot be stopped. */
+
+#include "native.h"
+
+#define MAX_DEPTH 100 /* of messages and groups in each other, as in protobuf's own parsers */
+
+/* Entries of a schema, see mmpos/wire/elements.py; an entry > 0 is the type of a submessage, plus one. */
+enum { PLAIN = 0, VARINTS = -1 }; /* VARINTS, -4 and -8: a field whose numbers may be packed, and how */
+
+enum { VARINT, FIXED64, BYTES, BEGIN_GROUP, END_GROUP, FIXED32 }; /* wire types */
+
+typedef struct {
+    const uint8_t *end;
+    uint32_t group; /* its field, or 0 for a message */
+    int32_t type;   /* row of the schema, or -1 where no field is known */
+} Level;
+
+/* Read a varint of at most so many bytes; NULL if there is none. */
+static const uint8_t *varint(const uint8_t *at, const uint8_t *end, int most, uint64_t *value) {
+    *value = 0;
+    for (int i = 0; i < most && at < end; i++) {
+        uint8_t byte = *at++;
+        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the tenth byte of ten loses what does not fit, as in parsers */
+        if (byte < 0x80) {
+            return at;
+        }
+    }
+    return NULL;
+}
+
+/* Packed varints in these bytes; -1 if they are none. */
+static int64_t varints(const uint8_t *at, const uint8_t *end) {
+    int64_t count = 0;
+    int length = 0;
+    for (; at < end; at++) {
+        length++;
+        if (*at < 0x80) {
+            count++;
+            length = 0;
+        } else if (length == 10) {
+            return -1;
+        }
+    }
+    return length == 0 ? count : -1;
+}
+
+/* Numbers that are packed in these bytes, -1 if they are broken; anything beyond `room` if there are more. */
+static int64_t packed(const uint8_t *at, int64_t size, int32_t entry, int64_t room) {
+    if (entry == VARINTS) {
+        return size / 10 > room ? room + 1 : varints(at, at + size);
+    }
+    return size % -entry == 0 ? size / -entry : -1;
+}
+
+/* Fields and packed numbers of a message, at most one more than `most`; -1 for bytes that are no message. */
+static int64_t count_elements(const uint8_t *at, int64_t size, const int32_t *schema, int64_t width, int64_t most) {
+    Level levels[MAX_DEPTH + 1] = {{at + size, 0, 0}}, *level = levels;
+    int64_t count = 0;
+    for (;;) {
+        while (at == level->end) {
+            if (level->group != 0) {
+                return -1;
+            }
+            if (level == levels) {
+                return count;
+            }
+            level--;
+        }
+        uint64_t tag, value;
+        at = varint(at, level->end, 5, &tag);
+        uint32_t field = (uint32_t)(tag >> 3);
+        if (at == NULL || tag > UINT32_MAX || field == 0) {
+            return -1;
+        }
+        if (++count > most) {
+            return count;
+        }
+        int kind = (int)(tag & 7);
+        if (kind == VARINT) {
+            at = varint(at, level->end, 10, &value);
+        } else if (kind == FIXED64 || kind == FIXED32) {
+            int64_t length = kind == FIXED64 ? 8 : 4;
+            at = level->end - at >= length ? at + length : NULL;
+        } else if (kind == BYTES) {
+            at = varint(at, level->end, 10, &value);
+            if (at == NULL || value > (uint64_t)(level->end - at)) {
+                return -1;
+            }
+            int32_t entry = level->type >= 0 && field < width ? schema[level->type * width + field] : PLAIN;
+            if (entry > 0) {
+                if (level == levels + MAX_DEPTH) {
+                    return -1;
+                }
+                *++level = (Level){at + value, 0, entry - 1};
+                continue;
+            }
+            if (entry != PLAIN) {
+                int64_t numbers = packed(at, (int64_t)value, entry, most - count);
+                if (numbers < 0) {
+                    return -1;
+                }
+                count += numbers;
+                if (count > most) {
+                    return most + 1;
+                }
+            }
+            at += value;
+        } else if (kind == BEGIN_GROUP) {
+            if (level == levels + MAX_DEPTH) {
+                return -1;
+            }
+            level++;
+            *level = (Level){level[-1].end, field, -1};
+        } else if (kind != END_GROUP || level->group != field) {
+            return -1;
+        } else {
+            level--;
+        }
+        if (at == NULL) {
+            return -1;
+        }
+    }
+}
+
+/* Whether all entries are what count_elements follows. */
+static int sound(const int32_t *schema, int64_t types, int64_t width) {
+    for (int64_t i = 0; i < types * width; i++) {
+        int32_t entry = schema[i];
+        if (entry > types || (entry < VARINTS && entry != -4 && entry != -8)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* elements(raw, schema, most) -> fields and packed numbers of a message, counted until there are more than `most`; -1
+ * for bytes that are no message; None for arguments that are not these:
+ *
+ * raw: bytes; schema: (types, width) int32, contiguous, whose row 0 is of the message itself. */
+PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Py_buffer *raw, *schema;
+    (void)self;
+    if (!arguments("elements", 3, count)) {
+        return NULL;
+    }
+    int64_t most = PyLong_AsLongLong(args[2]);
+    if (most == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    buffers.count = 0;
+    if (most < 0 || (raw = take_flat(&buffers, args[0], 'B', 0)) == NULL ||
+        (schema = take_flat(&buffers, args[1], 'i', 0)) == NULL || schema->ndim != 2 || schema->shape[0] < 1 ||
+        schema->shape[0] > INT32_MAX || !sound(schema->buf, schema->shape[0], schema->shape[1])) {
+        return answer(&buffers, NULL);
+    }
+    int64_t found;
+    if (raw->len < RELEASE_GIL_BYTES) {
+        found = count_elements(raw->buf, raw->len, schema->buf, schema->shape[1], most);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+            found = count_elements(raw->buf, raw->len, schema->buf, schema->shape[1], most);
+        Py_END_ALLOW_THREADS
+    }
+    return answer(&buffers, PyLong_FromLongLong(found));
+}
+
+#define MAX_LISTS 16
+
+typedef struct {
+    const uint8_t *begin, *end; /* NULL until it was found */
+} Span;
+
+/* Find the bytes of packed fields among those of a message; 0 for what no encoder writes. */
+static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *numbers, int64_t count, Span *found) {
+    while (at < end) {
+        uint64_t tag, value;
+        at = varint(at, end, 5, &tag);
+        if (at == NULL || tag >> 3 == 0) {
+            return 0;
+        }
+        int kind = (int)(tag & 7);
+        if (kind == VARINT) {
+            at = varint(at, end, 10, &value);
+        } else if (kind == FIXED64 || kind == FIXED32) {
+            int64_t length = kind == FIXED64 ? 8 : 4;
+            at = end - at >= length ? at + length : NULL;
+        } else if (kind == BYTES) {
+            at = varint(at, end, 10, &value);
+            if (at == NULL || value > (uint64_t)(end - at)) {
+                return 0;
+            }
+            for (int64_t i = 0; i < count; i++) {
+                if (numbers[i] == tag >> 3) {
+                    if (found[i].begin != NULL) {
+                        return 0;
+                    }
+                    found[i] = (Span){at, at + value};
+                }
+            }
+            at += value;
+        } else {
+            return 0; /* a group, of a field that is not known */
+        }
+        if (at == NULL) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* The varints of these bytes, which have so many, as int64. */
+static void unpack(const Span *span, char *out) {
+    for (const uint8_t *at = span->begin; at < span->end; out += 8) {
+        uint64_t value = *at++;
+        if (value >= 0x80) {
+            at = varint(at - 1, span->end, 10, &value);
+        }
+        put_int64(out, (int64_t)value);
+    }
+}
+
+/* The numbers of a packed field as a bytes object; NULL without an exception if they are broken. */
+static PyObject *numbers_of(const Span *span, int release_gil) {
+    int64_t count = varints(span->begin, span->end);
+    PyObject *result = count < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 8 * count);
+    if (result != NULL) {
+        char *out = PyBytes_AsString(result);
+        if (release_gil) {
+            Py_BEGIN_ALLOW_THREADS
+                unpack(span, out);
+            Py_END_ALLOW_THREADS
+        } else {
+            unpack(span, out);
+        }
+    }
+    return result;
+}
+
+/* integers(raw, fields) -> bytes of int64 for each of these fields of a message, or None.
+ *
+ * raw: the message as encoders write it; fields: bytes, up to 16 numbers of repeated fields of plain varints. */
+PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Buffers buffers;
+    Span found[MAX_LISTS] = {{NULL, NULL}};
+    PyObject *result = NULL;
+    (void)self;
+    if (!arguments("integers", 2, count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    Py_buffer *raw = take_flat(&buffers, args[0], 'B', 0), *fields = take_flat(&buffers, args[1], 'B', 0);
+    if (raw != NULL && fields != NULL && fields->len <= MAX_LISTS) {
+        const uint8_t *begin = raw->buf;
+        if (find_fields(begin, begin + raw->len, fields->buf, fields->len, found)) {
+            result = PyTuple_New(fields->len);
+            for (Py_ssize_t i = 0; result != NULL && i < fields->len; i++) {
+                PyObject *numbers = numbers_of(&found[i], raw->len >= RELEASE_GIL_BYTES);
+                if (numbers == NULL || PyTuple_SetItem(result, i, numbers) != 0) { /* which takes the reference */
+                    Py_DECREF(result);
+                    result = NULL;
+                }
+            }
+        }
+    }
+    return answer(&buffers, result);
+}

@@ -1,0 +1,199 @@
+"""What is in a message is counted before it is parsed: in C as in Python, and never otherwise than parsers read it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from message_strategies import REQUESTS, for_each, messages
+from mutations import broken
+
+from mmpos import native
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2
+from mmpos.wire import elements
+from mmpos.wire.elements import count_elements
+from mmpos_server.inference import open_inference_pb2 as inference_pb2
+
+assert native.core is not None, "the extension was not built"
+CORE = native.core
+
+ALL = 2**62
+PLACE, BUILD = positions_pb2.PlaceRequest, sequences_pb2.BuildRequest
+KINDS: Sequence[type[Any]] = [*(kind for kind, _ in REQUESTS.values()), inference_pb2.ModelInferRequest]
+
+
+def both(kind: type[Any], raw: bytes, most: int) -> int:
+    """The count of the extension, or -1, which must be that of Python."""
+    schema = elements._schema(kind.DESCRIPTOR)
+    count = CORE.elements(raw, schema, most)
+    assert count is not None
+    assert count == elements._count(raw, schema, most)
+    return count
+
+
+def inside(*fields: int, content: bytes) -> bytes:
+    """Bytes as a field of a field of …; outermost first."""
+    for field in reversed(fields):
+        content = bytes([field << 3 | 2]) + _varint(len(content)) + content
+    return content
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _varint(value >> 7)
+
+
+GROUP = b"\xa3\x06", b"\xa4\x06"
+"""Field 100, which no message has, begins and ends."""
+
+COUNTS: dict[str, tuple[type[Any], bytes, int]] = {
+    "nothing": (PLACE, b"", 0),
+    "a message": (PLACE, b"\x0a\0", 1),
+    "the same message twice": (PLACE, b"\x0a\0\x0a\0", 2),
+    "messages in messages": (BUILD, inside(1, 1, content=b"\x0a\0" * 5), 7),
+    "bytes that look like messages": (BUILD, inside(1, 1, 1, 3, content=b"\x0a\0" * 5), 4),
+    "packed numbers": (PLACE, inside(1, 2, 1, content=b"\1\xff\1\0"), 6),
+    "numbers one by one": (PLACE, inside(1, 2, content=b"\x08\1\x08\2"), 4),
+    "packed doubles": (rotary_pb2.Rotary, inside(2, content=bytes(24)), 4),
+    "packed floats": (inference_pb2.InferTensorContents, inside(6, content=bytes(12)), 4),
+    "no numbers, packed": (PLACE, inside(1, 2, 1, content=b""), 3),
+    "a map": (inference_pb2.ModelInferRequest, inside(4, content=b"\x0a\1a\x12\2\x08\1"), 4),
+    "an unknown field": (PLACE, b"\xa0\x06\1", 1),
+    "a field of another type": (PLACE, inside(1, content=b"\x25" + bytes(4) + b"\x29" + bytes(8)), 3),
+    "a group": (PLACE, GROUP[0] + b"\x08\1" + GROUP[1], 3),
+    "a hundred groups in each other": (PLACE, GROUP[0] * 100 + GROUP[1] * 100, 200),
+    "a tag in five bytes": (PLACE, b"\x8a\x80\x80\x80\0\0", 1),
+    "the highest field": (PLACE, b"\xf8\xff\xff\xff\x0f\1", 1),
+    "a number in ten bytes": (PLACE, b"\xa0\x06" + b"\xff" * 9 + b"\x7f", 1),
+    "a length in six bytes": (PLACE, b"\xa2\x06\x81\x80\x80\x80\x80\0a", 1),
+}
+
+BROKEN: dict[str, tuple[type[Any], bytes]] = {
+    "a tag that is cut off": (PLACE, b"\x80"),
+    "a tag in six bytes": (PLACE, b"\x8a\x80\x80\x80\x80\0\0"),
+    "a tag beyond 32 bits": (PLACE, b"\xf8\xff\xff\xff\x1f\1"),
+    "field 0": (PLACE, b"\0\1"),
+    "wire type 6": (PLACE, b"\x0e"),
+    "wire type 7": (PLACE, b"\x0f"),
+    "a number that is cut off": (PLACE, b"\xa0\x06\xff"),
+    "a number in eleven bytes": (PLACE, b"\xa0\x06" + b"\xff" * 10 + b"\1"),
+    "four bytes that are three": (PLACE, b"\xa5\x06" + bytes(3)),
+    "eight bytes that are seven": (PLACE, b"\xa1\x06" + bytes(7)),
+    "no length": (PLACE, b"\x0a"),
+    "a length beyond the end": (PLACE, b"\xa2\x06\5abcd"),
+    "a length beyond 64 bits": (PLACE, b"\xa2\x06" + b"\xff" * 9 + b"\1"),
+    "a length beyond the message": (BUILD, inside(1, content=b"\x12\5a") + b"abcdefgh"),
+    "a tag beyond the message": (BUILD, inside(1, content=b"\x80") + b"\x0a\0"),
+    "packed numbers that are cut off": (PLACE, inside(1, 2, 1, content=b"\1\x80")),
+    "a packed number in eleven bytes": (PLACE, inside(1, 2, 1, content=b"\xff" * 10 + b"\1")),
+    "half a double": (rotary_pb2.Rotary, inside(2, content=bytes(12))),
+    "half a float": (inference_pb2.InferTensorContents, inside(6, content=bytes(6))),
+    "a group without end": (PLACE, GROUP[0]),
+    "a group that ends outside": (PLACE, inside(1, content=GROUP[0]) + GROUP[1]),
+    "the end of another group": (PLACE, GROUP[0] + b"\x0c"),
+    "the end of no group": (PLACE, GROUP[1]),
+    "a hundred and one groups in each other": (PLACE, GROUP[0] * 101 + GROUP[1] * 101),
+    "a hundred groups in a message": (PLACE, inside(1, content=GROUP[0] * 100 + GROUP[1] * 100)),
+}
+
+
+@pytest.mark.parametrize(("kind", "raw", "count"), COUNTS.values(), ids=COUNTS)
+def test_fields_and_packed_numbers_are_counted(kind: type[Any], raw: bytes, count: int) -> None:
+    kind.FromString(raw)
+    assert both(kind, raw, ALL) == count
+    assert [both(kind, raw, most) for most in range(count + 2)] == [*range(1, count + 1), count, count]
+
+
+@pytest.mark.parametrize(("kind", "raw"), BROKEN.values(), ids=BROKEN)
+def test_what_parsers_refuse_is_no_message(way: str, kind: type[Any], raw: bytes) -> None:
+    with pytest.raises(DecodeError):
+        kind.FromString(raw)
+    assert both(kind, raw, ALL) == -1
+    with pytest.raises(DecodeError, match="wire format"):
+        count_elements(kind, raw, ALL)
+
+
+def test_counting_ends_where_there_is_too_much(way: str) -> None:
+    """What comes after is not looked at: here it is broken."""
+    raw = inside(1, content=b"\x0a\0" * 10) + b"\x0e"
+    assert count_elements(BUILD, raw, 10) == 11
+    with pytest.raises(DecodeError):
+        count_elements(BUILD, raw, 12)
+    long = inside(1, 2, 1, content=b"\xff" * 1000)  # 100 numbers at least, were they any
+    assert count_elements(PLACE, long, 50) == 51
+
+
+def test_messages_are_as_many_as_their_parser_finds() -> None:
+    table = table_pb2.SegmentTable(kind=[table_pb2.SEGMENT_KIND_TEXT] * 300, height=[1] * 300, width=[2**40] * 300)
+    table.seconds_per_frame.add(numerator=1, denominator=2)
+    assert both(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3
+
+
+def whole_messages(kind: type[Any]) -> list[bytes]:
+    """Messages that parsers read, with all kinds of fields."""
+    if kind is inference_pb2.ModelInferRequest:  # maps have no strategy
+        request = kind(model_name="rotate", id="7", raw_input_contents=[bytes(8), b""])
+        request.parameters["a"].int64_param = 2**40
+        contents = request.inputs.add(name="q", shape=[1, 2**40]).contents
+        contents.fp32_contents.extend([1, 2, 3])
+        contents.fp64_contents.extend([1, 2])
+        contents.uint_contents.extend([1, 300])
+        request.outputs.add().parameters["b"].string_param = "c"
+        return [request.SerializeToString()]
+    found: list[bytes] = []
+    for_each(messages(kind), 60, lambda message: found.append(message.SerializeToString()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_what_parsers_read_is_counted_and_never_called_broken(kind: type[Any]) -> None:
+    whole = whole_messages(kind)
+    pieces = [*whole, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
+    chance, seen = random.Random(kind.__name__), [0, 0]
+    for _ in range(4000):
+        raw = broken(chance.choice(whole), chance, pieces)
+        count = both(kind, raw, chance.choice([0, 1, 3, 10, 50, ALL, ALL]))
+        try:
+            kind.FromString(raw)
+        except DecodeError:
+            seen[0] += 1
+        else:
+            assert count >= 0
+            seen[1] += 1
+    assert min(seen) > 0
+
+
+def test_a_message_of_numbers_alone_is_broken_where_its_parser_says_so() -> None:
+    """Texts are not looked at, so that other messages may still be none."""
+    kind = positions_pb2.Spans
+    whole = whole_messages(kind)
+    chance = random.Random(7)
+    for _ in range(4000):
+        raw = broken(chance.choice(whole), chance, [*whole, *GROUP])
+        try:
+            kind.FromString(raw)
+        except DecodeError:
+            assert both(kind, raw, ALL) == -1
+        else:
+            assert both(kind, raw, ALL) >= 0
+
+
+@given(st.binary(max_size=64), st.lists(st.lists(st.integers(-9, 4), min_size=3, max_size=3), max_size=3))
+def test_any_schema_is_followed_or_declined(raw: bytes, schema: list[list[int]]) -> None:
+    table = np.array(schema, np.int32).reshape(len(schema), 3)
+    sound = len(schema) > 0 and all(entry in (-8, -4, -1, *range(len(schema) + 1)) for row in schema for entry in row)
+    found = CORE.elements(raw, table, ALL)
+    assert found == (elements._count(raw, table, ALL) if sound else None)
+
+
+def test_what_is_no_message_and_no_schema_is_declined() -> None:
+    schema = elements._schema(PLACE.DESCRIPTOR)
+    assert CORE.elements(b"\x0a\0", schema.astype(np.int64), ALL) is None
+    assert CORE.elements(b"\x0a\0", schema[:, ::2], ALL) is None
+    assert CORE.elements(b"\x0a\0", schema[0], ALL) is None
+    assert CORE.elements(b"\x0a\0", schema, -1) is None

@@ -134,7 +134,7 @@ class Server:
             self._door.open()
         return places
 
-    def _add_port(self, server: grpc.aio.Server) -> str:
+    def _add_port(self, server: TransportServer) -> str:
         """Listen on the port; gives its address."""
         listen = self.listen
         # Credentials first: a wrong file is worth more words than a taken port.
@@ -173,7 +173,10 @@ class Server:
             self._traffic.drain()
             # Before it is closed: until then no other socket can be taken for it.
             self._sockets.close()
-            await self._server.stop(None if grace is None else max(0.0, grace - (monotonic() - began)))
+            left = None if grace is None else max(0.0, grace - (monotonic() - began))
+            ending = asyncio.create_task(self._server.stop(left))
+            await self._traffic.hang_up(ending)
+            await ending
         await self._traffic.close()
         self._log.close()
         if self._door is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from http2 import Connection, message
+from http2 import Connection, closed_at_once, message
 from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -345,8 +345,7 @@ def test_an_address_has_so_many_connections_and_the_first_ones_stay(serve: Calla
     with Connection(address) as first, Connection(address) as second:
         assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
         assert eventually(lambda: len(SERVERS[0]._traffic._accounted) == 2)
-        with Connection(address) as third:
-            assert third.closed()
+        assert closed_at_once(address)
         assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
 
 
@@ -354,8 +353,7 @@ def test_connections_beyond_the_limit_are_closed(serve: Callable[..., str]) -> N
     address = serve(connections={"max_connections": 2})
     with Connection(address) as first, Connection(address) as second:
         assert [asked(each, PLACE, REQUEST) for each in (first, second)] == ["OK"] * 2
-        with Connection(address) as third:
-            assert third.closed()
+        assert closed_at_once(address)
         assert asked(first, PLACE, REQUEST) == "OK"
 
 

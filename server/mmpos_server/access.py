@@ -13,6 +13,7 @@ import grpc
 from mmpos.errors import ServiceUnauthenticatedError
 from mmpos.wire.bearer import get_token
 from mmpos.wire.errors import to_status
+from mmpos_server.transport import abort
 
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs
@@ -98,4 +99,4 @@ class Door(grpc.aio.ServerInterceptor):
     async def _refuse(self, _requests: object, context: Any) -> None:
         self._refused, self._peer = self._refused + 1, context.peer()
         self._metrics.unauthenticated.inc()
-        await context.abort(grpc.StatusCode[_STATUS], _DETAILS)
+        await abort(context, grpc.StatusCode[_STATUS], _DETAILS)

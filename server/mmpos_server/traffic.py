@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -210,14 +210,14 @@ class Traffic:
             gate.leave(seconds, size)
             call.visit.end(seconds)
 
-        context.add_done_callback(sent)
+        _at_end(sent)
         self.leave(context)
 
     def leave(self, context: Any) -> None:
         """Close the connection of a call if its client does not take the answer or the status in time."""
         if self._task is not None:
             self._leaving[context] = monotonic()
-            context.add_done_callback(lambda _: self._leaving.pop(context, None))
+            _at_end(lambda _: self._leaving.pop(context, None))
 
     async def _pass(self, context: Any, operation: Coroutine[Any, Any, Any], passages: _Passages) -> Any:
         """The result of an operation of the transport, which goes on if nobody waits for it any more.
@@ -329,6 +329,16 @@ class Traffic:
         for peer in found:
             self._logs.seldom("connection closed: its client does not take answers", client=peer.host)
         return found
+
+
+def _at_end(function: Callable[[object], object]) -> None:
+    """Call a function when the running call has ended, its answer sent or its connection gone.
+
+    Of its task and not of its context, which keeps callbacks that hold it, and so the answer until garbage is collected.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(function)
 
 
 def _older(passages: _Passages, began: float) -> list[_Passage]:

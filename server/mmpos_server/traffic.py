@@ -334,7 +334,7 @@ class Traffic:
 def _at_end(function: Callable[[object], object]) -> None:
     """Call a function when the running call has ended, its answer sent or its connection gone.
 
-    Of its task and not of its context, which keeps callbacks that hold it, and so the answer until garbage is collected.
+    Of its task and not of its context, which keeps callbacks that hold it: a circle that only the collector breaks.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -6,7 +6,7 @@ import socket
 import struct
 from contextlib import suppress
 
-__all__ = ["Connection", "message"]
+__all__ = ["Connection", "closed_at_once", "message"]
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
@@ -53,9 +53,13 @@ class Connection:
         )  # bytes that the server takes: of a stream, of each and of all
         self._ended: set[int] = set()
         self._waiting: list[tuple[int, int, int, bytes]] = []  # frames that came while a window was shut
-        self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        # No table of headers, so that those of the server can be read without one; and the window.
-        self.frame(_SETTINGS, 0, 0, struct.pack(">HIHI", 1, 0, 4, window))
+        try:
+            self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            # No table of headers, so that those of the server can be read without one; and the window.
+            self.frame(_SETTINGS, 0, 0, struct.pack(">HIHI", 1, 0, 4, window))
+        except ConnectionError:
+            self.socket.close()
+            raise
 
     def __enter__(self) -> Connection:
         return self
@@ -170,3 +174,12 @@ class Connection:
             self._read += more
         found, self._read = self._read[:size], self._read[size:]
         return found
+
+
+def closed_at_once(address: str) -> bool:
+    """Whether a server closes a connection that does nothing."""
+    try:
+        with Connection(address) as connection:
+            return connection.closed()
+    except ConnectionError:  # before its first frames were sent
+        return True

@@ -174,7 +174,7 @@ mmpos_server.placing.Placing.place = place
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
 def test_a_server_ends_after_its_drain_whatever_its_threads_do(
-    start: Start, tmp_path: Path, environment: dict[str, str], signals: list[signal.Signals]
+    start: Start, tmp_path: Path, torchless: dict[str, str], signals: list[signal.Signals]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(ENDLESS)

@@ -137,8 +137,13 @@ def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start
     server.process.terminate()
     assert eventually(lambda: answer(port, "/readyz", host=host) == (503, "not serving\n"))
     assert status(port, "/livez", host) == 200
+
     # Again and again: two signals that come before a worker looks are one.
-    assert eventually(lambda: server.process.terminate() or server.process.poll() is not None)
+    def ended() -> bool:
+        server.process.terminate()
+        return server.process.poll() is not None
+
+    assert eventually(ended)
     assert server.end()[0] == 0
 
 

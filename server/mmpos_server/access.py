@@ -13,6 +13,7 @@ import grpc
 from mmpos.errors import ServiceUnauthenticatedError
 from mmpos.wire.bearer import get_token
 from mmpos.wire.errors import to_status
+from mmpos_server.transport import abort
 
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs
@@ -110,4 +111,4 @@ class Door(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, _requests: object, context: Any) -> None:
         status, details = self.refused(context.peer())
-        await context.abort(grpc.StatusCode[status], details)
+        await abort(context, grpc.StatusCode[status], details)

@@ -214,8 +214,11 @@ class Server:
             self._traffic.drain()
             # Before it is closed: until then no other socket can be taken for it.
             self._sockets.close()
-            rest = None if grace is None else max(0.0, grace - (monotonic() - began))
-            await asyncio.gather(self._server.stop(rest), self._http.stop(rest) if self._http else asyncio.sleep(0))
+            left = None if grace is None else max(0.0, grace - (monotonic() - began))
+            ending = asyncio.create_task(self._server.stop(left))
+            http = self._http.stop(left) if self._http else asyncio.sleep(0)
+            await asyncio.gather(self._traffic.hang_up(ending), http)
+            await ending
         await self._traffic.close()
         self._log.close()
         if self._certificates is not None:

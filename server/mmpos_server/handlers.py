@@ -205,7 +205,7 @@ class Endpoint:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
                 failed = self._around.failed(error, call, self.method.name)
-                status = failed.status
+                status, answer = failed.status, b""
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
             if form is None:
                 self._around.traffic.leave(context)

@@ -110,8 +110,6 @@ def serve(options: Options) -> None:
     malloc.keep_large_blocks()
     _raise_files()
     with logging_all(options.log_level, options.log_format) as logs:
-        if not options.worker:
-            warn(options.listen, logs)
         asyncio.run(_serve(options, logs))
 
 
@@ -132,6 +130,8 @@ async def _serve(options: Options, logs: Logs) -> None:
         closing.callback(reading.cancel)
         for place in places[:1] if options.worker else places:
             print(f"mmpos_server listening on {place}", flush=True)
+        if not options.worker:
+            warn(options.listen, logs)
         notify("READY=1")
         await first.wait()
         notify("STOPPING=1")

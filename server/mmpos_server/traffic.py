@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -51,20 +51,28 @@ class _Passage:
     """A message on its way, and who waits for it."""
 
     context: Any
+    operation: Coroutine[Any, Any, Any]
     waiter: asyncio.Future[Any]
-    began: float = field(default_factory=monotonic)
+    began: float
 
-    def done(self, operation: asyncio.Task[Any]) -> None:
-        """Hand over the result of the operation, to nobody if nobody waits any more."""
-        error = None if operation.cancelled() else operation.exception()  # looked at, or it would be logged
-        if self.waiter.done():
-            return
-        if operation.cancelled() or error is not None:
-            self.waiter.set_exception(GoneError(str(error)))
+    def step(self, future: asyncio.Future[Any] | None = None) -> None:
+        """Begin the operation, or go on with it after a future of the transport that it waits for.
+
+        As a task would, which for every message would cost more rounds of the loop.
+        """
+        try:
+            failed = future.exception() if future is not None else None
+            waits_for = self.operation.send(None) if failed is None else self.operation.throw(failed)
+        except StopIteration as end:
+            if not self.waiter.done():
+                self.waiter.set_result(end.value)
+        except Exception as error:  # of the transport, in a class of its inside
+            self.fail(GoneError(str(error)))
         else:
-            self.waiter.set_result(operation.result())
+            waits_for._asyncio_future_blocking = False
+            waits_for.add_done_callback(self.step)
 
-    def fail(self, error: MmposError) -> None:
+    def fail(self, error: Exception) -> None:
         """Let who waits for it go on with an error."""
         if not self.waiter.done():
             self.waiter.set_exception(error)
@@ -123,6 +131,26 @@ class Traffic:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+
+    async def hang_up(self, ending: asyncio.Task[None]) -> None:
+        """Close the connections that stay after their last call, until the transport has ended.
+
+        It waits 20 seconds for a client that does not say that it has heard of the end.
+        """
+        quiet_since = math.inf
+        while not ending.done():
+            await asyncio.wait({ending}, timeout=_TICK)
+            quiet_since = min(quiet_since, monotonic()) if self._quiet else math.inf
+            if self._ports and monotonic() - quiet_since > _DRAIN_SECONDS:
+                peers = await asyncio.to_thread(sockets.connections, self._ports)
+                await asyncio.to_thread(sockets.close, peers, self._ports)
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether no call is left."""
+        gates = (*self._admission.gates.values(), self._admission.streams, self._admission.watches)
+        passages = self._requests or self._idle or self._written or self._leaving
+        return not passages and not any(gate.taken for gate in gates)
 
     async def receive(self, context: Any, *, idle: bool = False) -> Any:
         """The next message of a call, or EOF.
@@ -186,14 +214,14 @@ class Traffic:
             gate.leave(seconds, size)
             call.visit.end(seconds)
 
-        context.add_done_callback(sent)
+        _at_end(sent)
         self.leave(context)
 
     def leave(self, context: Any) -> None:
         """Close the connection of a call if its client does not take the answer or the status in time."""
         if self._task is not None:
             self._leaving[context] = monotonic()
-            context.add_done_callback(lambda _: self._leaving.pop(context, None))
+            _at_end(lambda _: self._leaving.pop(context, None))
 
     async def _pass(self, context: Any, operation: Coroutine[Any, Any, Any], passages: _Passages) -> Any:
         """The result of an operation of the transport, which goes on if nobody waits for it any more.
@@ -205,10 +233,9 @@ class Traffic:
                 return await operation
             except Exception as error:  # of the transport, in a class of its inside
                 raise GoneError from error
-        loop = asyncio.get_running_loop()
-        passage = _Passage(context, loop.create_future())
-        loop.create_task(operation).add_done_callback(passage.done)
+        passage = _Passage(context, operation, asyncio.get_running_loop().create_future(), monotonic())
         passages[passage] = None
+        passage.step()
         try:
             return await passage.waiter
         finally:
@@ -268,8 +295,8 @@ class Traffic:
             accounted[peer] = size - held[peer]
         self._accounted = accounted
         hosts: Counter[str] = Counter()
-        for peer, size in held.items():
-            hosts[peer.host] += int(size)
+        for peer, waits in held.items():
+            hosts[peer.host] += int(waits)
         total, limit = sum(hosts.values()) + self._admission.bytes.taken, self._clients.max_in_flight_bytes
         for peer in sorted(held, key=held.__getitem__, reverse=True):
             over_client = limit and hosts[peer.host] > limit
@@ -306,6 +333,16 @@ class Traffic:
         for peer in found:
             self._logs.seldom("connection closed: its client does not take answers", client=peer.host)
         return found
+
+
+def _at_end(function: Callable[[object], object]) -> None:
+    """Call a function when the running call has ended, its answer sent or its connection gone.
+
+    Of its task and not of its context, which keeps callbacks that hold it: a circle that only the collector breaks.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(function)
 
 
 def _older(passages: _Passages, began: float) -> list[_Passage]:

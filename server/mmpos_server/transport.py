@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -65,9 +64,14 @@ async def _unknown(_requests: object, context: Any) -> None:
 
 
 async def abort(context: Any, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-    """End a call with a status; one whose client has gone meanwhile needs none."""
-    with suppress(grpc.aio.InternalError):
+    """End a call with a status; one whose client has gone meanwhile needs none. The handler then returns anything."""
+    try:
         await context.abort(code, details, metadata)
+    except grpc.aio.AbortError as error:
+        # The context keeps it: with its traceback, what the handler holds would stay until garbage is collected.
+        error.__traceback__ = None
+    except grpc.aio.InternalError:
+        pass
 
 
 class DiscreetLog(logging.Filter):

@@ -28,7 +28,7 @@ from mmpos_server.systemd import inherits, notify
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
 
-__all__ = ["CUT_OFF", "Options", "serve"]
+__all__ = ["CUT_OFF", "Options", "ignore_signals", "serve"]
 
 CUT_OFF = 3
 """Exit status of a process that ended while threads of it were at work."""
@@ -111,6 +111,8 @@ def serve(options: Options) -> None:
     _raise_files()
     with logging_all(options.log_level, options.log_format) as logs:
         asyncio.run(_serve(options, logs))
+        for thread in _at_work():  # while there is a log: it is told what is cut off
+            thread.join()
 
 
 async def _serve(options: Options, logs: Logs) -> None:
@@ -139,6 +141,16 @@ async def _serve(options: Options, logs: Logs) -> None:
         _end_after(options.notice_seconds + options.drain_seconds + _LAST_SECONDS, logs)
         await _drain(server, options, second, logs)
         logs.info("stopped")
+        _end_after(_LAST_SECONDS, logs)  # nobody waits for what threads still do
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Let no further signal change the exit status of a process that is about to end, as a closed loop would."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _tracing() -> Tracing:
@@ -154,8 +166,9 @@ async def _drain(server: Server, options: Options, at_once: asyncio.Event, logs:
     await asyncio.wait({hurry}, timeout=options.notice_seconds)
     stopping = asyncio.create_task(server.stop(None if at_once.is_set() else options.drain_seconds))
     await asyncio.wait({hurry, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
+    if at_once.is_set():
         _end_after(_LAST_SECONDS, logs)
+    if not stopping.done():
         await server.stop(None)
     await stopping
     hurry.cancel()
@@ -165,22 +178,21 @@ def _end_after(seconds: float, logs: Logs) -> None:
     """End the process after so many seconds if it has not ended by itself: a thread of Python cannot be stopped."""
 
     def end() -> None:
-        logs.error("cut off", threads=_at_work())
-        os._exit(CUT_OFF)
+        try:
+            frames = sys._current_frames()
+            where = {thread.name: frames.get(thread.ident or 0) for thread in _at_work()}
+            logs.error("cut off", threads=[f"{name} in {at.f_code.co_qualname}" for name, at in where.items() if at])
+        finally:
+            os._exit(CUT_OFF)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
 
 
-def _at_work() -> list[str]:
-    """The threads of the pools that have not ended, and where each is."""
-    frames = sys._current_frames()
-    return [
-        f"{thread.name} in {frames[thread.ident].f_code.co_qualname}"
-        for thread in threading.enumerate()
-        if thread.name.startswith("mmpos-") and thread.ident in frames
-    ]
+def _at_work() -> list[threading.Thread]:
+    """The threads of the pools that have not ended."""
+    return [each for each in threading.enumerate() if each.name.startswith("mmpos-") and not each.daemon]
 
 
 def _raise_files() -> None:

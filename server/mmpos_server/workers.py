@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.launch import Options
+from mmpos_server.launch import Options, ignore_signals
 from mmpos_server.listening import address, bind, bind_http, warn
 from mmpos_server.logs import Logs, logging_all
 from mmpos_server.metrics import About, aggregate
@@ -125,6 +125,7 @@ class _Supervisor:
         self._signal(signal.SIGKILL)
         await asyncio.gather(*keepers)
         all_ready.cancel()
+        ignore_signals()
         if self._failed:
             raise InvalidInputError("workers: got one that could not start, want what it says above to be mended")
 

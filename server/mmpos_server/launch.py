@@ -165,8 +165,10 @@ def _end_after(seconds: float, logs: Logs) -> None:
     """End the process after so many seconds if it has not ended by itself: a thread of Python cannot be stopped."""
 
     def end() -> None:
-        logs.error("cut off", threads=_at_work())
-        os._exit(CUT_OFF)
+        try:
+            logs.error("cut off", threads=_at_work())
+        finally:
+            os._exit(CUT_OFF)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

@@ -138,12 +138,9 @@ def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start
     assert eventually(lambda: answer(port, "/readyz", host=host) == (503, "not serving\n"))
     assert status(port, "/livez", host) == 200
 
-    # Again and again: two signals that come before a worker looks are one.
-    def ended() -> bool:
-        server.process.terminate()
-        return server.process.poll() is not None
-
-    assert eventually(ended)
+    # Two signals that come before a process looks are one.
+    assert eventually(lambda: [line["event"] for line in server.lines()].count("draining") == int(workers))
+    server.process.terminate()
     assert server.end()[0] == 0
 
 

@@ -129,7 +129,8 @@ class Server:
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
         options = transport_options(self.config, reuse_port=listen.reuse_port)
-        server = TransportServer([self._door] if self._door else [], options)
+        places = self.config.concurrency.places
+        server = TransportServer([self._door] if self._door else [], options, places)
         for service in services:
             server.add(service, self._handlers(service))
         self._health = Health(services)

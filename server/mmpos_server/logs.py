@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
@@ -145,17 +144,17 @@ def _stderr_as_lines(level: str) -> Iterator[Logs]:
     reading, writing = os.pipe()
     os.dup2(writing, 2)
     os.close(writing)
-    file = open(real, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (closed at the exit)
-    atexit.register(file.close)  # threads that outlive this still have something to say
-    logs = Logs(level, "json", file)
-    thread = threading.Thread(target=_relay, args=(reading, logs), name="mmpos-stderr", daemon=True)
-    thread.start()
-    try:
-        yield logs
-    finally:
-        sys.stderr.flush()
-        os.dup2(real, 2)  # nobody writes to the pipe any more, which ends the thread
-        thread.join()
+    with open(real, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as file:
+        logs = Logs(level, "json", file)
+        thread = threading.Thread(target=_relay, args=(reading, logs), name="mmpos-stderr", daemon=True)
+        thread.start()
+        try:
+            yield logs
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)  # nobody writes to the pipe any more, which ends the thread
+            thread.join()
+    os.close(real)
 
 
 def _relay(reading: int, logs: Logs) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import endurance
 import pytest
 
-from mmpos.bench.serving.h2load import H2Load
 from mmpos.bench.serving.overload import Overload
 from mmpos.bench.serving.soak import Soak, slope
 
@@ -51,7 +50,6 @@ def test_the_page_quotes_the_figures_that_are_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.skipif(not H2Load.found(), reason="h2load is not installed")
 def test_the_script_takes_every_path_on_toy_sizes() -> None:
     words = ["--quick", "--seconds", "1", "--stall", "0.5", "--streams", "1", "--soak", "2"]
     command = [sys.executable, str(ROOT / "benchmarks" / "endurance.py"), *words]

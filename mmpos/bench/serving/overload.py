@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from statistics import quantiles
-from tempfile import NamedTemporaryFile
-from time import perf_counter, sleep
+from time import sleep
 
 import grpc
 
-from mmpos.bench.serving.h2load import H2Load
+from mmpos.bench.serving.flood import Flood, flooding
 from mmpos.bench.serving.openloop import Arrivals, Sent, send
 from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.serving.processes import ServerProcess, service, started
 from mmpos.bench.serving.questions import Asking, Question
-from mmpos.errors import ServiceError, UnsupportedError
+from mmpos.errors import ServiceError
 
 __all__ = ["Overload", "Scale", "overload"]
 
 _FEW = 8  # calls that may be pending where cheap ones are to stay fast under any load
-_FRAME = 5  # bytes before a message of gRPC: whether it is compressed, and how long it is
+_FILLING = 1.0  # seconds, longer than it takes until the pools are full and what came before is answered
+_STARTING = 3.0  # seconds for the process of the probes to start beside the load, so that it meets the load to its end
 
 
 @dataclass(frozen=True)
@@ -80,13 +77,7 @@ class Overload:
 
 
 def overload(scale: Scale, malloc: str) -> Iterator[Overload]:
-    """Each kind of call in turn, with many pending and with few; server and clients have a core each if there are two.
-
-    Raises:
-        UnsupportedError: h2load is not installed: nothing else here sends so many calls from one core.
-    """
-    if not H2Load.found():
-        raise UnsupportedError("h2load: got none on the path, want it: it sends what Python cannot send fast enough")
+    """Each kind of call, with many pending and with few; server and clients have a core each if there are two."""
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[0], cores[-1]
     for flags in ((), ("--max-pending", str(_FEW))):
@@ -103,16 +94,18 @@ def overload(scale: Scale, malloc: str) -> Iterator[Overload]:
 
 def _measured(question: Question, server: ServerProcess, scale: Scale, core: int) -> Overload:
     warm_up = scale.seconds / 5
-    with _flood(question, server, None, scale.seconds / 2 + warm_up, core) as flood:
-        capacity = flood.rate()
     asked = server.address, question.path, question.request
-    calm = send(Arrivals(*asked, max(capacity / 10, 1.0), scale.seconds, warm_up, core))
-    sleep(1.5)  # until the server has forgotten what was refused
-    rate = capacity * scale.times
+    with flooding(Flood(*asked, scale.seconds / 2 + warm_up, None, connections=2, in_flight=2, core=core)) as few:
+        capacity = few().answers
     probing = max(capacity / 10, 1.0)
-    with _flood(question, server, rate - probing, scale.seconds + 2, core) as flood:
+    calm = send(Arrivals(*asked, probing, scale.seconds, warm_up, core))
+    sleep(1.5)  # until the server has forgotten what was refused
+    rate = max(capacity * scale.times - probing, 1.0)
+    lasts = _FILLING + scale.seconds + _STARTING
+    with flooding(Flood(*asked, lasts, rate, connections=16, in_flight=100, core=core)) as many:
+        sleep(_FILLING)
         busy = send(Arrivals(*asked, probing, scale.seconds, warm_up, core))
-        offered = flood.rate() + probing
+        offered = many().offered + probing
     return _told(question.name, capacity, offered, calm, busy)
 
 
@@ -140,45 +133,6 @@ def _told(name: str, capacity: float, offered: float, calm: list[Sent], busy: li
 def _percentile(seconds: list[float], percent: int) -> float:
     found = quantiles(seconds, n=100, method="inclusive")[percent - 1] if len(seconds) > 1 else seconds[0]
     return round(1000 * found, 2)
-
-
-class _Flood:
-    """A load by h2load under way."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def rate(self) -> float:
-        """Calls per second, once it is done."""
-        said, _ = self._process.communicate()
-        found = re.search(r"finished in .*?, ([\d.]+) req/s", said)
-        if found is None:
-            raise ServiceError(f"h2load: got {said[-200:]!r}, want a rate")
-        return float(found[1])
-
-
-@contextmanager
-def _flood(
-    question: Question, server: ServerProcess, rate: float | None, seconds: float, core: int
-) -> Iterator[_Flood]:
-    """The same call at a rate, whatever becomes of it; or, with None, four at a time as fast as they are answered."""
-    connections, in_flight = (2, 2) if rate is None else (16, 100)
-    with NamedTemporaryFile() as body, _on(core):
-        body.write(b"\0" + len(question.request).to_bytes(_FRAME - 1, "big") + question.request)
-        body.flush()
-        words = ["h2load", "-d", body.name, f"-D{ceil(seconds)}", f"-c{connections}", f"-m{in_flight}"]
-        words += [] if rate is None else [f"--rps={max(1, round(rate / connections))}"]
-        words += ["-Hcontent-type: application/grpc", "-Hte: trailers", f"http://{server.address}{question.path}"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        with process:
-            began = perf_counter()
-            try:
-                # Longer than it takes until the pools are full and what came before is answered.
-                sleep(min(1.0, seconds / 4) if rate is not None else 0)
-                yield _Flood(process)
-            finally:
-                if perf_counter() - began < seconds:
-                    process.terminate()
 
 
 @contextmanager

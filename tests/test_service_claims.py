@@ -259,14 +259,14 @@ SHARED: dict[str, tuple[str, Claim]] = {
     "a place beyond 64 bits": (
         "Rotary/Rotate",
         (
-            lambda: rotate(elsewhere(2**27, offset=INT64)),
+            lambda: rotate(elsewhere(2**25, offset=INT64)),
             BAD,
             "q.shared: got bytes 9223372036854775807 to 92233720369889",
         ),
     ),
     "more than there is": (
         "Rotary/Rotate",
-        (lambda: rotate(elsewhere(2**27)), BAD, "q.shared: got bytes 0 to 134217728 of"),
+        (lambda: rotate(elsewhere(2**25)), BAD, "q.shared: got bytes 0 to 33554432 of"),
     ),
     "pixels that are not there": (
         "Sequence/Build",

@@ -36,7 +36,7 @@ class Limits(_Settings):
     """Most that one request may ask for, refused before work is done; the fields of message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
-    response_bytes: int = Field(default=256 * _MIB, ge=1024, le=2**31 - 1)
+    response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
     documents: int = Field(default=4096, ge=1)
     segments: int = Field(default=262_144, ge=1)
     tokens: int = Field(default=16_777_216, ge=1)

@@ -173,11 +173,15 @@ def test_each_call_that_is_answered_counts_once(rate: float | None) -> None:
 def test_a_server_of_grpc_answers(rate: float | None) -> None:
     requests: list[bytes] = []
 
+    def echo(request: bytes, _: object) -> bytes:
+        requests.append(request)
+        return request
+
     class Handler(grpc.GenericRpcHandler):
         def service(self, handler_call_details: Any) -> Any:
             if handler_call_details.method != PATH:
                 return None
-            return grpc.unary_unary_rpc_method_handler(lambda request, _: requests.append(request) or request)
+            return grpc.unary_unary_rpc_method_handler(echo)
 
     server = grpc.server(ThreadPoolExecutor(2), handlers=[Handler()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

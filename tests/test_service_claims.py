@@ -261,7 +261,7 @@ SHARED: dict[str, tuple[str, Claim]] = {
         (
             lambda: rotate(elsewhere(2**25, offset=INT64)),
             BAD,
-            "q.shared: got bytes 9223372036854775807 to 92233720369889",
+            "q.shared: got bytes 9223372036854775807 to 92233720368883",
         ),
     ),
     "more than there is": (

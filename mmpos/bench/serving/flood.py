@@ -177,8 +177,8 @@ class _Run:
         ended = perf_counter() - begin
         counts["lost"] += sum(len(connection.pending) for connection in self._all())
         names = "sent", "answered", "refused", "reset", "lost", "missed"
-        rates = counts["sent"] / seconds, counts["answered"] / ended
-        return Flooded(*(round(rate, 1) for rate in rates), *(counts[name] for name in names))
+        offered, answers = round(counts["sent"] / seconds, 1), round(counts["answered"] / ended, 1)
+        return Flooded(offered, answers, *(counts[name] for name in names))
 
     def _send(self, calls: int) -> None:
         """Begin so many calls, each on the next connection that takes one."""

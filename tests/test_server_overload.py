@@ -30,7 +30,6 @@ from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, 
 from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.profiles import Profiles
 from mmpos_server.testing import running
-from mmpos_server.transport import Arrivals
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
@@ -404,61 +403,3 @@ def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
         with pytest.raises(ServiceError, match="got neither table nor dense"):  # so it was answered
             next(client.stream([PositionsQuery(SEGMENTS)]))
         assert len(list(first)) == 1
-
-
-def test_a_queue_has_many_places_until_it_is_full_for_a_while_and_few_until_there_is_rest() -> None:
-    now = worked = 0.0
-
-    async def ask() -> list[int]:
-        """How many calls wait in the queue, and take no further ones, at each step."""
-        nonlocal now, worked
-        core: asyncio.Queue[int] = asyncio.Queue()
-        arrivals, seen = Arrivals(core.get, 8, lambda: (now, worked)), list[int]()
-
-        async def take(seconds: float, *, rest: float = 0.0) -> None:
-            nonlocal now, worked
-            now, worked = now + seconds, worked + seconds - rest
-            seen.append(await arrivals.next())
-            for _ in range(40):  # rounds of the loop, until all that can be received is
-                await asyncio.sleep(0)
-            waiting.append(100 - core.qsize() - len(seen))
-
-        waiting: list[int] = []
-        for number in range(100):
-            core.put_nowait(number)
-        await take(0.0)
-        for _ in range(2):  # the first look sees the time before the burst, too
-            await take(0.1)
-        for _ in range(10):
-            await take(0.01)
-        assert seen == list(range(13))
-        while len(seen) < 100:
-            await take(0.01)
-        future = arrivals.next()
-        now += 1.0  # of rest
-        core.put_nowait(100)
-        assert await future == 100
-        await asyncio.sleep(0)
-        for number in range(101, 120):
-            core.put_nowait(number)
-        arrivals.next()
-        for _ in range(40):
-            await asyncio.sleep(0)
-        waiting.append(19 - core.qsize() - 1)
-        return waiting
-
-    waiting = asyncio.run(ask())
-    assert waiting[:13] == [8, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1]
-    assert set(waiting[13:-2]) == {1}
-    assert waiting[-1] == 8
-
-
-def test_what_the_transport_says_takes_the_place_of_a_call() -> None:
-    async def ask() -> Any:
-        raise RuntimeError("the server ends")
-
-    async def first() -> Any:
-        return await Arrivals(ask, 8).next()
-
-    with pytest.raises(RuntimeError, match="the server ends"):
-        asyncio.run(first())

@@ -129,8 +129,7 @@ class Server:
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
         options = transport_options(self.config, reuse_port=listen.reuse_port)
-        door = [self._door] if self._door else []
-        server = TransportServer(door, options, self.config.concurrency.places)
+        server = TransportServer([self._door] if self._door else [], options)
         for service in services:
             server.add(service, self._handlers(service))
         self._health = Health(services)

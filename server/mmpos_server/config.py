@@ -50,8 +50,7 @@ class Concurrency(_Settings):
     """Most that may be queued or running at once; calls beyond are refused at once, items of a stream wait.
 
     Args:
-        max_pending: calls of a method that have come and were not looked at yet; more are cancelled by the transport.
-        max_pending_overloaded: the same after these were full for a tenth of a second, until the event loop rests.
+        max_pending: calls of all kinds that have come and were not looked at yet; more are cancelled by the transport.
         max_wait: calls that a call may wait for, before there is a thread for it.
         max_wait_overloaded: calls that it may wait for within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
@@ -66,8 +65,7 @@ class Concurrency(_Settings):
         max_watches: open streams of health and of reflection.
     """
 
-    max_pending: int = Field(default=64, ge=1, le=2**16)
-    max_pending_overloaded: int = Field(default=8, ge=1, le=2**16)
+    max_pending: int = Field(default=64, ge=1, le=2**31 - 1)
     max_wait: int = Field(default=64, ge=1)
     max_wait_overloaded: int = Field(default=1, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)
@@ -80,16 +78,6 @@ class Concurrency(_Settings):
     stream_bytes: int = Field(default=32 * _MIB, ge=1)
     max_unsent_bytes: int = Field(default=512 * _MIB, ge=1024)
     max_watches: int = Field(default=1024, ge=1)
-
-    @property
-    def pending(self) -> int:
-        """Places for calls in the core of the transport, which are always there."""
-        return min(self.max_pending, self.max_pending_overloaded)
-
-    @property
-    def places(self) -> int:
-        """Places for calls before it, for bursts; the server always looks at one."""
-        return max(1, self.max_pending - self.pending)
 
 
 class Connections(_Settings):

@@ -132,7 +132,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         config: its settings.
         reuse_port: whether other processes may listen on the port, too.
     """
-    pending, connections = config.concurrency.pending, config.connections
+    pending, connections = config.concurrency.max_pending, config.connections
     return [
         # To refuse a call in Python costs the event loop more than half of what an answer does: beyond twice the
         # capacity it would do nothing else. The transport drops one in a fifteenth of the time, without the loop.

@@ -177,7 +177,11 @@ def test_a_server_of_grpc_answers(rate: float | None) -> None:
         def service(self, handler_call_details: Any) -> Any:
             if handler_call_details.method != PATH:
                 return None
-            return grpc.unary_unary_rpc_method_handler(lambda request, _: requests.append(request) or request)
+            return grpc.unary_unary_rpc_method_handler(self.answer)
+
+        def answer(self, request: bytes, context: Any) -> bytes:
+            requests.append(request)
+            return request
 
     server = grpc.server(ThreadPoolExecutor(2), handlers=[Handler()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

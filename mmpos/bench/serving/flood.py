@@ -177,8 +177,8 @@ class _Run:
         ended = perf_counter() - begin
         counts["lost"] += sum(len(connection.pending) for connection in self._all())
         names = "sent", "answered", "refused", "reset", "lost", "missed"
-        rates = counts["sent"] / seconds, counts["answered"] / ended
-        return Flooded(*(round(rate, 1) for rate in rates), *(counts[name] for name in names))
+        offered, answers = counts["sent"] / seconds, counts["answered"] / ended
+        return Flooded(round(offered, 1), round(answers, 1), **{name: counts[name] for name in names})
 
     def _send(self, calls: int) -> None:
         """Begin so many calls, each on the next connection that takes one."""

@@ -97,7 +97,7 @@ def _measured(question: Question, server: ServerProcess, scale: Scale, core: int
     asked = server.address, question.path, question.request
     with flooding(Flood(*asked, scale.seconds / 2 + warm_up, None, connections=2, in_flight=2, core=core)) as few:
         capacity = few().answers
-    probing = max(capacity / 10, 1.0)
+    probing = max(capacity / 10, 20 / scale.seconds)  # so that there are some, however short the time
     calm = send(Arrivals(*asked, probing, scale.seconds, warm_up, core))
     sleep(1.5)  # until the server has forgotten what was refused
     rate = max(capacity * scale.times - probing, 1.0)

@@ -229,8 +229,8 @@ class HttpForm:
         connections = [] if self._runner.server is None else self._runner.server.connections
         if len(connections) > self._settings.max_connections:
             # One that was closed is among them until the next round.
-            live = [one for one in connections if one.transport and not one.transport.is_closing()]
-            idle = [one.transport for one in live if one not in self._busy]
+            live = {one: one.transport for one in connections if one.transport and not one.transport.is_closing()}
+            idle = [transport for one, transport in live.items() if one not in self._busy]
             for transport in idle[: max(0, len(live) - self._settings.max_connections)]:
                 transport.abort()
 

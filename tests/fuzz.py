@@ -52,9 +52,10 @@ LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
 """Of the server, or most of the time would go to large answers; ``--defaults`` leaves it the embedded settings."""
 
 BAD = ("INTERNAL", "UNKNOWN")
-CORE = "Error parsing '"
-"""How the transport begins to say that metadata of its own, such as grpc-encoding, is wrong: always with INTERNAL, and
-before a server knows of the call. It costs nothing and leaves no trace, so it is counted as a refusal."""
+CORE = ("Error parsing '", "Compression bit set but no encoding configured")
+"""How the transport begins to say that metadata of its own is wrong, such as grpc-encoding: always with INTERNAL, which
+the protocol asks for, and before a server knows of the call. It costs nothing and leaves no trace, so it is counted as
+a refusal."""
 
 HEALTH = "/grpc.health.v1.Health/Check"
 PLACE = "/mmpos.rpc.v1.PositionService/Place"

@@ -43,7 +43,7 @@ def test_what_must_not_be_is_named() -> None:
 @pytest.mark.slow
 def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
-    found = asyncio.run(fuzz(5.0, "slow", list(ATTACKS), processes=0, settle=3.0, environment=environment))
+    found = asyncio.run(fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment))
     with capsys.disabled():
         print(f"\n{found.told()}")
     assert found.faults(float("inf"), float("inf")) == []

@@ -33,6 +33,10 @@ async def forgotten():
 with logging_all("info", sys.argv[1]) as logs:
     logs.info("ours", number=1)
     logging.getLogger("library").warning("two\\nlines")
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.getLogger("transport").exception("ExecuteBatchError raised in core by servicer method [%s]", "Place")
     warnings.warn("deprecated", stacklevel=1)
     thread = threading.Thread(target=lambda: 1 / 0, name="broken")
     thread.start()
@@ -40,7 +44,8 @@ with logging_all("info", sys.argv[1]) as logs:
     Broken()
     gc.collect()
     asyncio.run(forgotten())
-    os.write(2, b"I1122 18:13:19.982883   32430 ssl.cc:2563] Handshake failed\\nE1122 18:13:19.98 1 a.cc:1] bad\\n")
+    os.write(2, b"I1122 18:13:19.982883   32430 ssl.cc:2563] Handshake failed\\n")
+    os.write(2, b"E1122 18:13:19.98 1 a.cc:1] bad\\n" * 3)
     os.write(2, b"half a ")
     print("line \\N{SNOWMAN} of somebody", file=sys.stderr)
     os.write(2, b"\\xff without an end")
@@ -69,13 +74,14 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", "py.warnings", "<string>:16: UserWarni"),
+        ("warning", None, "answer that could not "),
+        ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
         ("error", "asyncio", "Exception in callback "),
     ]
     errors = ["ZeroDivisionError", "ValueError", "ZeroDivisionError"]
-    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[3:]] == errors
+    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
 
 
 def test_lines_for_people_stay_as_they_are() -> None:

@@ -25,6 +25,9 @@ Form = Literal["json", "console"]
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<place>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
+# What grpc.aio says, with a traceback of its inside, if it learns that a connection is closed from its own answer.
+_GONE = "ExecuteBatchError raised in core"
+
 
 class Logs:
     """The logger of one server.
@@ -68,13 +71,15 @@ class Logs:
 
     def seldom(self, event: str, **values: Any) -> None:
         """Write a line of level warning, of each event one in a second at most; it says how often that happened."""
+        if times := self.times(event):
+            self.warning(event, times=times, **values)
+
+    def times(self, event: str) -> int:
+        """How often an event happened since it was last worth a line, this time included; 0 within a second of that."""
         now = monotonic()
         then, times = self._seldom.get(event, (-math.inf, 0))
-        if now - then < 1.0:
-            self._seldom[event] = then, times + 1
-        else:
-            self._seldom[event] = now, 0
-            self.warning(event, times=times + 1, **values)
+        self._seldom[event] = (then, times + 1) if now - then < 1.0 else (now, 0)
+        return 0 if now - then < 1.0 else times + 1
 
     def error(self, event: str, error: BaseException | None = None, **values: Any) -> None:
         """Write a line of level error, with the traceback of an exception."""
@@ -89,6 +94,9 @@ class _Handler(logging.Handler):
         self._logs = logs
 
     def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith(_GONE):
+            self._logs.seldom("answer that could not be sent")
+            return
         error = record.exc_info[1] if record.exc_info else None
         write = self._logs.error if record.levelno >= logging.ERROR else self._logs.warning
         write(record.getMessage(), **({"exc_info": error} if error else {}), logger=record.name)
@@ -162,7 +170,9 @@ def _relay(reading: int, logs: Logs) -> None:
         for line in lines:
             found = _CORE.match(line)
             if found:
-                write = getattr(logs, _CORE_LEVELS.get(found["level"], "error"))
-                write(found["event"], logger="grpc", place=found["place"])
+                # Callers can make it say something of each header of each call.
+                if times := logs.times(found["place"]):
+                    write = getattr(logs, _CORE_LEVELS.get(found["level"], "error"))
+                    write(found["event"], logger="grpc", place=found["place"], times=times)
             elif line.strip():
                 logs.warning(line.rstrip(), logger="stderr")

@@ -215,17 +215,24 @@ class HttpForm:
         return application
 
     def _connection(self) -> asyncio.Protocol:
-        """What speaks on a new connection: where there are too many, an idle one makes room."""
+        """What speaks on a new connection."""
         assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        if len(server.connections) >= self._settings.max_connections:
-            idle = next((one for one in server.connections if one not in self._busy and one.transport), None)
-            if idle is None:
-                return _Turned()
-            assert idle.transport is not None
-            idle.transport.abort()
-        return server()
+        assert self._runner.server is not None
+        # Many may come in one round of the loop, and are among the connections of the server in the next one.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._make_room)
+        return self._runner.server()
+
+    def _make_room(self) -> None:
+        """Close idle connections while there are too many; the oldest go first, and the newest is always idle."""
+        assert self._runner is not None
+        connections = [] if self._runner.server is None else self._runner.server.connections
+        if len(connections) > self._settings.max_connections:
+            # One that was closed is among them until the next round.
+            live = {one: one.transport for one in connections if one.transport and not one.transport.is_closing()}
+            idle = [transport for one, transport in live.items() if one not in self._busy]
+            for transport in idle[: max(0, len(live) - self._settings.max_connections)]:
+                transport.abort()
 
     def _handler(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -419,14 +426,6 @@ class _Context:
     async def abort(self, code: grpc.StatusCode, details: str, metadata: _Pairs = ()) -> NoReturn:
         self.set_trailing_metadata(metadata)
         raise _AbortedError(code.name, details, metadata)
-
-
-class _Turned(asyncio.Protocol):
-    """Ends a connection for which there is no room."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
 
 
 class _Handler(logging.Handler):

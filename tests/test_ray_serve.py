@@ -323,5 +323,5 @@ def test_a_replica_takes_one_call_more_than_its_gates(tmp_path: Path) -> None:
     config = load(tmp_path / FILE)
     deployment = application(config, num_replicas=3)._bound_deployment
     assert (deployment.name, deployment.num_replicas) == ("mmpos", 3)
-    assert deployment.max_ongoing_requests == 1024 + 64 + 1 + 1 + 1
+    assert deployment.max_ongoing_requests == 1024 + 64 + 16 + 1 + 1 + 1
     assert application(config, max_ongoing_requests=5)._bound_deployment.max_ongoing_requests == 5

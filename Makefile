@@ -29,6 +29,9 @@ slow: $(VENV)/dev  ## the tests that take longer
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
+systemd: $(VENV)/dev  ## the unit of deploy/ under a systemd in namespaces; as root, on a quiet machine
+	$(BIN)/pytest -q -m systemd tests/test_deploy.py
+
 portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
 	$(BIN)/python tests/portable.py $(PORTABLE)
 

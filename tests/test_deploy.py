@@ -241,7 +241,7 @@ def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
         outside.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.systemd
 def test_systemd_runs_the_unit_and_a_restart_refuses_no_probe(systemd: tuple[list[str], int, int]) -> None:
     inside, port, page = systemd
 

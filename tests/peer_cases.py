@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from math import sqrt
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tolerance import LIBRARY, gamma, unit
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where tensors lie: a GPU runs the kernel, a CPU the extension or plain torch."""
 
-UNIT = 2.0**-24
-"""Half the distance of 1 to the next float32: what one rounding errs by, relative to its result."""
-
-SIDE = 6 * UNIT
-"""Error of one rotation in float32, of the length of its pair.
-
-Cos and sin within 2 ulp of a number below 1 are off by 2·UNIT each, which moves a pair by 2√2·UNIT of its length; two
-products and their sum are rounded once each, 2·UNIT more. Ours are within 1.7e-7, 2.9·UNIT: 4.1·UNIT, and 2.
-"""
+SIDE = sqrt(2) * LIBRARY * unit(torch.float32) + gamma(3)
+"""Error of one rotation in float32, of the length of its pair: of cos and sin of a library, and three roundings."""
 
 
 class Tolerance(NamedTuple):

@@ -600,7 +600,7 @@ def test_idle_connections_make_room_and_are_closed() -> None:
 
 def test_connections_that_come_at_once_make_no_more_than_there_may_be() -> None:
     async def fill() -> None:
-        async with Running(http={"max_connections": 4, "idle_seconds": 60}) as running:
+        async with Running(http={"max_connections": 4, "idle_seconds": 3600}) as running:
             form: Any = running.server._http
             # The loop of the server is this one: it accepts them all in one round.
             waiting = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(40)]

@@ -160,5 +160,5 @@ def test_any_request_is_answered_or_refused(infer: Any) -> None:
 
 @pytest.mark.slow
 def test_many_requests_are_answered_or_refused(infer: Any) -> None:
-    # Which of the rare ones come is chance: Hypothesis draws constants of the modules that this process has imported, too.
+    # Which of the rare ones come is chance: Hypothesis draws constants of the modules that this process has imported.
     assert {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED"} <= set(answer(infer, LONG))

@@ -23,7 +23,7 @@ from mmpos.bench.serving.overload import Overload, Scale, overload
 from mmpos.bench.serving.soak import Soak, soak
 from mmpos.bench.serving.stalled import Stalled, stalled
 from mmpos.errors import MmposError
-from mmpos.files import write_text
+from mmpos.support.files import write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -28,7 +28,7 @@ from neighbours_training import NONE, Outcome, Setup, train
 
 from mmpos.bench.machine import stamp
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.files import write_text
+from mmpos.support.files import write_text
 
 PLACED = (
     "flatten",

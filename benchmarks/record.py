@@ -21,7 +21,7 @@ from mmpos.bench.machine import MALLOCS
 from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
 from mmpos.bench.suites import SUITES
 from mmpos.bench.words import number_text, ratio_text, seconds_text
-from mmpos.files import write_text
+from mmpos.support.files import write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

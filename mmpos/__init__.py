@@ -10,14 +10,13 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
-from mmpos import about
-from mmpos.about import info
 from mmpos.blocks import block_keys
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
+from mmpos.support.info import info, version
 
 if TYPE_CHECKING:
     from mmpos import bench as bench
@@ -109,7 +108,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            return about.version()
+            return version()
         if name not in _LAZY and name not in _MODULES:
             raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
         from importlib import import_module

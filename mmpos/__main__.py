@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mmpos.extras import needed_for
-from mmpos.program import run_program
+from mmpos.support.extras import needed_for
+from mmpos.support.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None is the process's own.
 
     Returns:
-        The exit code, one of mmpos.program.EXIT_CODES.
+        The exit code, one of mmpos.support.program.EXIT_CODES.
     """
     words = sys.argv[1:] if arguments is None else arguments
     return run_program("mmpos", partial(_app, "server" if "serve" in words[:2] else "cli"), arguments)

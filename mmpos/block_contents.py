@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.columns import FIRST_TOKEN
 from mmpos.parts import GRID
 from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.block_contents import Blocks, Bytes, contents
-from mmpos.checks import INT32_MAX, IntArray, counted, int_array, integer, text
 from mmpos.errors import InvalidInputError
 from mmpos.parts import GRID, PAD
 from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import INT32_MAX, IntArray, counted, int_array, integer, text
 
 __all__ = ["block_keys"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray
 from mmpos.errors import LimitExceededError, UnsupportedError
+from mmpos.support.checks import INT32_MAX, IntArray
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
 """Rows of the table; from AXES on, every axis has four: origin, step_frame, step_row, step_col."""

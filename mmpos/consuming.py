@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mmpos.checks import IntArray
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray
 
 __all__ = ["ids_consumed"]
 

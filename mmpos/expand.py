@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
-from mmpos.checks import INT32_MAX, IntArray
 from mmpos.columns import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH, Columns
 from mmpos.errors import InvalidInputError
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, IntArray
 
 Array = npt.NDArray[Any]
 

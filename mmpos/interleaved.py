@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.blocks import block_keys
-from mmpos.checks import IntArray, counted, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.images import ProcessedImage
 from mmpos.markers import MarkerIds
@@ -20,6 +19,7 @@ from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
 from mmpos.separators import separator_tokens
+from mmpos.support.checks import IntArray, counted, int_array
 from mmpos.video import given_offsets
 
 __all__ = ["Contents", "InterleavedSequence"]

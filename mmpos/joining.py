@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.columns import NEXT_POSITION, OFFSET, Columns
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray
 
 
 def join(tables: Sequence[Columns]) -> tuple[IntArray, IntArray, int, bool, str]:

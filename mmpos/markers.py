@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from mmpos.checks import INT32_MAX, IntArray, integer
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.tokenizers import Tokenizer
 
 __all__ = ["MarkerIds", "Markers"]

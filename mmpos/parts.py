@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, boolean, integer, written
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support.checks import INT32_MAX, boolean, integer, written
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
 

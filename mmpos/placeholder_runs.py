@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
-from mmpos.checks import IntArray, host_array, int_array, shown
 from mmpos.errors import InvalidInputError
+from mmpos.support import native
+from mmpos.support.checks import IntArray, host_array, int_array, shown
 
 BoolArray = npt.NDArray[np.bool_]
 

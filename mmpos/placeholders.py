@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError
 from mmpos.placeholder_runs import Batch, BoolArray, Runs, read_batch
 from mmpos.spans import span_tokens
+from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer
 
 
 class Modality(NamedTuple):

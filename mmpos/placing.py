@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MIN, IntArray, boolean, per_document
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.placing_columns import columns
 from mmpos.placing_parts import Parts, cursors, split
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments import GRID, TEXT, SegmentTable
+from mmpos.support.checks import INT32_MIN, IntArray, boolean, per_document
 
 __all__ = ["place"]
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from mmpos import native, ranges
-from mmpos.checks import INT32_MAX, INT32_MIN, IntArray
+from mmpos import ranges
 from mmpos.columns import AXES, DENOMINATOR, HEIGHT, NO_POSITION, OFFSET, SKIP, WIDTH
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.placing_parts import Cursors, Parts, whole
 from mmpos.positions import PositionTable
 from mmpos.schemes import Placement, Scheme
 from mmpos.segments import GRID, SegmentTable
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray
 from mmpos.table_checks import check_next
 
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmpos import native
-from mmpos.checks import INT32_MAX, INT32_MIN, IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grids, Scheme, TextRuns
 from mmpos.segments import GRID, TEXT, SegmentTable
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray
 
 BLOCK_ROWS = 9  # that split of csrc/parts.c fills
 

@@ -9,13 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import expand, ranges, windows
-from mmpos.checks import IntArray, boolean, counted, first_bad, host_array, int_array, integer, one_of, per_document
 from mmpos.columns import DELTA, FIRST_SEGMENT, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
 from mmpos.errors import InvalidInputError
 from mmpos.explain import explain
 from mmpos.joining import join
 from mmpos.padding import insert_padding
 from mmpos.sharding import Layout, shard_ranges
+from mmpos.support.checks import (
+    IntArray,
+    boolean,
+    counted,
+    first_bad,
+    host_array,
+    int_array,
+    integer,
+    one_of,
+    per_document,
+)
 from mmpos.table_checks import check_table
 
 __all__ = ["PositionTable"]

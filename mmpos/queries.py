@@ -10,13 +10,13 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.errors import InvalidInputError
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer
 from mmpos.views import Decode, Pad, Shard, Take, View, Window
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.columns import AXES, DENOMINATOR, FIRST_SEGMENT, FIRST_TOKEN, HEIGHT, NEXT_POSITION, OFFSET, SKIP, WIDTH
+from mmpos.support.checks import IntArray
 
 
 def cut(table: IntArray, tokens: int, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray, IntArray]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
-from mmpos.checks import INT32_MAX, IntArray, first_bad, shown
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.parts import GRID, PAD, TEXT, Grid, Text
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, shown
 
 Flags = npt.NDArray[np.bool_]
 

@@ -10,12 +10,13 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native, placeholders, spans
-from mmpos.checks import IntArray, boolean, counted, first_bad, host_array, int_array
+from mmpos import placeholders, spans
 from mmpos.errors import InvalidInputError
 from mmpos.padding import insert_padding
 from mmpos.parts import GRID, PAD, TEXT, Grid, Text, rationals
 from mmpos.segment_checks import check_segments, foreign_part
+from mmpos.support import native
+from mmpos.support.checks import IntArray, boolean, counted, first_bad, host_array, int_array
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray
 
 __all__ = ["patch_spans", "separator_tokens", "token_types"]
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from mmpos import checks
-from mmpos.about import cores
-from mmpos.checks import IntArray, first_bad, int_array, integer
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.interleaved import Contents, InterleavedSequence
 from mmpos.markers import MarkerIds, Markers
 from mmpos.parts import Grid
 from mmpos.schemes import Scheme, get_scheme
+from mmpos.support import checks
+from mmpos.support.checks import IntArray, first_bad, int_array, integer
+from mmpos.support.info import cores
 from mmpos.tokenizers import ByteTokenizer, adapt
 from mmpos.video import Video, plain_parts
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import IntArray, host_array, int_array, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray, host_array, int_array, integer
 
 if TYPE_CHECKING:
     from torch import Tensor

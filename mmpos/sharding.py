@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray, integer, one_of
 from mmpos.columns import FIRST_TOKEN, Columns
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import INT32_MAX, IntArray, integer, one_of
 
 Layout = Literal["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"]
 

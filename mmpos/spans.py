@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
 
 
 class Layout(NamedTuple):

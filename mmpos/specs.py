@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.parts import Grid, Text
-from mmpos.program import STDIN, read_input
+from mmpos.support.checks import integer
+from mmpos.support.program import STDIN, read_input
 
 __all__ = ["IMAGE_SUFFIXES", "Document", "Specs", "read_documents", "read_specs", "to_json"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
 from mmpos.columns import (
     AXES,
     DELTA,
@@ -19,6 +18,7 @@ from mmpos.columns import (
     WIDTH,
 )
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
 
 MAX_AXES = 16
 """Most axes of a table from outside."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 
 __all__ = ["ByteTokenizer", "Tokenizer", "adapt"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, counted, written
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.parts import Grid, fraction, rational
+from mmpos.support.checks import INT32_MAX, IntArray, counted, written
 from mmpos.timestamps import QWEN3_VL, Timestamp, timestamps
 
 __all__ = ["Plain", "Video", "given_offsets", "plain_parts"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, host_array, int_array, integer, one_of
 from mmpos.positions import PositionTable, Side
 from mmpos.sharding import LAYOUTS, Layout
+from mmpos.support.checks import INT32_MAX, host_array, int_array, integer, one_of
 
 __all__ = ["Decode", "Pad", "Shard", "Take", "View", "Window"]
 

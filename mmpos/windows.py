@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import ranges
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array, per_document
 from mmpos.columns import FIRST_TOKEN, NEXT_POSITION, Columns
 from mmpos.errors import LimitExceededError
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array, per_document
 
 Pieces = tuple[IntArray, IntArray, IntArray]
 """What ``ranges.assemble`` takes: columns, the document of each, and the documents' next positions and deltas."""

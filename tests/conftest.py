@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from server_program import Program, Refused, Start
 from waiting import without_torch
 
-from mmpos import native
+from mmpos.support import native
 
 # How long an example takes is decided by whatever else the machine does.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -22,6 +22,6 @@ if _PATH:
 else:
     sys.modules["mmpos._native"] = None  # type: ignore[assignment]  # importing it is an ImportError
 
-from mmpos import native  # noqa: E402
+from mmpos.support import native  # noqa: E402
 
 assert native.core is sys.modules["mmpos._native"], "mmpos was imported before this plugin"

@@ -188,7 +188,7 @@ def test_other_json_is_refused(text: str, said: str) -> None:
 
 def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
-    monkeypatch.setattr("mmpos.native.core", None)
+    monkeypatch.setattr("mmpos.support.native.core", None)
     found = stamp("default")
     assert (found.malloc, found.native, found.packages["numpy"]) == ("default", False, np.__version__)
     assert found.settings["GLIBC_TUNABLES"] == "glibc.malloc.mmap_threshold=1"

@@ -15,7 +15,7 @@ import pytest
 import mmpos
 from mmpos.__main__ import main
 from mmpos.parts import Grid, Text
-from mmpos.program import EXIT_CODES
+from mmpos.support.program import EXIT_CODES
 
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app

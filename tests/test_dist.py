@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import mmpos
-from mmpos.extras import pip_install
+from mmpos.support.extras import pip_install
 
 ROOT = Path(__file__).parent.parent
 NAME = f"multimodal_positions-{mmpos.__version__}"

@@ -10,7 +10,7 @@ import pytest
 
 import mmpos
 from mmpos.__main__ import main
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,7 +44,7 @@ def test_other_errors_of_an_import_stay_as_they_are(error: ImportError) -> None:
 
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
-    assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/extras.py"]
+    assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
     named = re.findall(r"""(?:needed_for\(.*|missing\(.*|pip_install)[(=]["'](\w+)["']""", "\n".join(texts.values()))
     assert set(named) == set(PROJECT["optional-dependencies"])
 

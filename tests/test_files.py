@@ -18,8 +18,8 @@ from mmpos import SegmentTable, Text, place
 from mmpos.__main__ import main
 from mmpos.cli.report import save_ids
 from mmpos.data.storing.storage import SequenceWriter
-from mmpos.files import leftovers, whole_file, write_text
 from mmpos.plot import plot_positions
+from mmpos.support.files import leftovers, whole_file, write_text
 
 FullDisk = Callable[[int], AbstractContextManager[None]]
 IDS = place(SegmentTable.from_documents([[Text(5000)]]))

@@ -17,11 +17,11 @@ import pytest
 from mutations import broken, files
 from PIL import Image
 
-from mmpos import native
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize
 from mmpos.images.bare import bare_gif, bare_jpeg, bare_png
 from mmpos.images.headers import read_header
+from mmpos.support import native
 
 MANY = 4 * 2**20
 PROCESSOR = ImageProcessor("pillow", patch_size=4, spatial_merge_size=1, min_pixels=0)

@@ -17,20 +17,10 @@ from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
 import mmpos
-from mmpos import (
-    Grid,
-    InvalidInputError,
-    MmposError,
-    PositionTable,
-    SegmentTable,
-    Text,
-    columns,
-    native,
-    place,
-    segments,
-)
+from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, columns, place, segments
 from mmpos.columns import AXES
 from mmpos.placing_parts import BLOCK_ROWS
+from mmpos.support import native
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core

@@ -16,9 +16,9 @@ from oracle import settled
 from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, ROTARIES, heads, packed, table_of
 from torch import Tensor
 
-from mmpos import native
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, cpu
 from mmpos.rotary.sources import constants, source_of
+from mmpos.support import native
 
 if native.core is None:
     pytest.skip("the extension was not built", allow_module_level=True)

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mmpos import native
 from mmpos.rotary import cpu
+from mmpos.support import native
 
 if native.core is None:
     pytest.skip("the extension was not built", allow_module_level=True)

@@ -20,7 +20,7 @@ import pytest
 from mmpos import info
 from mmpos.__main__ import main
 from mmpos.errors import ServiceOverloadedError
-from mmpos.program import EXIT_CODES, run_program
+from mmpos.support.program import EXIT_CODES, run_program
 
 pytest.importorskip("typer")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mmpos
-from mmpos.extras import pip_install
+from mmpos.support.extras import pip_install
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from server_program import Start, metrics_of
 from waiting import eventually, free_port
 
-from mmpos.about import version
 from mmpos.errors import InvalidInputError
+from mmpos.support.info import version
 from mmpos_server import page
 from mmpos_server.page import Page, exposed
 

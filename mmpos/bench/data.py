@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmpos.bench.cases import Case, Later, Options
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("the data suite", extra="data"):
     import torch

@@ -14,10 +14,10 @@ from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.photographs import FRAMES, UINT8, as_pixel_values, expected, photographs
 from mmpos.bench.proofs import close, equal
 from mmpos.bench.timing import Budget
-from mmpos.checks import counted
 from mmpos.images import ImageProcessor
 from mmpos.images.backends import decode_jpeg, resize, torchvision
 from mmpos.images.patches import patchify
+from mmpos.support.checks import counted
 
 __all__ = ["cases"]
 

@@ -11,10 +11,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmpos import native
-from mmpos.about import cores, version, version_of
-from mmpos.checks import counted
 from mmpos.errors import UnsupportedError
+from mmpos.support import native
+from mmpos.support.checks import counted
+from mmpos.support.info import cores, version, version_of
 
 __all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
 

@@ -8,8 +8,8 @@ from functools import partial
 
 from mmpos.bench.cases import Case, Later, Options, Point
 from mmpos.bench.timing import Budget
-from mmpos.checks import counted
-from mmpos.extras import needed_for
+from mmpos.support.checks import counted
+from mmpos.support.extras import needed_for
 
 with needed_for("the rotary suite", extra="all"):
     import torch

@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.timing import Budget
 from mmpos.errors import UnsupportedError
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("the service suite", extra="server"):
     import grpc

@@ -13,8 +13,8 @@ from mmpos.bench.machine import MALLOCS, set_malloc, stamp
 from mmpos.bench.peers import Peers
 from mmpos.bench.results import Report
 from mmpos.bench.timing import Budget
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import one_of
 
 __all__ = ["SUITES", "Watch", "run"]
 

@@ -18,7 +18,7 @@ from mmpos.cli import report
 from mmpos.cli.bench_tables import print_report
 from mmpos.cli.commands import app
 from mmpos.errors import InvalidInputError
-from mmpos.files import write_text
+from mmpos.support.files import write_text
 
 _LIST = " ".join(f"[bold]{name}[/bold]: {what}." for name, what in SUITES.items())
 

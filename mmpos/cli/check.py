@@ -18,10 +18,10 @@ from mmpos.cli import report
 from mmpos.cli.commands import JSON_FILE, SPECS, Start, app, scheme_words
 from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
 from mmpos.errors import InvalidInputError
-from mmpos.program import DIFFERENT, STDIN, read_input
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
 from mmpos.specs import Specs, read_specs
+from mmpos.support.program import DIFFERENT, STDIN, read_input
 
 if TYPE_CHECKING:
     from mmpos.diagnosis import Diagnosis

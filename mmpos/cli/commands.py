@@ -10,16 +10,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mmpos import about
 from mmpos.cli import report
 from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
 from mmpos.errors import InvalidInputError
-from mmpos.extras import needed_for
 from mmpos.placing import place
 from mmpos.positions import PositionTable
-from mmpos.program import EXIT_CODES, STDIN, write_output
 from mmpos.segments import SegmentTable
 from mmpos.specs import Document, Specs, read_specs
+from mmpos.support import info as installation
+from mmpos.support.extras import needed_for
+from mmpos.support.program import EXIT_CODES, STDIN, write_output
 
 _ORDER = (
     "demo",
@@ -93,7 +93,7 @@ def root(
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
     """
     if show_version:
-        typer.echo(f"mmpos {about.version()}")
+        typer.echo(f"mmpos {installation.version()}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -165,7 +165,7 @@ def schemes() -> None:
 def info() -> None:
     """Print versions, and whether the extension in C was built."""
     with warnings.catch_warnings(record=True) as caught:
-        found = about.info()
+        found = installation.info()
     for name, value in found.items():
         typer.echo(f"{name:12} {value}")
     for warning in caught:

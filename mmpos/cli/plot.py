@@ -12,8 +12,8 @@ from mmpos.cli.commands import SPECS, Documents, Start, app, place_specs
 from mmpos.cli.scheme_options import DEFAULT, Axes, make_scheme, scheme_option
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
-from mmpos.program import STDIN, write_output
 from mmpos.specs import read_specs
+from mmpos.support.program import STDIN, write_output
 
 if TYPE_CHECKING:
     from mmpos.plot.picture import Picture

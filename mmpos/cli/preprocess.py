@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from mmpos.checks import counted
 from mmpos.cli import report
 from mmpos.cli.commands import app
 from mmpos.cli.scheme_options import DEFAULT, SchemeName, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
-from mmpos.extras import needed_for
+from mmpos.support.checks import counted
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.data.storing.summary import Progress, Summary

@@ -14,16 +14,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.checks import counted
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
 from mmpos.consuming import ids_consumed
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.files import whole_file
 from mmpos.parts import Grid
 from mmpos.positions import PositionTable
 from mmpos.schemes import SCHEMES
 from mmpos.segments import GRID, TEXT, SegmentTable
 from mmpos.specs import Document, to_json
+from mmpos.support.checks import counted
+from mmpos.support.files import whole_file
 
 _WIDTH = 100
 _SHORT = 24  # tokens whose ids are all printed

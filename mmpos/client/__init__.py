@@ -1,6 +1,6 @@
 """A client of the service: the same arguments, results and exceptions as the calls in process."""
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.client", extra="client"):
     from mmpos.client.aio import AsyncClient

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import integer
 from mmpos.client.tls import Tls
 from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 from mmpos.wire.bearer import AUTHORIZATION, is_loopback
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import boolean, one_of
 from mmpos.client.calls import Call, serialised, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.extras import needed_for
 from mmpos.rpc.v1 import rotary_pb2 as pb
+from mmpos.support.checks import boolean, one_of
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import torch

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import boolean, integer, one_of
 from mmpos.client.calls import Ask, Call, Errors, Method, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceError
 from mmpos.rpc.v1 import sequences_pb2
+from mmpos.support.checks import boolean, integer, one_of
 from mmpos.video import given_offsets
 from mmpos.wire.errors import get_error
 from mmpos.wire.parts import Sent, put_parts

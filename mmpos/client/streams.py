@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.checks import one_of
 from mmpos.client.calls import PLACE, Ask, Errors, Method, ask_positions, serialised
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF
 from mmpos.client.failures import UntrustedError
@@ -21,6 +20,7 @@ from mmpos.errors import (
     ServiceTimeoutError,
     ServiceUnavailableError,
 )
+from mmpos.support.checks import one_of
 from mmpos.wire.errors import get_error
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.compare.family import SHIFTS, Document, spec
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray
 
 __all__ = ["Batch", "Mask"]
 

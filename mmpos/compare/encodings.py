@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mmpos.checks import one_of
 from mmpos.compare import encoded
 from mmpos.compare.finding import Property
 from mmpos.compare.matrix import Matrix, measured
@@ -12,6 +11,7 @@ from mmpos.compare.vectors import Known
 from mmpos.encodings import ENCODINGS, Encoding
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import label
+from mmpos.support.checks import one_of
 
 __all__ = ["ENCODING_PROPERTIES", "measure_encodings"]
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmpos.checks import counted, one_of
 from mmpos.compare.finding import Finding, Property
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import counted, one_of
 
 __all__ = ["Matrix", "measured"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.compare.batch import Batch, Mask
 from mmpos.compare.family import STARTS, Document, around, grids
 from mmpos.compare.finding import Finding
 from mmpos.compare.trial import Trial
 from mmpos.parts import Grid, Text
 from mmpos.schemes import Scheme
+from mmpos.support.checks import IntArray
 
 __all__ = ["axes", "integer", "symmetric", "text_is_rope_1d", "unique"]
 

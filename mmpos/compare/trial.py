@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmpos.checks import counted
 from mmpos.compare.batch import Mask
 from mmpos.compare.family import STILLS
 from mmpos.compare.finding import Finding
 from mmpos.parts import Grid
+from mmpos.support.checks import counted
 
 __all__ = ["Trial"]
 

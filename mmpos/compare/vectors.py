@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.encodings import AdditiveTable, AttentionBias, Rotation
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray
 
 __all__ = ["Known", "first_positions", "scores", "vectors"]
 

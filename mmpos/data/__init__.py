@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.data.documents import Document, Location, Piece, RecordError
 from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.data.batches.batch import Batch

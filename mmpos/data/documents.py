@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.checks import boolean
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import boolean
 
 __all__ = ["Document", "Location", "Piece", "RecordError"]
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mmpos.checks import IntArray, boolean, integer
 from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
 from mmpos.segments import GRID, SegmentTable
 from mmpos.separators import separator_tokens
 from mmpos.sequence import InterleavedSequence
+from mmpos.support.checks import IntArray, boolean, integer
 
 __all__ = ["IGNORE_INDEX", "Builder", "Example", "Format", "Preprocess"]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpos.checks import one_of
 from mmpos.data.documents import Location, RecordError
 from mmpos.errors import InvalidInputError
-from mmpos.files import named
+from mmpos.support.checks import one_of
+from mmpos.support.files import named
 
 __all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarantine"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.columns import FIRST_TOKEN, NO_POSITION
 from mmpos.errors import MmposError
 from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray
 
 Ids = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

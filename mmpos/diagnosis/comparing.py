@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MIN, IntArray, integer, per_document
 from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.diagnosis.case import Case
 from mmpos.diagnosis.judging import find_cause
@@ -20,6 +19,7 @@ from mmpos.placing import place
 from mmpos.positions import PositionTable, Side
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments import PAD, SegmentTable
+from mmpos.support.checks import INT32_MIN, IntArray, integer, per_document
 
 __all__ = ["diagnose"]
 

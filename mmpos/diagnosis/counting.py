@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX
 from mmpos.diagnosis.case import Case, Guess
+from mmpos.support.checks import INT32_MAX
 
 
 def token_index(case: Case) -> Iterator[Guess]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.columns import FIRST_TOKEN
 from mmpos.diagnosis.case import Case, Guess
+from mmpos.support.checks import IntArray
 
 
 def not_reset(case: Case) -> Iterator[Guess]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.diagnosis.case import Case, Flags, Guess
 from mmpos.diagnosis.suspects import SUSPECTS
+from mmpos.support.checks import IntArray
 
 
 @dataclass(frozen=True)

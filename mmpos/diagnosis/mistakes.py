@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmpos.checks import IntArray
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns
+from mmpos.support.checks import IntArray
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray
 from mmpos.diagnosis.case import Case, Guess
 from mmpos.diagnosis.mistakes import AdvancesByOne, AdvancesBySide, AdvancesByTokens, AdvancesToMaximum, Unmerged
 from mmpos.schemes import (
@@ -22,6 +21,7 @@ from mmpos.schemes import (
     RopeTieV2,
     Scheme,
 )
+from mmpos.support.checks import INT32_MAX, IntArray
 
 _MERGES = (2, 3, 4)
 

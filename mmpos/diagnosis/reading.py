@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos import expand
-from mmpos.checks import IntArray, host_array, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable, Side
+from mmpos.support.checks import IntArray, host_array, one_of
 
 Array = npt.NDArray[Any]
 Flags = npt.NDArray[np.bool_]

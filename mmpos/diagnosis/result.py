@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mmpos.checks import counted
+from mmpos.support.checks import counted
 
 __all__ = ["Diagnosis"]
 

@@ -26,7 +26,7 @@ from mmpos.encodings.rope_nd import Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.encodings.attention import SelfAttention

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmpos.checks import boolean, integer
 from mmpos.encodings.base import Encoding
 from mmpos.encodings.placed import placed
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import boolean, integer
 
 __all__ = ["SelfAttention"]
 

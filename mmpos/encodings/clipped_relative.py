@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import integer
 from mmpos.encodings.base import NUM_HEADS
 from mmpos.encodings.inputs import Float64Array, IntArray, distances, real_positions
 from mmpos.encodings.learned import LearnedBias, draw
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 
 __all__ = ["ClippedRelative"]
 

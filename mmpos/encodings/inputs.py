@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, host_array
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import IntArray, host_array
 
 __all__ = ["Float64Array", "IntArray", "distances", "real_positions", "whole_positions"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import host_array, integer
 from mmpos.encodings.base import AdditiveTable, AttentionBias
 from mmpos.encodings.inputs import Float64Array, IntArray
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import host_array, integer
 
 __all__ = ["LearnedBias", "LearnedTable", "draw"]
 

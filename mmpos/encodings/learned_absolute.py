@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy.typing as npt
 
-from mmpos.checks import integer
 from mmpos.encodings.base import DIM
 from mmpos.encodings.inputs import Float64Array, IntArray, whole_positions
 from mmpos.encodings.learned import LearnedTable, draw
+from mmpos.support.checks import integer
 
 __all__ = ["LearnedAbsolute"]
 

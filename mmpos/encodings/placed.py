@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mmpos.checks import host_array
 from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, Rotation
 from mmpos.encodings.inputs import real_positions
 from mmpos.encodings.learned import LearnedBias, LearnedTable
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import apply_rotary
+from mmpos.support.checks import host_array
 
 __all__ = ["Placed", "placed"]
 

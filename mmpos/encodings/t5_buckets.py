@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, boolean, integer
 from mmpos.encodings.base import NUM_HEADS
 from mmpos.encodings.inputs import Float64Array, IntArray, distances, whole_positions
 from mmpos.encodings.learned import LearnedBias, draw
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import INT32_MAX, boolean, integer
 
 __all__ = ["T5Buckets"]
 

@@ -7,7 +7,7 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.hf.patching import patch, unpatch

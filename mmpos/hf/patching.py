@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.hf import generating
 from mmpos.hf.anatomy import Anatomy, dissect, rotaries_of
@@ -18,6 +17,7 @@ from mmpos.hf.fused import FusedForward
 from mmpos.hf.handing import HandDown, Take, check_reached
 from mmpos.rotary.apply import Implementation
 from mmpos.rotary.config import Rotary
+from mmpos.support.checks import one_of
 
 __all__ = ["patch", "unpatch"]
 

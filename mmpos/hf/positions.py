@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmpos.checks import counted
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
+from mmpos.support.checks import counted
 
 __all__ = ["Rows", "apart", "check_length", "rows_of", "tokens_of"]
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from transformers import ProcessorMixin
 
-from mmpos.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.hf.chat import images_beside, is_chat, read_conversations
 from mmpos.hf.processor_batch import PositionBatch, per_token
@@ -23,6 +22,7 @@ from mmpos.placing import place
 from mmpos.positions import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 from mmpos.tokenizers import adapt
 
 __all__ = ["MMPosProcessor"]

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from transformers import BatchFeature
 
-from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.hf.processor_options import Options
 from mmpos.hf.processor_rows import Rows
 from mmpos.positions import PositionTable, Side
+from mmpos.support.checks import IntArray
 
 __all__ = ["PositionBatch", "padded", "per_token"]
 

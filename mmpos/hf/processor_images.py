@@ -9,9 +9,9 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor, ProcessedImage
+from mmpos.support.checks import IntArray
 
 __all__ = ["flat", "patches_of", "process", "read_base64", "read_text"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mmpos.checks import INT32_MAX, IntArray, boolean, integer, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import Side
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer, one_of
 
 __all__ = ["Options", "flat_options"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.checks import IntArray, counted
 from mmpos.errors import InvalidInputError
 from mmpos.markers import MarkerIds
 from mmpos.segments import SegmentTable
 from mmpos.separators import separator_tokens
+from mmpos.support.checks import IntArray, counted
 
 __all__ = ["Rows", "expand"]
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import counted
 from mmpos.errors import InvalidInputError
 from mmpos.hf.positions import check_length
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
+from mmpos.support.checks import counted
 
 __all__ = ["Prompt"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 __all__ = ["BACKENDS", "decode_jpeg", "pillow", "resize"]
 

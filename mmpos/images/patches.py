@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
+from mmpos.support import native
 
 __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify"]
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, integer, one_of
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.backends import BACKENDS, resize
 from mmpos.images.decode import to_rgb
@@ -20,6 +19,7 @@ from mmpos.images.sizes import Budget, ImageSize
 from mmpos.images.sources import File, Source, open_source
 from mmpos.images.values import pixel_values, values_of_pixels
 from mmpos.segments import Grid
+from mmpos.support.checks import INT32_MAX, integer, one_of
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mmpos.checks import INT32_MAX, integer
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import INT32_MAX, integer
 
 __all__ = ["Budget", "ImageSize"]
 

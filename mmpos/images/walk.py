@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos import native
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support import native
 
 __all__ = ["EXIF", "FORMATS", "FRAMES", "MOST_PARTS", "SCAN", "Parts", "in_python", "letters", "palette_bytes", "walk"]
 

@@ -4,7 +4,7 @@ Shapes used throughout:
     angles   (seq, batch, 1, rotary_dim) float32 "sbhd", or (tokens, 1, 1, rotary_dim) "thd"
 """
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.megatron", extra="all"):
     from mmpos.megatron.angles import rotary_pos_emb

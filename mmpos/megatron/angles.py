@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 from mmpos.rotary.sources import Positions
 from mmpos.rotary.values import finite
+from mmpos.support.checks import one_of
 
 Layout = Literal["sbhd", "thd"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mmpos.checks import IntArray, integer
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
+from mmpos.support.checks import IntArray, integer
 
 _HEADER = 6
 """Rows, segments, documents, tokens, fractional, bytes of the scheme's name; no rows where there is no table."""

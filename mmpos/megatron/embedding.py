@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError
 from mmpos.megatron.angles import Layout, rotary_pos_emb
 from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.sources import Positions
+from mmpos.support.checks import one_of
 
 
 class Group(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.models.known import ENCODER_ORDERS, MODEL_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.models.settings import ModelSettings
@@ -13,6 +12,7 @@ from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.hf_fields import Fields
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
+from mmpos.support.checks import one_of
 
 __all__ = ["from_hf_config"]
 

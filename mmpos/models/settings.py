@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from mmpos.checks import counted, int_array
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.markers import Markers
 from mmpos.models.video_tokens import tell_videos_apart
@@ -18,6 +17,7 @@ from mmpos.positions import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import counted, int_array
 
 if TYPE_CHECKING:
     from mmpos.images import ImageProcessor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.placeholder_runs import read_batch
+from mmpos.support.checks import IntArray
 
 __all__ = ["tell_videos_apart"]
 

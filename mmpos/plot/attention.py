@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import instance
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.kernel import Cosines, Kernel
+from mmpos.support.checks import instance
 
 if TYPE_CHECKING:
     from mmpos.plot.picture import Picture

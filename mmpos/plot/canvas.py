@@ -8,10 +8,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import text
 from mmpos.errors import InvalidInputError
-from mmpos.extras import needed_for
-from mmpos.files import whole_file
+from mmpos.support.checks import text
+from mmpos.support.extras import needed_for
+from mmpos.support.files import whole_file
 
 if TYPE_CHECKING:
     from mmpos.plot.picture import Picture

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import IntArray, instance
 from mmpos.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.plot.growth import Growth
 from mmpos.plot.precision import PhaseErrors
 from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import IntArray, instance
 
 if TYPE_CHECKING:
     from mmpos.plot.picture import Picture

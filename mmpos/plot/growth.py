@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, first_bad, int_array
 from mmpos.consuming import ids_consumed
 from mmpos.errors import UnsupportedError
 from mmpos.parts import Grid
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
+from mmpos.support.checks import IntArray, first_bad, int_array
 
 __all__ = ["Growth", "id_growth"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, counted, instance, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.support.checks import IntArray, counted, instance, integer
 
 MAX_TOKENS = 2**16
 """Most tokens of a document whose kernel is computed."""

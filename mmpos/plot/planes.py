@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import counted
 from mmpos.plot.canvas import COLOURS, FAINT, INK, quiet_axes
 from mmpos.plot.plane import Image, Plane, Points
+from mmpos.support.checks import counted
 
 _MAX_NAMED = 7
 _MELTED = 1.8  # points of the page between patches, below which points are drawn unevenly

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import counted, instance
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.plot.canvas import canvas, picture_path, picture_title
 from mmpos.plot.panels import MAX_PANELS, draw_panels
 from mmpos.plot.plane import read_plane
 from mmpos.plot.planes import draw_plane
 from mmpos.positions import PositionTable
+from mmpos.support.checks import counted, instance
 
 if TYPE_CHECKING:
     from mmpos.plot.picture import Picture

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, first_bad, int_array
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, UInt64Array, fixed_point_turns
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
 
 __all__ = ["PhaseErrors", "exact_turns", "float32_angles", "phase_errors", "true_turns", "turns_rest"]
 

@@ -9,9 +9,9 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
-from mmpos.extras import needed_for
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from mmpos.rotary.apply import apply_rotary

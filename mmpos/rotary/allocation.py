@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.values import even
+from mmpos.support.checks import integer
 
 __all__ = ["ALLOCATIONS", "Layout", "allocate", "default_axes", "default_section"]
 

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmpos.checks import counted, one_of
 from mmpos.errors import InvalidInputError
-from mmpos.extras import missing
 from mmpos.rotary import norm_operator, operator, phases
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.memory import check_inplace
 from mmpos.rotary.norms import FLOATS, NONE, Norm, check_no_tangent, norm_of
 from mmpos.rotary.sources import Positions, Source, constants, source_of
+from mmpos.support.checks import counted, one_of
+from mmpos.support.extras import missing
 
 __all__ = ["apply_rotary", "rotate_with"]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mmpos.checks import IntArray, integer, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.allocation import ALLOCATIONS, Layout, allocate, default_axes, default_section
 from mmpos.rotary.frequencies import (
@@ -28,6 +27,7 @@ from mmpos.rotary.frequencies import (
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
 from mmpos.rotary.values import MAX_HEAD_DIM, even, finite, integers, numbers
+from mmpos.support.checks import IntArray, integer, one_of
 
 if TYPE_CHECKING:
     import torch

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos import native
 from mmpos.columns import AXES, DENOMINATOR, OFFSET
 from mmpos.rotary import phases
 from mmpos.rotary.reference import Block, Turn
+from mmpos.support import native
 
 Array = npt.NDArray[Any]
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mmpos import expand
-from mmpos.checks import integer
 from mmpos.columns import AXES, OFFSET, Columns
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.ranges import padding
+from mmpos.support.checks import integer
 
 __all__ = ["DevicePositions"]
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mmpos.checks import boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.hf_fields import Fields, read_field
 from mmpos.rotary.hf_models import (
@@ -31,6 +30,7 @@ from mmpos.rotary.hf_models import (
 )
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers, numbers
+from mmpos.support.checks import boolean, integer
 
 __all__ = ["ROPE_TYPES", "hf_arguments", "hf_pairing"]
 

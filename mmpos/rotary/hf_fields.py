@@ -11,8 +11,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Literal, overload
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 
 __all__ = ["Fields", "class_defaults", "read_field"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos import native
 from mmpos.rotary import cpu, norm_reference, reference
 from mmpos.rotary.norms import Norm
 from mmpos.rotary.operator import (
@@ -24,6 +23,7 @@ from mmpos.rotary.operator import (
     shapes,
     written,
 )
+from mmpos.support import native
 
 NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset"
 """What follows q and k; a Norm. After it comes what the rotation takes."""

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.support.checks import INT32_MAX
 
 __all__ = ["CacheLayout", "pages_of", "slots_of", "write"]
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmpos.checks import boolean
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Arithmetic
 from mmpos.rotary.scaling_base import Scaling
 from mmpos.rotary.values import finite
+from mmpos.support.checks import boolean
 
 __all__ = ["LongRoPE", "YaRN"]
 

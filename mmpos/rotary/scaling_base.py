@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Arithmetic
 from mmpos.rotary.values import finite
+from mmpos.support.checks import integer
 
 __all__ = ["Scaling"]
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, INT32_MIN
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary import phases
 from mmpos.rotary.device import DevicePositions
+from mmpos.support.checks import INT32_MAX, INT32_MIN
 
 if TYPE_CHECKING:
     from mmpos.rotary.config import Rotary

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmpos.checks import one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import paged, store_operator
 from mmpos.rotary.apply import Implementation, Layout, as_bshd, back, check_positions, chosen, views
@@ -16,6 +15,7 @@ from mmpos.rotary.memory import apart, nested, steps
 from mmpos.rotary.norms import check_no_tangent, norm_of
 from mmpos.rotary.paged import CacheLayout
 from mmpos.rotary.sources import Positions, constants, source_of
+from mmpos.support.checks import one_of
 
 __all__ = ["rotate_and_store"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mmpos.checks import counted, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.extras import needed_for
+from mmpos.support.checks import counted, one_of
+from mmpos.support.extras import needed_for
 
 with needed_for("rotations", extra="all"):
     import torch

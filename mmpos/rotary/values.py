@@ -6,8 +6,8 @@ import math
 from numbers import Real
 from typing import Any
 
-from mmpos.checks import integer, written
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer, written
 
 __all__ = ["MAX_HEAD_DIM", "even", "finite", "integers", "numbers"]
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray
 from mmpos.errors import LimitExceededError
+from mmpos.support.checks import IntArray
 
 Steps = Sequence[IntArray | int]
 

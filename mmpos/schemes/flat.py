@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmpos.checks import IntArray, integer
 from mmpos.schemes.base import Grids, Placement, Scheme
+from mmpos.support.checks import IntArray, integer
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray, integer
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, check_pieces
+from mmpos.support.checks import INT32_MAX, IntArray, integer
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mmpos.checks import IntArray, integer, one_of
 from mmpos.errors import UnsupportedError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns, check_pieces
+from mmpos.support.checks import IntArray, integer, one_of
 
 
 @dataclass(frozen=True)

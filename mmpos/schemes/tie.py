@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mmpos.checks import IntArray, integer, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import Grids, Placement, Scheme, Steps
+from mmpos.support.checks import IntArray, integer, one_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mmpos.checks import INT32_MAX, IntArray, integer
 from mmpos.schemes.base import Grids, Placement, Scheme
+from mmpos.support.checks import INT32_MAX, IntArray, integer
 
 
 @dataclass(frozen=True)

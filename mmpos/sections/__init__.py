@@ -6,7 +6,7 @@ Shapes used throughout:
     cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin
 """
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.sections", extra="all"):
     from mmpos.sections.cache import install_cache

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer, per_document
 from mmpos.columns import FIRST_TOKEN
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.sections.layout import Sections
+from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer, per_document
 
 __all__ = ["batch_positions", "draft_positions", "request_positions", "window_positions"]
 

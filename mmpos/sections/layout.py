@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, IntArray, boolean, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.config import Rotary
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
 __all__ = ["Sections", "pair_order", "qk_channels"]
 

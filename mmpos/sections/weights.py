@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import IntArray, boolean, integer, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.config import Rotary
 from mmpos.sections.layout import qk_channels
+from mmpos.support.checks import IntArray, boolean, integer, one_of
 
 __all__ = ["permute_qk"]
 

@@ -7,7 +7,7 @@ Shapes used throughout:
     table          (1, 1, columns) int64: a PositionTable as one tensor, in a shape that no ids have
 """
 
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.torchtitan", extra="all"):
     from mmpos.torchtitan.config import rotary_from_config

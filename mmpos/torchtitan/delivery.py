@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mmpos.checks import integer
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 from mmpos.torchtitan.rope import local
 
 __all__ = ["deliver_positions"]

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import integer
 from mmpos.columns import FIRST_SEGMENT, OFFSET
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
+from mmpos.support.checks import integer
 
 __all__ = ["document_positions", "rope_cache", "table_tensor", "tokens_of"]
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.checks import INT32_MAX, integer, one_of
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.sharding import shard_ranges
+from mmpos.support.checks import INT32_MAX, integer, one_of
 from mmpos.torchtitan.inputs import table_tensor, tokens_of
 
 __all__ = ["LoadBalancer", "shard", "shard_tensors"]

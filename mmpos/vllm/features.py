@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import IntArray, boolean, host_array, int_array, integer
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.ranges import runs
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import IntArray, boolean, host_array, int_array, integer
 
 __all__ = ["check_apart", "request_segments"]
 

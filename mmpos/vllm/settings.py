@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.checks import boolean, integer, one_of
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
@@ -15,6 +14,7 @@ from mmpos.rotary.hf_fields import read_field
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.sections import Sections, request_positions
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import boolean, integer, one_of
 
 __all__ = ["IDS_PER_TOKEN", "ServedModel", "told_in"]
 

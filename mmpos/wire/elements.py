@@ -10,7 +10,7 @@ import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from mmpos import native
+from mmpos.support import native
 
 __all__ = ["count_elements"]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from mmpos import native
-from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1.table_pb2 import Rational
+from mmpos.support import native
+from mmpos.support.checks import IntArray
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, int_array, text
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.sources import open_source
 from mmpos.parts import Grid
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.support.checks import INT32_MAX, int_array, text
 from mmpos.video import plain_parts
 from mmpos.wire.fields import chosen, get_rational, path, put_rational
 from mmpos.wire.tensors import get_tensor, put_tensor

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import INT32_MIN, IntArray, int_array, integer, per_document
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.queries import (
     Decode,
@@ -22,6 +21,7 @@ from mmpos.queries import (
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import tensor_pb2
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import INT32_MIN, IntArray, int_array, integer, per_document
 from mmpos.table_checks import MAX_AXES
 from mmpos.wire.fields import (
     chosen,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, counted
 from mmpos.errors import InvalidInputError
 from mmpos.queries import PositionsResult
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
+from mmpos.support.checks import INT32_MAX, counted
 from mmpos.wire.fields import integers, path, put_integers, required
 from mmpos.wire.positions import get_result, put_result
 from mmpos.wire.tables import get_segments, put_segments

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.checks import boolean, host_array, int_array, integer
 from mmpos.parts import rationals
 from mmpos.queries import InputIds, Spans
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import boolean, host_array, int_array, integer
 from mmpos.wire.fields import (
     chosen,
     get_seconds,

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.checks import INT32_MAX, IntArray, first_bad
 from mmpos.columns import AXES
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import PositionTable
 from mmpos.rpc.v1 import table_pb2 as pb
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad
 from mmpos.table_checks import MAX_AXES
 from mmpos.wire.fields import integer_lists, path, put_integers
 

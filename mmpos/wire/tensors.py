@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.extras import needed_for
 from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos.support.extras import needed_for
 from mmpos.wire.fields import enum, path
 
 if TYPE_CHECKING:

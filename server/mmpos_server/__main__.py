@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mmpos.extras import needed_for
-from mmpos.program import run_program
+from mmpos.support.extras import needed_for
+from mmpos.support.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None is the process's own.
 
     Returns:
-        The exit code, one of mmpos.program.EXIT_CODES.
+        The exit code, one of mmpos.support.program.EXIT_CODES.
     """
     return run_program("mmpos_server", _app, arguments)
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
-from mmpos.about import cores
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
+from mmpos.support.info import cores
 from mmpos_server.decoding import Decoders
 
 if TYPE_CHECKING:

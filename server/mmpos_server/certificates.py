@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 from mmpos.wire.bearer import file_version
 
 if TYPE_CHECKING:

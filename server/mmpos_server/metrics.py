@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from mmpos.about import version
 from mmpos.errors import InvalidInputError
+from mmpos.support.info import version
 from mmpos_server.certificates import Tls, not_after
 
 __all__ = ["About", "MethodMetrics", "Metrics", "aggregate"]

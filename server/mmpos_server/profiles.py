@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.extras import needed_for
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.sequence import Markers, SequenceBuilder
+from mmpos.support.extras import needed_for
 from mmpos.tokenizers import ByteTokenizer
 from mmpos.wire.schemes import parameters
 

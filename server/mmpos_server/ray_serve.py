@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from mmpos.errors import InvalidInputError
-from mmpos.extras import needed_for
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
+from mmpos.support.extras import needed_for
 from mmpos_server import malloc
 from mmpos_server.admission import Admission
 from mmpos_server.clients import Clients

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.extras import pip_install
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.v1 import rotary_pb2 as pb
+from mmpos.support.extras import pip_install
 from mmpos.wire.fields import enum, required
 from mmpos.wire.memory import holds
 from mmpos.wire.rotary import get_rotary, get_rotary_positions

@@ -6,8 +6,8 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from mmpos.about import version
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
+from mmpos.support.info import version
 
 with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry import propagate, trace

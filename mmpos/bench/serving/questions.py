@@ -14,10 +14,10 @@ import numpy as np
 from mmpos.bench.proofs import NotEqualError, equal, holds
 from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.workloads import workload
-from mmpos.checks import counted
 from mmpos.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments import GRID, SegmentTable
+from mmpos.support.checks import counted
 from mmpos.wire.parts import put_parts
 from mmpos.wire.positions import get_result, put_query
 from mmpos.wire.sequences import get_sequence

@@ -13,11 +13,11 @@ from mmpos.bench.cases import Case, Contestant, Role
 from mmpos.bench.proofs import equal, holds
 from mmpos.bench.serving.processes import ServerProcess
 from mmpos.bench.timing import Budget
-from mmpos.checks import counted
 from mmpos.client import Client
 from mmpos.parts import Grid, Text
 from mmpos.placing import place
 from mmpos.segments import SegmentTable
+from mmpos.support.checks import counted
 from mmpos_server.config import load
 from mmpos_server.profiles import Profiles
 

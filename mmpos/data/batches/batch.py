@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import IntArray, boolean, counted, one_of
 from mmpos.data.batches.masks import MaskMod, mask_mod, whole_images
 from mmpos.data.batches.ranks import PER_TOKEN, shard, shift_labels
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions import PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.sharding import Layout
+from mmpos.support.checks import IntArray, boolean, counted, one_of
 
 __all__ = ["Batch"]
 

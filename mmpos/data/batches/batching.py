@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mmpos.checks import boolean, integer
 from mmpos.data.batches.packing import Pack, Packer
 from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
+from mmpos.support.checks import boolean, integer
 
 __all__ = ["Batcher", "Batching", "members", "regroup", "settings"]
 

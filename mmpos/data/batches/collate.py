@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.data.batches.batch import Batch
 from mmpos.data.batches.packing import Pack
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable, Side
 from mmpos.separators import patch_spans
+from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 
 __all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]
 

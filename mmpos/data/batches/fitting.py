@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.checks import first_bad, int_array, integer
+from mmpos.support.checks import first_bad, int_array, integer
 
 __all__ = ["first_fit_decreasing"]
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.checks import boolean
 from mmpos.columns import FIRST_SEGMENT
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
+from mmpos.support.checks import boolean
 
 __all__ = ["MaskMod", "mask_mod", "whole_images"]
 

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from mmpos.checks import boolean, integer, one_of
 from mmpos.data.batches.fitting import first_fit_decreasing
 from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import boolean, integer, one_of
 
 __all__ = ["Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mmpos.checks import IntArray
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import UnsupportedError
 from mmpos.rotary.device import DevicePositions
 from mmpos.sharding import Layout, shard_ranges
+from mmpos.support.checks import IntArray
 
 if TYPE_CHECKING:
     from mmpos.data.batches.batch import Batch

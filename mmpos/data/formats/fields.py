@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from mmpos import checks
 from mmpos.data.documents import Document, Location, Piece, RecordError
 from mmpos.data.formats.resolve import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
+from mmpos.support import checks
 
 __all__ = ["Field", "assemble", "check_option", "open_record"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmpos.checks import one_of
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
 from mmpos.data.formats.resolve import Images
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import one_of
 
 __all__ = ["MMC4"]
 

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mmpos.checks import integer, one_of
 from mmpos.data.batches.batching import Batching, settings
 from mmpos.data.documents import Location
 from mmpos.data.examples import Example
@@ -22,6 +21,7 @@ from mmpos.data.loading.stream import BatchStream, Stages
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.support.checks import integer, one_of
 
 __all__ = ["BatchDataset"]
 

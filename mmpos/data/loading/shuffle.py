@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmpos.checks import IntArray
+from mmpos.support.checks import IntArray
 
 __all__ = ["record_order", "shard_order"]
 

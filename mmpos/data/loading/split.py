@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmpos.checks import integer, one_of
+from mmpos.support.checks import integer, one_of
 
 __all__ = ["Portion", "Split", "SplitBy"]
 

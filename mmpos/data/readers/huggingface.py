@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmpos.checks import integer
 from mmpos.data.documents import Location
 from mmpos.data.readers.base import Raw, is_chosen, stride
 from mmpos.data.readers.parquet import row
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import integer
 
 __all__ = ["DatasetReader", "dataset_shards"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 __all__ = ["JsonlReader"]
 

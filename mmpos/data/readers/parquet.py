@@ -8,7 +8,7 @@ from typing import Any
 
 from mmpos.data.documents import Location
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 __all__ = ["ParquetReader", "row"]
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 __all__ = ["TarReader"]
 

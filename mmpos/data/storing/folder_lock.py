@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mmpos.errors import InvalidInputError
-from mmpos.files import named
+from mmpos.support.files import named
 
 __all__ = ["locked"]
 

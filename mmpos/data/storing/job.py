@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmpos.checks import IntArray, boolean, integer, one_of
 from mmpos.data.batches.fitting import first_fit_decreasing
 from mmpos.data.documents import Location
 from mmpos.data.examples import Example
@@ -25,7 +24,8 @@ from mmpos.data.storing.shard_job import Counts, ShardJob, Task, quarantine_of
 from mmpos.data.storing.storage import SequenceShard
 from mmpos.data.storing.summary import Fill, Output, Progress, Summary
 from mmpos.errors import InvalidInputError
-from mmpos.files import leftovers
+from mmpos.support.checks import IntArray, boolean, integer, one_of
+from mmpos.support.files import leftovers
 
 __all__ = ["Engine", "write_sequences"]
 

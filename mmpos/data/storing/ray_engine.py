@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmpos.data.storing.shard_job import Counts, ShardJob, Task
-from mmpos.extras import needed_for
+from mmpos.support.extras import needed_for
 
 with needed_for("the ray engine", extra="ray"):
     import ray

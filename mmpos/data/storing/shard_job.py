@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmpos.checks import boolean, one_of
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
@@ -16,7 +15,8 @@ from mmpos.data.readers.base import Reader
 from mmpos.data.storing.settings import describe, differences
 from mmpos.data.storing.storage import SequenceShard, SequenceWriter
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.files import whole_file
+from mmpos.support.checks import boolean, one_of
+from mmpos.support.files import whole_file
 
 __all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]
 

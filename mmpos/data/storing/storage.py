@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from mmpos.checks import IntArray, counted, integer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
 from mmpos.errors import InvalidInputError
-from mmpos.files import whole_file
+from mmpos.support.checks import IntArray, counted, integer
+from mmpos.support.files import whole_file
 
 __all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "ready"]
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mmpos.checks import IntArray, counted, text
 from mmpos.columns import AXES
 from mmpos.data.examples import Example
 from mmpos.errors import InvalidInputError, LimitExceededError
@@ -17,6 +16,7 @@ from mmpos.positions import PositionTable
 from mmpos.segments import SegmentTable
 from mmpos.separators import token_types
 from mmpos.sequence import InterleavedSequence
+from mmpos.support.checks import IntArray, counted, text
 
 __all__ = ["SCHEMA", "from_row", "to_row"]
 

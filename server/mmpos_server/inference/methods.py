@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmpos.about import version
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.support.info import version
 from mmpos.wire.errors import shortened
 from mmpos_server.call import Call
 from mmpos_server.config import Limits

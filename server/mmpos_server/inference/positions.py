@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import IntArray
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
+from mmpos.support.checks import IntArray
 from mmpos_server.inference.models import position_outputs
 from mmpos_server.inference.parameters import Kind, scheme_of, views_of
 from mmpos_server.inference.requests import Request

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from mmpos.checks import one_of
 from mmpos.columns import DENOMINATOR
 from mmpos.errors import InvalidInputError
 from mmpos.positions import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.support.checks import one_of
 from mmpos.wire.tensors import owned
 from mmpos_server.inference.models import scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceUnauthenticatedError
-from mmpos.extras import pip_install
+from mmpos.support.extras import pip_install
 
 __all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "read_input", "run_program", "write_output"]
 

@@ -6,8 +6,8 @@ import os
 import platform
 import warnings
 
-from mmpos import native
-from mmpos.extras import DISTRIBUTION
+from mmpos.support import native
+from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "version", "version_of"]
 

@@ -19,8 +19,8 @@ collect_ignore = [
     "tests/through_service.py",
     "tests/native_choice.py",
     "mmpos/bench/peers",
-    "mmpos/torchtitan/override.py",
-    "mmpos/vllm/models.py",
+    "mmpos/integrations/torchtitan/override.py",
+    "mmpos/integrations/vllm/models.py",
 ]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from mmpos.compare import Matrix, measure, measure_encodings
+from mmpos.analysis.compare import Matrix, measure, measure_encodings
 from mmpos.schemes import SCHEMES
 
 # <!-- compare: name of a quote --> what it says <!-- /compare -->

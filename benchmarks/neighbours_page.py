@@ -13,8 +13,8 @@ from neighbours_task import DIRECTIONS
 from neighbours_training import Outcome, Setup
 from rich.console import Console
 
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
 from mmpos.cli import report
-from mmpos.plot.canvas import COLOURS, FAINT, INK, canvas
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -5,7 +5,7 @@
 
 #define MAX_DEPTH 100 /* of messages and groups in each other, as in protobuf's own parsers */
 
-/* Entries of a schema, see mmpos/wire/elements.py; an entry > 0 is the type of a submessage, plus one. */
+/* Entries of a schema, see mmpos/rpc/elements.py; an entry > 0 is the type of a submessage, plus one. */
 enum { PLAIN = 0, VARINTS = -1 }; /* VARINTS, -4 and -8: a field whose numbers may be packed, and how */
 
 enum { VARINT, FIXED64, BYTES, BEGIN_GROUP, END_GROUP, FIXED32 }; /* wire types */

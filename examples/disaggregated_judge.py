@@ -11,10 +11,10 @@ from disaggregated_messages import Array
 from disaggregated_model import embed, next_token, rotate
 from disaggregated_workers import BLOCK, BUILDER, REQUESTS
 
-from mmpos.queries import PositionsResult
+from mmpos.rpc.positions import get_result
+from mmpos.rpc.queries import PositionsResult
+from mmpos.rpc.tensors import get_tensor
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
-from mmpos.wire.positions import get_result
-from mmpos.wire.tensors import get_tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from mmpos import InterleavedSequence, PositionTable
-from mmpos.queries import PositionsResult
+from mmpos.rpc.positions import put_result
+from mmpos.rpc.queries import PositionsResult
+from mmpos.rpc.sequences import get_sequence
+from mmpos.rpc.tensors import put_tensor
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
-from mmpos.wire.positions import put_result
-from mmpos.wire.sequences import get_sequence
-from mmpos.wire.tensors import put_tensor
 
 Array = npt.NDArray[Any]
 M = TypeVar("M", bound=Message)

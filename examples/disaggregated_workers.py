@@ -13,9 +13,9 @@ from disaggregated_model import IMAGES, embed, embed_text, next_token, rotate
 
 import mmpos
 from mmpos import InterleavedSequence, PositionTable, SequenceBuilder
+from mmpos.rpc.sequences import put_sequence
+from mmpos.rpc.tensors import get_tensor
 from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
-from mmpos.wire.sequences import put_sequence
-from mmpos.wire.tensors import get_tensor
 
 BLOCK = 16
 """Tokens of a block of the cache."""

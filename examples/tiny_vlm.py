@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mmpos
 from mmpos.client import Client
-from mmpos.hf import MMPosProcessor, patch
+from mmpos.integrations.hf import MMPosProcessor, patch
 from mmpos.rotary import Rotary
 
 TEMPLATE = (

@@ -10,32 +10,20 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
-from mmpos.blocks import block_keys
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
-from mmpos.placing import place
-from mmpos.positions import PositionTable
+from mmpos.positions import PositionTable, block_keys, place
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
 from mmpos.support.info import info, version
 
 if TYPE_CHECKING:
-    from mmpos import bench as bench
-    from mmpos import client, compare, data, encodings, rotary
-    from mmpos import hf as hf
-    from mmpos import megatron as megatron
-    from mmpos import plot as plot
-    from mmpos import queries as queries
-    from mmpos import sections as sections
-    from mmpos import sglang as sglang
-    from mmpos import tokenizers as tokenizers
-    from mmpos import torchtitan as torchtitan
-    from mmpos import vllm as vllm
-    from mmpos.diagnosis import Diagnosis, diagnose
+    from mmpos import analysis, client, data, encodings, integrations, rotary
+    from mmpos.analysis.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
-    from mmpos.models import ModelSettings, from_hf_config
-    from mmpos.sequence import InterleavedSequence, Markers, SequenceBuilder
-    from mmpos.tokenizers import ByteTokenizer
-    from mmpos.video import Video
+    from mmpos.integrations.models import ModelSettings, from_hf_config
+    from mmpos.sequence.builder import InterleavedSequence, Markers, SequenceBuilder
+    from mmpos.sequence.tokenizers import ByteTokenizer
+    from mmpos.sequence.video import Video
 
     __version__: str
 
@@ -59,63 +47,48 @@ __all__ = [
     "Text",
     "UnsupportedError",
     "Video",
+    "analysis",
     "block_keys",
     "client",
-    "compare",
     "data",
     "diagnose",
     "encodings",
     "from_hf_config",
     "info",
+    "integrations",
     "place",
     "rotary",
 ]
 
 _LAZY = {
-    "ByteTokenizer": "mmpos.tokenizers",
-    "Diagnosis": "mmpos.diagnosis",
+    "ByteTokenizer": "mmpos.sequence.tokenizers",
+    "Diagnosis": "mmpos.analysis.diagnosis",
     "ImageProcessor": "mmpos.images",
     "ImageSize": "mmpos.images",
     "InterleavedSequence": "mmpos.sequence",
     "Markers": "mmpos.sequence",
-    "ModelSettings": "mmpos.models",
+    "ModelSettings": "mmpos.integrations.models",
     "SequenceBuilder": "mmpos.sequence",
-    "Video": "mmpos.video",
-    "diagnose": "mmpos.diagnosis",
-    "from_hf_config": "mmpos.models",
+    "Video": "mmpos.sequence.video",
+    "diagnose": "mmpos.analysis.diagnosis",
+    "from_hf_config": "mmpos.integrations.models",
 }
 
-_MODULES = (
-    "bench",
-    "client",
-    "compare",
-    "data",
-    "encodings",
-    "hf",
-    "megatron",
-    "plot",
-    "queries",
-    "rotary",
-    "sections",
-    "sglang",
-    "tokenizers",
-    "torchtitan",
-    "vllm",
-)
-"""Rooms that are imported when they are first asked for; those of engines are not among the names of ``*``."""
+_ROOMS = ("analysis", "client", "data", "encodings", "integrations", "rotary")
+"""Imported when they are first asked for."""
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
             return version()
-        if name not in _LAZY and name not in _MODULES:
+        if name not in _LAZY and name not in _ROOMS:
             raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
         from importlib import import_module
 
-        if name in _MODULES:
+        if name in _ROOMS:
             return import_module(f"mmpos.{name}")
         return getattr(import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *_LAZY, *_MODULES])
+        return sorted([*globals(), *_LAZY, *_ROOMS])

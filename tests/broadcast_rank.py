@@ -11,7 +11,7 @@ import numpy as np
 from torch import distributed
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
-from mmpos.megatron import broadcast_table
+from mmpos.integrations.megatron import broadcast_table
 
 dist: Any = distributed  # which does not export its stores by name
 

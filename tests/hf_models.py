@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.hf import patch
+from mmpos.integrations.hf import patch
 from mmpos.rotary import Rotary
 
 WAYS = ("fused", "reference")

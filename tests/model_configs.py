@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 import mmpos
-from mmpos.models import ModelSettings
+from mmpos.integrations.models import ModelSettings
 from mmpos.rotary import Rotary, YaRN
 from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2
 

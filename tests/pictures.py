@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmpos.placing import place
-from mmpos.positions import PositionTable
-from mmpos.segments import SegmentTable
-from mmpos.specs import read_documents
+from mmpos.cli.specs import read_documents
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.segments.table import SegmentTable
 
 
 def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:

@@ -40,7 +40,7 @@ from mmpos.bench.reference import loop_ids
 from mmpos.bench.results import from_json, to_json
 from mmpos.cli import app
 from mmpos.cli.bench_tables import print_report
-from mmpos.parts import Grid, Text
+from mmpos.segments.parts import Grid, Text
 
 MACHINE = Machine(
     "AMD EPYC", 2, None, "Linux x86_64", "3.11.7", "0.1.0", "abc", True, "tuned", {}, 0.5, {"numpy": "2.4"}

@@ -20,7 +20,7 @@ from mmpos.bench.peers.eager_rotation import rotate
 from mmpos.bench.serving.h2load import H2Load
 from mmpos.bench.serving.loads import Turn, by_cpu, by_latency, by_rate
 from mmpos.bench.serving.processes import ServerProcess
-from mmpos.data.batches.packing import Pack, Packer
+from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}

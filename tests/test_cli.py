@@ -17,11 +17,11 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
+from mmpos.cli.specs import read_documents, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.parts import Grid, Text
 from mmpos.schemes import SCHEMES
-from mmpos.segments import SegmentTable
-from mmpos.specs import read_documents, to_json
+from mmpos.segments.parts import Grid, Text
+from mmpos.segments.table import SegmentTable
 
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
@@ -443,7 +443,7 @@ def test_errors_of_specs_are_of_the_librarys_tree() -> None:
 def test_a_missing_extra_is_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith((missing, "mmpos.cli", "mmpos.plot"))]:
+    for name in [name for name in sys.modules if name.startswith((missing, "mmpos.cli", "mmpos.analysis.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail(capsys, "plot", "ids", "3", "-o", "ids.png")

@@ -14,7 +14,7 @@ import pytest
 
 import mmpos
 from mmpos.__main__ import main
-from mmpos.parts import Grid, Text
+from mmpos.segments.parts import Grid, Text
 from mmpos.support.program import EXIT_CODES
 
 testing = pytest.importorskip("typer.testing")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mmpos.__main__ import main
-from mmpos.compare.schemes import every_scheme
+from mmpos.analysis.compare.schemes import every_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 

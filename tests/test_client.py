@@ -46,10 +46,10 @@ from mmpos.errors import (
     UnsupportedError,
 )
 from mmpos.images import ImageProcessor
-from mmpos.queries import Decode, Dense, InputIds, PositionsQuery, Spans
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
+from mmpos.rpc.positions import get_query, put_result
+from mmpos.rpc.queries import Decode, Dense, InputIds, PositionsQuery, Spans
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.wire.positions import get_query, put_result
 from mmpos_server.testing import running
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])

@@ -18,7 +18,7 @@ from waiting import free_port
 from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
-from mmpos.queries import PositionsQuery
+from mmpos.rpc.queries import PositionsQuery
 from mmpos_server.certificates import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running

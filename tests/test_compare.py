@@ -18,7 +18,15 @@ from tolerance import cos_sin, gamma
 
 from mmpos import Grid, Scheme, SegmentTable, Text, place
 from mmpos.__main__ import main
-from mmpos.compare import ENCODING_PROPERTIES, SCHEME_PROPERTIES, Finding, Matrix, Property, measure, measure_encodings
+from mmpos.analysis.compare import (
+    ENCODING_PROPERTIES,
+    SCHEME_PROPERTIES,
+    Finding,
+    Matrix,
+    Property,
+    measure,
+    measure_encodings,
+)
 from mmpos.encodings import AdditiveTable, AttentionBias, Encoding, LearnedAbsolute, Rotation, Sinusoidal
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
@@ -529,8 +537,8 @@ def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 def test_it_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import mmpos; "
-        "print(mmpos.compare.measure(['rows'])['rows', 'symmetric'].cell, "
-        "mmpos.compare.measure_encodings(['rope-nd'])['rope-nd', 'unique'].cell)"
+        "print(mmpos.analysis.compare.measure(['rows'])['rows', 'symmetric'].cell, "
+        "mmpos.analysis.compare.measure_encodings(['rope-nd'])['rope-nd', 'unique'].cell)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("✗ ✓\n", "")

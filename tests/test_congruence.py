@@ -35,8 +35,8 @@ from mmpos import (
     place,
 )
 from mmpos.client import AsyncClient, Client
-from mmpos.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.rotary import Rotary, YaRN, apply_rotary
+from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 

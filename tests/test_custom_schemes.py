@@ -17,8 +17,8 @@ from mmpos import (
     diagnose,
     place,
 )
+from mmpos.analysis.plot.plane import read_plane
 from mmpos.cli.report import heading
-from mmpos.plot.plane import read_plane
 from mmpos.schemes import Grid2D, Grids, Placement
 
 SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])

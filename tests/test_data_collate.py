@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.bench.examples import labelled
-from mmpos.data.batches.batch import Batch
-from mmpos.data.batches.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
-from mmpos.data.batches.packing import Pack
+from mmpos.data.batch import Batch
+from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
 from mmpos.data.examples import IGNORE_INDEX, Example
+from mmpos.data.packing import Pack
 from mmpos.rotary.device import DevicePositions
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])

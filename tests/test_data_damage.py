@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from data_corpus import records, write_jsonl, write_parquet
 
-from mmpos.data.batches.batching import Batcher
+from mmpos.data.batching import Batcher
 from mmpos.data.documents import Document, Location, Piece, RecordError
 from mmpos.data.examples import Preprocess
-from mmpos.data.loading.loader import BatchDataset
+from mmpos.data.loader import BatchDataset
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, TarReader, shards
-from mmpos.sequence import SequenceBuilder
+from mmpos.sequence.builder import SequenceBuilder
 
 BLOCK = 512
 LOST = ", want a record that can be read; what follows it is lost"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mmpos import Grid, InvalidInputError
 from mmpos.bench.examples import labelled, mix
 from mmpos.bench.packing import packed_counts
-from mmpos.data.batches.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos.data.documents import RecordError
 from mmpos.data.examples import Example
+from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
 
 Parts = list[int | tuple[int, int]]
 """A document: the lengths of its texts and the sides of its images."""

@@ -30,19 +30,19 @@ from waiting import eventually
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
-from mmpos.data.batches.packing import Packer
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.resolve import Images
-from mmpos.data.loading.loader import BatchDataset
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.preprocess.folder_lock import locked
+from mmpos.data.preprocess.job import write_sequences
+from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.preprocess.shard_job import Counts
+from mmpos.data.preprocess.storage import SequenceShard, ready
+from mmpos.data.preprocess.summary import Fill, Progress
 from mmpos.data.readers import shards
-from mmpos.data.storing.folder_lock import locked
-from mmpos.data.storing.job import write_sequences
-from mmpos.data.storing.settings import describe, differences
-from mmpos.data.storing.shard_job import Counts
-from mmpos.data.storing.storage import SequenceShard, ready
-from mmpos.data.storing.summary import Fill, Progress
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -332,7 +332,7 @@ def test_interruptions_leave_nothing_half_done(tmp_path: Path) -> None:
 
     readers = shards(corpus(tmp_path, 2, 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmpos.data.storing.job._PAUSE", 0.0)
+        patch.setattr("mmpos.data.preprocess.job._PAUSE", 0.0)
         with pytest.raises(KeyboardInterrupt):
             write_sequences(readers, tmp_path / "out", PAGES, report=stop)
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
@@ -423,7 +423,7 @@ def test_settings_are_described_alike_in_every_process() -> None:
     described = [json.dumps(describe({"preprocess": each})) for each in settings]
     assert len(set(described)) == len(settings)
     assert max(map(len, described)) < 5000
-    imports = "import json; from test_data_preprocess import PAGES; from mmpos.data.storing.settings import describe"
+    imports = "import json; from test_data_preprocess import PAGES; from mmpos.data.preprocess.settings import describe"
     code = f"{imports}; print(json.dumps(describe({{'preprocess': PAGES}})))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "7"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -605,7 +605,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         raise KeyboardInterrupt
 
     corpus(tmp_path, 1, 1)
-    monkeypatch.setattr("mmpos.data.storing.job.write_sequences", interrupt)
+    monkeypatch.setattr("mmpos.data.preprocess.job.write_sequences", interrupt)
     assert main(command("s0.jsonl")) == 130
     assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
 

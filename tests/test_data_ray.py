@@ -16,10 +16,10 @@ from test_data_preprocess import PAGES, alive, command, contents, corpus, descen
 
 from mmpos.__main__ import main
 from mmpos.data.documents import Location, RecordError
+from mmpos.data.preprocess.job import write_sequences
+from mmpos.data.preprocess.storage import SequenceShard
+from mmpos.data.preprocess.summary import Progress
 from mmpos.data.readers import shards
-from mmpos.data.storing.job import write_sequences
-from mmpos.data.storing.storage import SequenceShard
-from mmpos.data.storing.summary import Progress
 
 ray = pytest.importorskip("ray")
 

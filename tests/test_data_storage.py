@@ -17,8 +17,8 @@ from pyarrow import parquet
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data.documents import Location, RecordError
 from mmpos.data.examples import Example
+from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
 from mmpos.data.readers import Reader
-from mmpos.data.storing.storage import SequenceShard, SequenceWriter, ready
 from mmpos.schemes import SCHEMES, RopeTie
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)

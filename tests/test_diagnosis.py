@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from oracle import settled
 
 import mmpos
-from mmpos.diagnosis import Diagnosis
-from mmpos.diagnosis.case import Case
-from mmpos.diagnosis.suspects import SUSPECTS
+from mmpos.analysis.diagnosis import Diagnosis
+from mmpos.analysis.diagnosis.case import Case
+from mmpos.analysis.diagnosis.suspects import SUSPECTS
+from mmpos.cli.specs import read_documents
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
-from mmpos.segments import SegmentTable
-from mmpos.specs import read_documents
+from mmpos.segments.table import SegmentTable
 
 Ids = npt.NDArray[Any]
 

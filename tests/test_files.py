@@ -16,9 +16,9 @@ from test_data_storage import PHOTO, example
 
 from mmpos import SegmentTable, Text, place
 from mmpos.__main__ import main
+from mmpos.analysis.plot import plot_positions
 from mmpos.cli.report import save_ids
-from mmpos.data.storing.storage import SequenceWriter
-from mmpos.plot import plot_positions
+from mmpos.data.preprocess.storage import SequenceWriter
 from mmpos.support.files import leftovers, whole_file, write_text
 
 FullDisk = Callable[[int], AbstractContextManager[None]]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import mmpos
 from mmpos.errors import MmposError
-from mmpos.models import MODEL_TYPES
+from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_fields import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP

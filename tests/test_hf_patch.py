@@ -23,7 +23,7 @@ from tolerance import assert_within, rounding
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
-from mmpos.hf import patch, unpatch
+from mmpos.integrations.hf import patch, unpatch
 from mmpos.rotary import DevicePositions, DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 
 NAMES = sorted(CONFIGS)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
-from mmpos.hf import patch
+from mmpos.integrations.hf import patch
 from mmpos.rotary import DevicePositions
 
 NAMES = sorted(CONFIGS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.hf import patch
+from mmpos.integrations.hf import patch
 from mmpos.rotary import DevicePositions, kernel
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
-from mmpos.hf import patch, unpatch
-from mmpos.hf.prompt import Prompt
+from mmpos.integrations.hf import patch, unpatch
+from mmpos.integrations.hf.prompt import Prompt
 from mmpos.rotary import DevicePositions
 
 SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])

@@ -18,7 +18,7 @@ from hf_models import (
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from mmpos import InvalidInputError, SegmentTable, Text, UnsupportedError, place
-from mmpos.hf import patch
+from mmpos.integrations.hf import patch
 from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 

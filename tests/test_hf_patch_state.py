@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from mmpos import InvalidInputError, PositionTable, UnsupportedError
-from mmpos.hf import patch, unpatch
+from mmpos.integrations.hf import patch, unpatch
 
 
 def state(model: torch.nn.Module) -> list[Any]:

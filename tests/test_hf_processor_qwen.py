@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from tolerance import assert_within, normalised
 
 import mmpos
-from mmpos.hf import MMPosProcessor
+from mmpos.integrations.hf import MMPosProcessor
 
 transformers = pytest.importorskip("transformers")
 PaddingStrategy = pytest.importorskip("transformers.utils").PaddingStrategy

@@ -37,7 +37,7 @@ from mmpos.images.guard import guarded
 from mmpos.images.headers import Header
 from mmpos.images.patches import patchify
 from mmpos.images.values import on_device
-from mmpos.segments import Grid
+from mmpos.segments.table import Grid
 
 BACKENDS = ["torchvision", "pillow"]
 PHOTOS = ["astronaut", "chelsea", "coffee"]

@@ -17,7 +17,7 @@ from open_inference import ask, config, refusal, stub
 from test_golden import GOLDEN, THREE_AXES
 
 from mmpos import Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
-from mmpos.positions import PositionTable
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.schemes import RopeTieFractional
 from mmpos_server.inference import open_inference_pb2 as pb

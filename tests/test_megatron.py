@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
-from mmpos.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
+from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
 from mmpos.rotary import DevicePositions, Linear, Llama3, Rotary, YaRN, apply_rotary
 
 OF_ANGLES = cos_sin(np.pi, 1)  # of our angles, which are wrapped and rounded to float32

@@ -15,7 +15,7 @@ from model_configs import CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_
 from tolerance import EXACT, assert_within
 
 import mmpos
-from mmpos.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches
 
 import mmpos
-from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, columns, place, segments
-from mmpos.columns import AXES
-from mmpos.placing_parts import BLOCK_ROWS
+from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos.positions import columns
+from mmpos.positions.columns import AXES
+from mmpos.positions.placing_parts import BLOCK_ROWS
+from mmpos.segments import table
 from mmpos.support import native
 
 assert native.core is not None, "the extension was not built"
@@ -307,7 +309,7 @@ class Fickle:
 def test_lists_that_change_while_they_are_read_are_declined() -> None:
     documents: list[list[Any]] = [[Fickle(), Fickle()], [Fickle()]]
     Fickle.lists = [documents, *documents]
-    assert CORE.documents(documents, Fickle, Grid, segments._FIELDS) is None
+    assert CORE.documents(documents, Fickle, Grid, table._FIELDS) is None
 
 
 MASK = np.array([[0, 1, 1], [1, 1, 1]])

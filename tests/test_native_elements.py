@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from message_strategies import REQUESTS, for_each, messages
 from mutations import broken
 
+from mmpos.rpc import elements
+from mmpos.rpc.elements import count_elements
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2
 from mmpos.support import native
-from mmpos.wire import elements
-from mmpos.wire.elements import count_elements
 from mmpos_server.inference import open_inference_pb2 as inference_pb2
 
 assert native.core is not None, "the extension was not built"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from message_strategies import messages
 from mutations import broken
 
+from mmpos.rpc.fields import integer_lists
 from mmpos.rpc.v1 import positions_pb2, table_pb2
 from mmpos.support import native
-from mmpos.wire.fields import integer_lists
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core

@@ -29,10 +29,10 @@ from tolerance import assert_within, cos_sin
 from torch import Tensor
 
 from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos.integrations.sections import Sections, window_positions
+from mmpos.integrations.vllm import mrope_input_positions
 from mmpos.rotary import Rotary
 from mmpos.schemes import V2PE
-from mmpos.sections import Sections, window_positions
-from mmpos.vllm import mrope_input_positions
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from chat_tokenizer import chat_tokenizer
 
 import mmpos
 from mmpos import ImageProcessor, ImageSize, Markers, SegmentTable, SequenceBuilder
-from mmpos.hf import MMPosProcessor
+from mmpos.integrations.hf import MMPosProcessor
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import Document, fields, settled
 
 from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, place
-from mmpos.segments import PAD
+from mmpos.segments.table import PAD
 
 IMAGE, VIDEO = 8, 9
 

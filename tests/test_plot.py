@@ -13,9 +13,7 @@ import pytest
 from pictures import pixels, table, texts
 from PIL import Image
 
-from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.parts import Grid, Text
-from mmpos.plot import (
+from mmpos.analysis.plot import (
     PhaseErrors,
     attention_kernel,
     id_growth,
@@ -24,10 +22,12 @@ from mmpos.plot import (
     plot_phase_error,
     plot_positions,
 )
-from mmpos.plot.plane import read_plane
+from mmpos.analysis.plot.plane import read_plane
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES
-from mmpos.segments import SegmentTable
+from mmpos.segments.parts import Grid, Text
+from mmpos.segments.table import SegmentTable
 
 pytest.importorskip("matplotlib")
 
@@ -233,7 +233,7 @@ def test_a_picture_is_a_figure_that_notebooks_show(
 ) -> None:
     import matplotlib
 
-    from mmpos.plot.picture import Picture
+    from mmpos.analysis.plot.picture import Picture
 
     monkeypatch.chdir(tmp_path)
     figure = draw(None, "Hello")

@@ -10,9 +10,9 @@ import pytest
 from pictures import pixels, table, texts
 from tolerance import EXACT, assert_within, cos_sin, gamma, printed, rotations
 
+from mmpos.analysis.plot import Kernel, attention_kernel, plot_attention
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot import Kernel, attention_kernel, plot_attention
-from mmpos.positions import PositionTable
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 
 

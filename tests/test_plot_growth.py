@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pictures import texts
 
+from mmpos.analysis.plot import id_growth, plot_growth
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.plot import id_growth, plot_growth
 from mmpos.schemes import SCHEMES, V2PE
 
 

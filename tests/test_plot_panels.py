@@ -11,8 +11,8 @@ import pytest
 from pictures import table, texts
 from tolerance import printed
 
+from mmpos.analysis.plot import plot_positions
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.plot import plot_positions
 
 pytest.importorskip("matplotlib")
 

@@ -10,9 +10,9 @@ from mpmath import mp
 from pictures import texts
 from tolerance import gamma, printed
 
+from mmpos.analysis.plot import PhaseErrors, phase_errors, plot_phase_error
+from mmpos.analysis.plot.precision import exact_turns, float32_angles, true_turns, turns_rest
 from mmpos.errors import InvalidInputError
-from mmpos.plot import PhaseErrors, phase_errors, plot_phase_error
-from mmpos.plot.precision import exact_turns, float32_angles, true_turns, turns_rest
 from mmpos.rotary import Llama3, Rotary
 
 IDS = np.array([0, 1, 2, 4095, 32768, 10**6, 2**24 + 1, 2**31 - 1, -1, -(2**31)])

@@ -22,8 +22,8 @@ from mmpos.client import Client, rotations, sequences
 from mmpos.client import calls as client_calls
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
-from mmpos.queries import PositionsQuery
 from mmpos.rotary import Rotary
+from mmpos.rpc.queries import PositionsQuery
 from mmpos_server.config import load
 from mmpos_server.profiles import Profiles
 from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application

@@ -17,7 +17,7 @@ from waiting import eventually
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client
-from mmpos.queries import PositionsQuery
+from mmpos.rpc.queries import PositionsQuery
 
 pytestmark = pytest.mark.slow
 

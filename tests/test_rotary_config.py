@@ -15,7 +15,7 @@ import pytest
 from tolerance import FREQUENCY, assert_within, gamma
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.models import from_hf_config
+from mmpos.integrations.models import from_hf_config
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
 from mmpos.rotary.scaling import NTK, SCALINGS, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN, scaling_from_dict

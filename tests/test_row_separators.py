@@ -27,12 +27,12 @@ from mmpos import (
     UnsupportedError,
     Video,
 )
-from mmpos.data.batches.collate import collate_packed, collate_padded
-from mmpos.data.batches.packing import Packer
+from mmpos.data.collate import collate_packed, collate_padded
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.examples import Example, Preprocess
-from mmpos.data.storing.storage_rows import SCHEMA, from_row, to_row
-from mmpos.separators import patch_spans, separator_tokens, token_types
+from mmpos.data.packing import Packer
+from mmpos.data.preprocess.storage_rows import SCHEMA, from_row, to_row
+from mmpos.segments.separators import patch_spans, separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
 BUILDER = SequenceBuilder(ByteTokenizer(NAMES), markers=Markers(row="[IMG_BREAK]"))

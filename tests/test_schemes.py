@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches, documents, exact, grids, place_all, placed, settled
 
 from mmpos import Grid, Scheme, SegmentTable, Text, UnsupportedError, diagnose, place
-from mmpos.compare import measure
-from mmpos.plot import id_growth
+from mmpos.analysis.compare import measure
+from mmpos.analysis.plot import id_growth
 from mmpos.schemes import (
     SCHEMES,
     V2PE,

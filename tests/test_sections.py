@@ -15,9 +15,7 @@ from tolerance import EXACT, assert_within
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
-from mmpos.positions import PositionTable
-from mmpos.rotary import Linear, Rotary, YaRN, apply_rotary
-from mmpos.sections import (
+from mmpos.integrations.sections import (
     Sections,
     batch_positions,
     draft_positions,
@@ -26,6 +24,8 @@ from mmpos.sections import (
     request_positions,
     window_positions,
 )
+from mmpos.positions.table import PositionTable
+from mmpos.rotary import Linear, Rotary, YaRN, apply_rotary
 
 DOCUMENT: list[Text | Grid] = [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)]
 SECTIONS = Sections(Rotary(head_dim=16), max_position=64, permuted=True)
@@ -110,11 +110,11 @@ def test_other_allocations_are_refused_without_it(name: str) -> None:
         Sections(ROTARIES[name], 8)
 
 
-@pytest.mark.parametrize("room", ["mmpos.sections", "mmpos.sglang"])
+@pytest.mark.parametrize("room", ["mmpos.integrations.sections", "mmpos.integrations.sglang"])
 def test_without_torch_the_error_names_the_command(room: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {room}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = 'mmpos.sections: torch is not installed, want pip install "multimodal-positions[all]"'
+    said = 'mmpos.integrations.sections: torch is not installed, want pip install "multimodal-positions[all]"'
     assert done.stderr.endswith(f"ImportError: {said}\n")
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
+from mmpos.integrations.sections import Sections, install_cache, permute_qk, qk_channels, request_positions
 from mmpos.rotary import Rotary
-from mmpos.sections import Sections, install_cache, permute_qk, qk_channels, request_positions
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 24
 ROTARY = Rotary(head_dim=12, rotary_dim=8, theta=100.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import CASES, Document, batches, fields, settled
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
-from mmpos.segments import GRID, PAD, TEXT
+from mmpos.segments.table import GRID, PAD, TEXT
 
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 

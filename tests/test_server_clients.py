@@ -14,7 +14,7 @@ import pytest
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
-from mmpos.queries import PositionsQuery
+from mmpos.rpc.queries import PositionsQuery
 from mmpos_server import clients
 from mmpos_server.admission import Admission
 from mmpos_server.call import Call

@@ -12,7 +12,7 @@ import pytest
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
-from mmpos.sequence import Markers, SequenceBuilder
+from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, ProfileSettings, ServerConfig, load
 from mmpos_server.profiles import Profiles
 

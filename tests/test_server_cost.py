@@ -14,9 +14,9 @@ from message_strategies import places
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.errors import LimitExceededError
-from mmpos.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.rpc.positions import get_query, put_query
+from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos.wire.positions import get_query, put_query
 from mmpos_server.admission import Admission
 from mmpos_server.call import Call
 from mmpos_server.clients import Clients

@@ -31,7 +31,7 @@ from mmpos.errors import (
 )
 from mmpos.images import ImageProcessor, ImageSize, headers
 from mmpos.images.headers import read_header
-from mmpos.sequence import SequenceBuilder
+from mmpos.sequence.builder import SequenceBuilder
 from mmpos_server.config import ServerConfig
 from mmpos_server.decoding import Apart, Decoders
 from mmpos_server.testing import running

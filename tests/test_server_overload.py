@@ -18,7 +18,7 @@ from waiting import eventually
 from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client
 from mmpos.errors import LimitExceededError, ServiceError, ServiceOverloadedError
-from mmpos.queries import PositionsQuery
+from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission

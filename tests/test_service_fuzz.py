@@ -13,9 +13,9 @@ from mutations import broken
 from shared_objects import PREFIX, Objects, shared
 from victim import STATUSES, Answer, Victim, victim
 
+from mmpos.rpc.positions import get_result
+from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
-from mmpos.wire.positions import get_result
-from mmpos.wire.sequences import get_sequence
 
 FAULTS = set(STATUSES.values()) - {"INTERNAL"}
 QUICK, LONG = 60, 1500

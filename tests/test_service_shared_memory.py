@@ -21,8 +21,8 @@ from waiting import eventually
 
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceOverloadedError
+from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
-from mmpos.wire.errors import OUTPUT_BYTES, OutputError
 from mmpos_server.__main__ import main
 from mmpos_server.admission import Admission
 from mmpos_server.app import Server

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
+from mmpos.integrations.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
+from mmpos.integrations.sglang import item_segments, mrope_positions
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
-from mmpos.sglang import item_segments, mrope_positions
 
 PROMPT: list[Text | Grid] = [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)]
 LENGTH = 16

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
+from mmpos.integrations.sections import Sections, draft_positions, window_positions
+from mmpos.integrations.sglang import mrope_positions
 from mmpos.rotary import Rotary
-from mmpos.sections import Sections, draft_positions, window_positions
-from mmpos.sglang import mrope_positions
 
 SPEC = importlib.util.find_spec("sglang")
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs sglang")

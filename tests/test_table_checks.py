@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmpos import SCHEMES, Grid, InvalidInputError, LimitExceededError, PositionTable, SegmentTable, Text, place
-from mmpos.columns import (
+from mmpos.positions.columns import (
     AXES,
     DELTA,
     DENOMINATOR,

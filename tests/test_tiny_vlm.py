@@ -20,7 +20,7 @@ from tolerance import assert_within, rounding
 
 import mmpos
 from mmpos.client import Client
-from mmpos.hf import MMPosProcessor
+from mmpos.integrations.hf import MMPosProcessor
 from mmpos_server.testing import running
 
 EXAMPLE = Path(tiny_vlm.__file__)

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 
 from mmpos import ByteTokenizer, Grid, InvalidInputError, SequenceBuilder
-from mmpos.tokenizers import adapt
+from mmpos.sequence.tokenizers import adapt
 
 
 def trained_bpe() -> Any:

@@ -30,8 +30,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.rotary import Llama3, Rotary, YaRN, apply_rotary
-from mmpos.torchtitan import (
+from mmpos.integrations.torchtitan import (
     RoPE,
     deliver_positions,
     document_positions,
@@ -41,6 +40,7 @@ from mmpos.torchtitan import (
     shard_tensors,
     table_tensor,
 )
+from mmpos.rotary import Llama3, Rotary, YaRN, apply_rotary
 
 DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(1)], [Text(4), Grid(3, 3), Text(1)]]
 PACKED = place(SegmentTable.from_documents(DOCUMENTS))  # 24 tokens; rows of 12 cut the second document

@@ -16,8 +16,14 @@ from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounded, rou
 from torch import Tensor
 
 from mmpos import Grid, SegmentTable, Text, place
+from mmpos.integrations.torchtitan import (
+    deliver_positions,
+    document_positions,
+    rope_cache,
+    rotary_from_config,
+    table_tensor,
+)
 from mmpos.rotary import Llama3, Rotary, apply_rotary
-from mmpos.torchtitan import deliver_positions, document_positions, rope_cache, rotary_from_config, table_tensor
 
 pytest.importorskip("torchtitan", reason="torchtitan wants another datasets than the other peers")
 
@@ -31,7 +37,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import qwen3_configs
 from torchtitan.trainer import Trainer
 
-OVERRIDE = "mmpos.torchtitan.override.multimodal_rope"
+OVERRIDE = "mmpos.integrations.torchtitan.override.multimodal_rope"
 FORMATS = {"half": CosSinRoPE, "adjacent": ComplexRoPE}
 MODELS = {"llama3": llama3_configs, "qwen3": qwen3_configs}
 

@@ -29,7 +29,7 @@ from waiting import eventually
 from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
-from mmpos.queries import PositionsQuery
+from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main

@@ -10,12 +10,19 @@ import pytest
 import torch
 
 import mmpos
-import mmpos.vllm
+import mmpos.integrations.vllm
 from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, UnsupportedError, place
-from mmpos.consuming import ids_consumed
+from mmpos.integrations.vllm import (
+    Sections,
+    ServedModel,
+    check_apart,
+    mrope_input_positions,
+    request_segments,
+    window_positions,
+)
+from mmpos.integrations.vllm.settings import IDS_PER_TOKEN
+from mmpos.positions.consuming import ids_consumed
 from mmpos.rotary import Rotary
-from mmpos.vllm import Sections, ServedModel, check_apart, mrope_input_positions, request_segments, window_positions
-from mmpos.vllm.settings import IDS_PER_TOKEN
 
 TWO = Sections(Rotary(16), max_position=4096, permuted=True)
 THREE = Sections(Rotary(32, allocation="sections", mrope_section=[4, 6, 6]), max_position=4096)

@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.mm.rope import _prepare_rope_positions_kernel
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import mmpos
-import mmpos.sections
+import mmpos.integrations.sections
+from mmpos.integrations.vllm import Sections, mrope_input_positions, request_segments, window_positions
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.vllm import Sections, mrope_input_positions, request_segments, window_positions
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -161,12 +161,12 @@ def test_vllms_rotation_of_permuted_channels_is_ours(engine_config: VllmConfig, 
         list(sections.mrope_section),
         positions_factor=1,
     )
-    mmpos.sections.install_cache(own, sections)
+    mmpos.integrations.sections.install_cache(own, sections)
     ids, _, placed = tie_requests(3)
     rows = torch.cat(ids, dim=1)
     torch.manual_seed(0)
     q, k = torch.randn(rows.shape[1], 4, 32), torch.randn(rows.shape[1], 2, 32)
-    channels = torch.from_numpy(mmpos.sections.qk_channels(rotary))
+    channels = torch.from_numpy(mmpos.integrations.sections.qk_channels(rotary))
     want_q, want_k = apply_rotary(q, k, placed, rotary)
     assert want_k is not None
     turned = q[..., channels].flatten(1), k[..., channels].flatten(1)

@@ -32,9 +32,9 @@ from vllm.plugins import load_general_plugins
 
 import mmpos
 from mmpos import Grid, Text
+from mmpos.integrations.vllm import ServedModel, mrope_input_positions, request_segments
+from mmpos.integrations.vllm.plugin import ARCHITECTURES, register
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.vllm import ServedModel, mrope_input_positions, request_segments
-from mmpos.vllm.plugin import ARCHITECTURES, register
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -188,7 +188,7 @@ def test_a_model_served_in_two_axes_is_the_one_that_was_trained(tmp_path: Path, 
     register()
     register()
     vllm_config, model = served(tmp_path, architecture, scheme="rope-tie")
-    assert type(model).__module__ == "mmpos.vllm.models"
+    assert type(model).__module__ == "mmpos.integrations.vllm.models"
     assert supports_mrope(model)
     assert vllm_config.model_config.uses_mrope
     assert vllm_config.model_config.mrope_num_dims == 3

@@ -16,10 +16,10 @@ from test_vllm import CONFIG, ids, image, span
 from tolerance import EXACT, assert_within
 
 import mmpos
-import mmpos.vllm
+import mmpos.integrations.vllm
 from mmpos import InvalidInputError, UnsupportedError
+from mmpos.integrations.vllm import Sections, ServedModel
 from mmpos.rotary import Rotary
-from mmpos.vllm import Sections, ServedModel
 
 SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}
 PERMUTED = {**CONFIG, "mmpos": {"scheme": "rope-tie", "permuted": True}}
@@ -85,12 +85,14 @@ def test_configs_that_cannot_be_served_are_refused_with_the_field(change: Any, e
 
 
 def test_importing_the_room_and_its_plugin_imports_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("mmpos.vllm") or name.split(".")[0] == "vllm"]:
+    for name in [
+        name for name in sys.modules if name.startswith("mmpos.integrations.vllm") or name.split(".")[0] == "vllm"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it is an error
-    assert importlib.import_module("mmpos.vllm.plugin").ARCHITECTURES
+    assert importlib.import_module("mmpos.integrations.vllm.plugin").ARCHITECTURES
     with pytest.raises(ImportError, match="vllm"):
-        importlib.import_module("mmpos.vllm.models")
+        importlib.import_module("mmpos.integrations.vllm.models")
 
 
 def test_vllm_finds_the_plugin_and_may_register_it_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +122,7 @@ def vllm_config(**more: Any) -> Any:
 @pytest.fixture(params=["PlacedQwen2VL", "PlacedQwen25VL", "PlacedQwen3VL"])
 def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     vllm_stand_in.install(monkeypatch)
-    return getattr(importlib.import_module("mmpos.vllm.models"), request.param)
+    return getattr(importlib.import_module("mmpos.integrations.vllm.models"), request.param)
 
 
 def test_a_served_model_has_our_ids(model_class: Any) -> None:

@@ -32,7 +32,9 @@ from mmpos.errors import (
     ServiceUnauthenticatedError,
     ServiceUnavailableError,
 )
-from mmpos.queries import (
+from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
+from mmpos.rpc import errors, parts, positions, rotary, schemes, sequences, tables, tensors
+from mmpos.rpc.queries import (
     Decode,
     Dense,
     InputIds,
@@ -45,10 +47,8 @@ from mmpos.queries import (
     View,
     Window,
 )
-from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import V2PE, Flatten, Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, Scheme, VideoRope
-from mmpos.wire import errors, parts, positions, rotary, schemes, sequences, tables, tensors
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
 TIMED = SegmentTable.from_documents(

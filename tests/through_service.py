@@ -18,9 +18,9 @@ import pytest
 import mmpos
 from mmpos.client import AsyncClient, Client
 from mmpos.images import ImageProcessor
-from mmpos.placing import place as place_here
+from mmpos.positions.place import place as place_here
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.sequence import SequenceBuilder
+from mmpos.sequence.builder import SequenceBuilder
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profile, Profiles
 from mmpos_server.services import methods

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _HeadTailLoadBalancer
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
+from mmpos.integrations.torchtitan import RoPE, deliver_positions, shard, table_tensor
 from mmpos.rotary import Rotary
-from mmpos.torchtitan import RoPE, deliver_positions, shard, table_tensor
 
 WORLD, SEQ = 2, 12
 ROTARY = Rotary(head_dim=16)

@@ -1,4 +1,4 @@
-"""What mmpos.vllm asks of vLLM, and no more: modules to import in its place where it is not installed."""
+"""What mmpos.integrations.vllm asks of vLLM, and no more: modules to import in its place where it is not installed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def register_processor(processor: Any, *, info: Any, dummy_inputs: Any) -> Any:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """vLLM's names in sys.modules, and mmpos.vllm.models to be imported anew."""
+    """vLLM's names in sys.modules, and mmpos.integrations.vllm.models to be imported anew."""
     registry, rooms = Registry(), {}
     for room, name in {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}.items():
         classes = {
@@ -114,5 +114,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
         made = ModuleType(module)
         made.__dict__.update(names)
         monkeypatch.setitem(sys.modules, module, made)
-    monkeypatch.delitem(sys.modules, "mmpos.vllm.models", raising=False)
+    monkeypatch.delitem(sys.modules, "mmpos.integrations.vllm.models", raising=False)
     return registry

@@ -11,10 +11,10 @@ from mmpos.bench.cases import Case, Contestant, Later, Options, Point, Role
 from mmpos.bench.examples import evenly
 from mmpos.bench.peers.collate_loop import collate_loop
 from mmpos.bench.proofs import equal
-from mmpos.data.batches.batch import Batch
-from mmpos.data.batches.collate import PackedCollator, PaddedCollator
+from mmpos.data.batch import Batch
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Example
-from mmpos.positions import PositionTable
+from mmpos.positions.table import PositionTable
 from mmpos.support.checks import counted
 
 __all__ = ["cases"]

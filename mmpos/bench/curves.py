@@ -17,8 +17,8 @@ from mmpos.bench.reference import loop_ids
 from mmpos.bench.timing import Budget
 from mmpos.bench.tokens import from_ids
 from mmpos.bench.workloads import Document, counts, workload
-from mmpos.placing import place
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 
 __all__ = ["curves"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mmpos.data.examples import IGNORE_INDEX, Example
-from mmpos.parts import Grid
-from mmpos.sequence import SequenceBuilder
+from mmpos.segments.parts import Grid
+from mmpos.sequence.builder import SequenceBuilder
 
 __all__ = ["evenly", "labelled", "mix"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from mmpos.bench.proofs import holds
 from mmpos.bench.reference import loop_ids
 from mmpos.bench.workloads import Document, workload
-from mmpos.placing import place
-from mmpos.positions import PositionTable
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
-from mmpos.segments import SegmentTable
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["ROUNDING", "SHAPES", "Layer", "Pair", "Shape", "interleaved"]
 

@@ -19,7 +19,7 @@ from mmpos.bench.photographs import UINT8, as_pixel_values, expected, photograph
 from mmpos.bench.proofs import close, equal, holds
 from mmpos.bench.timing import Budget
 from mmpos.data import BatchDataset, PackedCollator, Packer, Pairs, Preprocess, shards
-from mmpos.sequence import SequenceBuilder
+from mmpos.sequence.builder import SequenceBuilder
 
 __all__ = ["cases"]
 

@@ -11,8 +11,8 @@ from mmpos.bench.cases import Case, Contestant, Later, Options, Role
 from mmpos.bench.examples import mix
 from mmpos.bench.proofs import equal, holds
 from mmpos.bench.timing import Budget
-from mmpos.data.batches.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos.data.examples import Example
+from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos.support.checks import IntArray
 
 __all__ = ["cases", "packed_counts"]

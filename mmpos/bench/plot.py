@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, line_style, picture_path
 from mmpos.bench.results import Entry, Measurement, Report
 from mmpos.bench.suites import SUITES
 from mmpos.bench.words import UNITS, ratio_text, seconds_text
 from mmpos.errors import InvalidInputError
-from mmpos.plot.canvas import COLOURS, FAINT, INK, canvas, line_style, picture_path
 
 if TYPE_CHECKING:
-    from mmpos.plot.picture import Picture
+    from mmpos.analysis.plot.picture import Picture
 
 __all__ = ["plot_report"]
 

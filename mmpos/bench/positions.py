@@ -17,8 +17,8 @@ from mmpos.bench.reference import loop_ids
 from mmpos.bench.tokens import from_ids
 from mmpos.bench.views import PADDED, VIEWS, padded, views
 from mmpos.bench.workloads import WORKLOADS, Document, counts
-from mmpos.placing import place
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["cases"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.bench.workloads import Document
-from mmpos.parts import Grid
+from mmpos.segments.parts import Grid
 
 __all__ = ["loop_ids"]
 

@@ -12,9 +12,9 @@ from mmpos.bench.cases import Case, Contestant, Options, Point, Role
 from mmpos.bench.proofs import equal
 from mmpos.bench.reference import loop_ids
 from mmpos.bench.workloads import Document, counts
-from mmpos.parts import Grid
-from mmpos.placing import place
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.segments.parts import Grid
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["Tokens", "from_ids"]
 

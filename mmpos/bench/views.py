@@ -13,9 +13,9 @@ from mmpos.bench.cases import Case, Contestant, Role
 from mmpos.bench.proofs import equal
 from mmpos.bench.reference import loop_ids
 from mmpos.bench.workloads import Document, counts
-from mmpos.placing import place
-from mmpos.positions import PositionTable
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["PADDED", "VIEWS", "padded", "views"]
 

@@ -58,7 +58,7 @@ def bench(
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise InvalidInputError(f"{option}: got {str(path)!r}, want a file in a folder that is there")
     if plot is not None:
-        from mmpos.plot.canvas import picture_path
+        from mmpos.analysis.plot.canvas import picture_path
 
         picture_path(plot)
     with _watch() as watch:

@@ -17,14 +17,14 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import JSON_FILE, SPECS, Start, app, scheme_words
 from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
+from mmpos.cli.specs import Specs, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Scheme
-from mmpos.segments import SegmentTable
-from mmpos.specs import Specs, read_specs
+from mmpos.segments.table import SegmentTable
 from mmpos.support.program import DIFFERENT, STDIN, read_input
 
 if TYPE_CHECKING:
-    from mmpos.diagnosis import Diagnosis
+    from mmpos.analysis.diagnosis import Diagnosis
 
 
 class Padding(StrEnum):
@@ -57,7 +57,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare ids in a file with a scheme."""
-    from mmpos.diagnosis import diagnose
+    from mmpos.analysis.diagnosis import diagnose
 
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
@@ -70,7 +70,7 @@ def check(
 
 def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> Scheme:
     """The scheme that is named, or that of a model."""
-    from mmpos.models import from_hf_config
+    from mmpos.integrations.models import from_hf_config
 
     if config is None:
         name, axes = scheme_words(specs, name, axes)

@@ -12,11 +12,11 @@ from typer.core import TyperGroup
 
 from mmpos.cli import report
 from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
+from mmpos.cli.specs import Document, Specs, read_specs
 from mmpos.errors import InvalidInputError
-from mmpos.placing import place
-from mmpos.positions import PositionTable
-from mmpos.segments import SegmentTable
-from mmpos.specs import Document, Specs, read_specs
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.segments.table import SegmentTable
 from mmpos.support import info as installation
 from mmpos.support.extras import needed_for
 from mmpos.support.program import EXIT_CODES, STDIN, write_output

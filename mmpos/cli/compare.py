@@ -15,7 +15,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from mmpos.compare import Matrix
+    from mmpos.analysis.compare import Matrix
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:
@@ -64,8 +64,8 @@ def compare(
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
     """The matrices of what is named, or of everything."""
-    from mmpos.compare import measure, measure_encodings
-    from mmpos.compare.schemes import every_scheme
+    from mmpos.analysis.compare import measure, measure_encodings
+    from mmpos.analysis.compare.schemes import every_scheme
     from mmpos.encodings import ENCODINGS
 
     made = [make_scheme(name) for name in names if "," in name or ":" in name]

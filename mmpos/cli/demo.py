@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from mmpos.analysis.plot import plot_positions
 from mmpos.cli import report
-from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.images import ImageProcessor
-from mmpos.plot import plot_positions
+from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.schemes import Scheme
-from mmpos.segments import GRID
-from mmpos.sequence import InterleavedSequence, SequenceBuilder
-from mmpos.tokenizers import ByteTokenizer
+from mmpos.segments.table import GRID
+from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
+from mmpos.sequence.tokenizers import ByteTokenizer
 
 
 def run_demo(out: Console, scheme: Scheme, path: Path) -> None:

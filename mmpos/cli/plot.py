@@ -10,13 +10,13 @@ import typer
 
 from mmpos.cli.commands import SPECS, Documents, Start, app, place_specs
 from mmpos.cli.scheme_options import DEFAULT, Axes, make_scheme, scheme_option
+from mmpos.cli.specs import read_specs
 from mmpos.errors import InvalidInputError
-from mmpos.positions import PositionTable
-from mmpos.specs import read_specs
+from mmpos.positions.table import PositionTable
 from mmpos.support.program import STDIN, write_output
 
 if TYPE_CHECKING:
-    from mmpos.plot.picture import Picture
+    from mmpos.analysis.plot.picture import Picture
 
 plot = typer.Typer(name="plot", invoke_without_command=True)
 app.add_typer(plot)
@@ -59,7 +59,7 @@ def ids(
     ] = False,
 ) -> None:
     """Draw the plane of ids."""
-    from mmpos.plot import plot_positions
+    from mmpos.analysis.plot import plot_positions
 
     tables = _tables(documents, scheme, start, axes)
     drawn = tables[0] if len(tables) == 1 else tables
@@ -97,7 +97,7 @@ def attention(
     title: Title = None,
 ) -> None:
     """Draw what one patch sees by its position alone."""
-    from mmpos.plot import attention_kernel, plot_attention
+    from mmpos.analysis.plot import attention_kernel, plot_attention
     from mmpos.rotary import Rotary
 
     section = None if mrope_section is None else _section(mrope_section)
@@ -118,7 +118,7 @@ def attention(
 @plot.command()
 def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0, title: Title = None) -> None:
     """Draw how far phases are from the truth, over ids: float32 angles, those of Transformers, and integer turns."""
-    from mmpos.plot import phase_errors, plot_phase_error
+    from mmpos.analysis.plot import phase_errors, plot_phase_error
     from mmpos.rotary import Rotary
 
     errors = phase_errors(Rotary(head_dim, theta, axes=1))
@@ -134,7 +134,7 @@ def growth(
     title: Title = None,
 ) -> None:
     """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
-    from mmpos.plot import id_growth, plot_growth
+    from mmpos.analysis.plot import id_growth, plot_growth
 
     found = id_growth([make_scheme(words) for words in scheme] if scheme else None)
     _write(output, lambda path: plot_growth(found, path, title))

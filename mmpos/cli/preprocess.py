@@ -24,8 +24,8 @@ from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
-    from mmpos.data.storing.summary import Progress, Summary
-    from mmpos.sequence import SequenceBuilder
+    from mmpos.data.preprocess.summary import Progress, Summary
+    from mmpos.sequence.builder import SequenceBuilder
 
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
 
@@ -150,7 +150,7 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
 
 def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:
     from mmpos.images import ImageProcessor
-    from mmpos.sequence import Markers, SequenceBuilder
+    from mmpos.sequence.builder import Markers, SequenceBuilder
 
     processor = ImageProcessor("torchvision" if find_spec("torchvision") else "pillow")
     images = _assigned("--image-option", processor, image_options)
@@ -160,7 +160,7 @@ def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str
 
 def _tokenizer(name: str) -> Any:
     if name == "bytes":
-        from mmpos.tokenizers import ByteTokenizer
+        from mmpos.sequence.tokenizers import ByteTokenizer
 
         return ByteTokenizer()
     with needed_for("--tokenizer", extra="tokenizers"):

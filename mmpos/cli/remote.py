@@ -13,9 +13,9 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import Documents, Start, app, scheme_words
 from mmpos.cli.scheme_options import Axes, make_scheme, scheme_option
+from mmpos.cli.specs import IMAGE_SUFFIXES, read_specs
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
-from mmpos.segments import SegmentTable
-from mmpos.specs import IMAGE_SUFFIXES, read_specs
+from mmpos.segments.table import SegmentTable
 
 if TYPE_CHECKING:
     from mmpos.client import Client

@@ -14,14 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
-from mmpos.consuming import ids_consumed
+from mmpos.cli.specs import Document, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.parts import Grid
-from mmpos.positions import PositionTable
+from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
+from mmpos.positions.consuming import ids_consumed
+from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES
-from mmpos.segments import GRID, TEXT, SegmentTable
-from mmpos.specs import Document, to_json
+from mmpos.segments.parts import Grid
+from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import whole_file
 

@@ -25,7 +25,7 @@ from mmpos.errors import InvalidInputError, MmposError
 if TYPE_CHECKING:
     from typing import Self
 
-    from mmpos.queries import PositionsQuery, PositionsResult
+    from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
 
 P = ParamSpec("P")

@@ -12,17 +12,17 @@ from google.protobuf.message import EncodeError
 from mmpos.client.info import ServerInfo, get_info
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError
-from mmpos.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+from mmpos.rpc.positions import get_result, put_query
+from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
 from mmpos.rpc.v1 import info_pb2, positions_pb2
-from mmpos.segments import SegmentTable
-from mmpos.wire.positions import get_result, put_query
+from mmpos.segments.table import SegmentTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from mmpos.positions import PositionTable
+    from mmpos.positions.table import PositionTable
+    from mmpos.rpc.memory import Memory
     from mmpos.schemes import Scheme
-    from mmpos.wire.memory import Memory
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError
-from mmpos.wire.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
 
 # What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
 # (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.

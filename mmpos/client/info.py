@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from mmpos.rpc.fields import optional
 from mmpos.rpc.v1 import info_pb2 as pb
-from mmpos.wire.fields import optional
 
 T = TypeVar("T")
 

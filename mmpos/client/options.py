@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mmpos.client.tls import Tls
 from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
+from mmpos.rpc.bearer import AUTHORIZATION, is_loopback
 from mmpos.support.checks import integer
-from mmpos.wire.bearer import AUTHORIZATION, is_loopback
 
 if TYPE_CHECKING:
     from mmpos.client.shared_memory import Lease

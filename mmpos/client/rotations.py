@@ -14,11 +14,11 @@ from mmpos.support.extras import needed_for
 if TYPE_CHECKING:
     import torch
 
-    from mmpos.positions import PositionTable
+    from mmpos.positions.table import PositionTable
     from mmpos.rotary import Rotary
     from mmpos.rotary.apply import Layout
     from mmpos.rotary.tables import TableLayout
-    from mmpos.wire.memory import Memory
+    from mmpos.rpc.memory import Memory
 
 _TABLES = {
     "pairs": pb.COS_SIN_LAYOUT_PAIRS,
@@ -111,8 +111,8 @@ def apply_rotary(
         UnsupportedError: q or k requires gradients.
         ServiceError: no answer.
     """
-    from mmpos.wire.memory import aligned
-    from mmpos.wire.tensors import put_tensor
+    from mmpos.rpc.memory import aligned
+    from mmpos.rpc.tensors import put_tensor
 
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
@@ -135,7 +135,7 @@ def apply_rotary(
 
 def _fill(request: Any, options: Options, rotary: Any, positions: Any) -> None:
     from mmpos.rotary import Rotary
-    from mmpos.wire.rotary import put_rotary, put_rotary_positions
+    from mmpos.rpc.rotary import put_rotary, put_rotary_positions
 
     if not isinstance(rotary, Rotary | None):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary or None")
@@ -169,7 +169,7 @@ def _tensor(name: str, message: Any, like: Any, memory: Memory | None = None) ->
     """The tensor of an answer, where the caller's are."""
     import torch
 
-    from mmpos.wire.tensors import get_torch
+    from mmpos.rpc.tensors import get_torch
 
     with trusting():
         found = get_torch(name, message, memory)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from mmpos.client.calls import Ask, Call, Errors, Method, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceError
+from mmpos.rpc.errors import get_error
+from mmpos.rpc.parts import Sent, put_parts
+from mmpos.rpc.schemes import put_scheme
+from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import sequences_pb2
+from mmpos.sequence.video import given_offsets
 from mmpos.support.checks import boolean, integer, one_of
-from mmpos.video import given_offsets
-from mmpos.wire.errors import get_error
-from mmpos.wire.parts import Sent, put_parts
-from mmpos.wire.schemes import put_scheme
-from mmpos.wire.sequences import get_sequence
 
 if TYPE_CHECKING:
     from mmpos.client.shared_memory import Lease
     from mmpos.schemes import Scheme
-    from mmpos.sequence import InterleavedSequence
+    from mmpos.sequence.builder import InterleavedSequence
 
 Built = list["InterleavedSequence | MmposError"]
 

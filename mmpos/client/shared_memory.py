@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mmpos.client.regions import LEAST, Region, Regions
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rpc.errors import RETRIED, OutputError
 from mmpos.rpc.v1 import tensor_pb2 as pb
-from mmpos.wire.errors import RETRIED, OutputError
 
 if TYPE_CHECKING:
     from typing import Self

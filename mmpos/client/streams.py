@@ -20,12 +20,12 @@ from mmpos.errors import (
     ServiceTimeoutError,
     ServiceUnavailableError,
 )
+from mmpos.rpc.errors import get_error
 from mmpos.support.checks import one_of
-from mmpos.wire.errors import get_error
 
 if TYPE_CHECKING:
     from mmpos.client.reach import Reach
-    from mmpos.queries import PositionsQuery, PositionsResult
+    from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
 
 Q = TypeVar("Q")

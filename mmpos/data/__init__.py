@@ -10,11 +10,9 @@ from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
-    from mmpos.data.batches.batch import Batch
-    from mmpos.data.batches.batching import Batcher
-    from mmpos.data.batches.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
-    from mmpos.data.batches.masks import mask_mod
-    from mmpos.data.batches.packing import Pack, Packer, first_fit_decreasing
+    from mmpos.data.batch import Batch
+    from mmpos.data.batching import Batcher
+    from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
     from mmpos.data.formats import (
         FORMATS,
         MMC4,
@@ -28,12 +26,14 @@ if TYPE_CHECKING:
         Turn,
     )
     from mmpos.data.formats.resolve import Images
-    from mmpos.data.loading.loader import BatchDataset
+    from mmpos.data.loader import BatchDataset
+    from mmpos.data.masks import mask_mod
+    from mmpos.data.packing import Pack, Packer, first_fit_decreasing
+    from mmpos.data.preprocess.job import write_sequences
+    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
+    from mmpos.data.preprocess.summary import Progress, Summary
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.readers import Reader, dataset_shards, shards
-    from mmpos.data.storing.job import write_sequences
-    from mmpos.data.storing.storage import SequenceShard, SequenceWriter, ready
-    from mmpos.data.storing.summary import Progress, Summary
 
 __all__ = [
     "FORMATS",
@@ -79,21 +79,21 @@ __all__ = [
 
 # Imported when they are first named: batches need torch, readers and storage what they read with.
 _ROOMS = {
-    "batches.batch": ("Batch",),
-    "batches.batching": ("Batcher",),
-    "batches.collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
+    "batch": ("Batch",),
+    "batching": ("Batcher",),
+    "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
     ),
-    "loading.loader": ("BatchDataset",),
-    "batches.masks": ("mask_mod",),
-    "batches.packing": ("Pack", "Packer", "first_fit_decreasing"),
-    "storing.job": ("write_sequences",),
+    "loader": ("BatchDataset",),
+    "masks": ("mask_mod",),
+    "packing": ("Pack", "Packer", "first_fit_decreasing"),
+    "preprocess.job": ("write_sequences",),
     "quarantine": ("read_quarantine",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.resolve": ("Images",),
-    "storing.storage": ("SequenceShard", "SequenceWriter", "ready"),
-    "storing.summary": ("Progress", "Summary"),
+    "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),
+    "preprocess.summary": ("Progress", "Summary"),
 }
 _LAZY = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
-from mmpos.segments import GRID, SegmentTable
-from mmpos.separators import separator_tokens
-from mmpos.sequence import InterleavedSequence
+from mmpos.segments.separators import separator_tokens
+from mmpos.segments.table import GRID, SegmentTable
+from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 
 __all__ = ["IGNORE_INDEX", "Builder", "Example", "Format", "Preprocess"]

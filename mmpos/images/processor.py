@@ -18,7 +18,7 @@ from mmpos.images.patches import ORDERS, Factors, patchify
 from mmpos.images.sizes import Budget, ImageSize
 from mmpos.images.sources import File, Source, open_source
 from mmpos.images.values import pixel_values, values_of_pixels
-from mmpos.segments import Grid
+from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, integer, one_of
 
 __all__ = ["ImageProcessor", "ProcessedImage"]

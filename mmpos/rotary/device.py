@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos import expand
-from mmpos.columns import AXES, OFFSET, Columns
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions import PositionTable
-from mmpos.ranges import padding
+from mmpos.positions import expand
+from mmpos.positions.columns import AXES, OFFSET, Columns
+from mmpos.positions.ranges import padding
+from mmpos.positions.table import PositionTable
 from mmpos.support.checks import integer
 
 __all__ = ["DevicePositions"]

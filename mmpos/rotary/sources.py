@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions import PositionTable
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import phases
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import INT32_MAX, INT32_MIN

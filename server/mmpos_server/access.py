@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import ServiceUnauthenticatedError
-from mmpos.wire.bearer import get_token
-from mmpos.wire.errors import to_status
+from mmpos.rpc.bearer import get_token
+from mmpos.rpc.errors import to_status
 from mmpos_server.transport import abort
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
+from mmpos.rpc.bearer import file_version
 from mmpos.support.extras import needed_for
-from mmpos.wire.bearer import file_version
 
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 
 from mmpos.errors import LimitExceededError
+from mmpos.rpc.errors import OutputError
+from mmpos.rpc.memory import aligned
 from mmpos.rpc.v1 import tensor_pb2 as pb
-from mmpos.wire.errors import OutputError
-from mmpos.wire.memory import aligned
 from mmpos_server.shared_memory import Region, SharedMemory
 
 if TYPE_CHECKING:

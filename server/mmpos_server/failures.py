@@ -17,7 +17,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.wire.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, shortened, to_status
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, shortened, to_status
 
 __all__ = ["Failure", "NotFoundError", "failure", "public"]
 

@@ -11,8 +11,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceOverloadedError
-from mmpos.wire.elements import count_elements
-from mmpos.wire.errors import RETRIED
+from mmpos.rpc.elements import count_elements
+from mmpos.rpc.errors import RETRIED
 from mmpos_server.call import Call
 from mmpos_server.clients import client_name
 from mmpos_server.exchange import Exchange, claimed, mentions

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmpos.wire.errors import put_error
-from mmpos.wire.fields import required
+from mmpos.rpc.errors import put_error
+from mmpos.rpc.fields import required
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

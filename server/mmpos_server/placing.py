@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmpos.positions import PositionTable
-from mmpos.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
+from mmpos.positions.table import PositionTable
+from mmpos.rpc.positions import get_query, put_result
+from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.segments import SegmentTable
-from mmpos.wire.positions import get_query, put_result
+from mmpos.segments.table import SegmentTable
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profile, Profiles

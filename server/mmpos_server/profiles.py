@@ -14,11 +14,11 @@ import numpy as np
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
+from mmpos.rpc.schemes import parameters
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.sequence import Markers, SequenceBuilder
+from mmpos.sequence.builder import Markers, SequenceBuilder
+from mmpos.sequence.tokenizers import ByteTokenizer
 from mmpos.support.extras import needed_for
-from mmpos.tokenizers import ByteTokenizer
-from mmpos.wire.schemes import parameters
 
 if TYPE_CHECKING:
     from mmpos_server.config import ImageSettings, ProfileSettings, ServerConfig

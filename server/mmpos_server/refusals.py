@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmpos.columns import FIRST_TOKEN
 from mmpos.errors import LimitExceededError
-from mmpos.positions import PositionTable
-from mmpos.queries import Dense, Take, View, Window
+from mmpos.positions.columns import FIRST_TOKEN
+from mmpos.positions.table import PositionTable
+from mmpos.rpc.elements import count_elements
+from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
-from mmpos.segments import GRID, SegmentTable
+from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import IntArray
-from mmpos.wire.elements import count_elements
 from mmpos_server.config import Limits
 
 if TYPE_CHECKING:

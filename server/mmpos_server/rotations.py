@@ -9,14 +9,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions import PositionTable
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.rpc.fields import enum, required
+from mmpos.rpc.memory import holds
+from mmpos.rpc.rotary import get_rotary, get_rotary_positions
+from mmpos.rpc.tensors import get_torch, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
-from mmpos.wire.fields import enum, required
-from mmpos.wire.memory import holds
-from mmpos.wire.rotary import get_rotary, get_rotary_positions
-from mmpos.wire.tensors import get_torch, put_tensor
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.profiles import Profiles

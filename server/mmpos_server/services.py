@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmpos.rpc.schemes import parameters
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
-from mmpos.wire.schemes import parameters
 from mmpos_server.building import Building
 from mmpos_server.call import Call
 from mmpos_server.config import Limits

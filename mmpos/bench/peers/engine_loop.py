@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.bench.workloads import Document
-from mmpos.parts import Grid
+from mmpos.segments.parts import Grid
 
 
 def engine_loop(documents: list[Document]) -> tuple[npt.NDArray[np.int64], list[int]]:

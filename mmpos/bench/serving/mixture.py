@@ -22,9 +22,9 @@ import torch
 from mmpos.bench.workloads import workload
 from mmpos.client import AsyncClient, Client
 from mmpos.errors import MmposError
-from mmpos.queries import Decode, Dense, PositionsQuery
 from mmpos.rotary import Rotary
-from mmpos.segments import SegmentTable
+from mmpos.rpc.queries import Decode, Dense, PositionsQuery
+from mmpos.segments.table import SegmentTable
 from mmpos_server.inference import open_inference_pb2 as pb
 
 _PHOTOS = [path.read_bytes() for path in sorted((Path(__file__).parents[2] / "photos").glob("*.jpg"))]

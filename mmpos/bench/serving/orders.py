@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmpos.segments import SegmentTable
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["OPTIONS", "Done", "Kind", "Order"]
 

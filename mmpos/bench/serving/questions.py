@@ -14,13 +14,13 @@ import numpy as np
 from mmpos.bench.proofs import NotEqualError, equal, holds
 from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.workloads import workload
-from mmpos.queries import Dense, PositionsQuery, Spans
+from mmpos.rpc.parts import put_parts
+from mmpos.rpc.positions import get_result, put_query
+from mmpos.rpc.queries import Dense, PositionsQuery, Spans
+from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos.segments import GRID, SegmentTable
+from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
-from mmpos.wire.parts import put_parts
-from mmpos.wire.positions import get_result, put_query
-from mmpos.wire.sequences import get_sequence
 from mmpos_server.config import load
 from mmpos_server.inference import open_inference_pb2
 from mmpos_server.profiles import Profiles

@@ -14,9 +14,9 @@ from mmpos.bench.proofs import equal, holds
 from mmpos.bench.serving.processes import ServerProcess
 from mmpos.bench.timing import Budget
 from mmpos.client import Client
-from mmpos.parts import Grid, Text
-from mmpos.placing import place
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.segments.parts import Grid, Text
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos_server.config import load
 from mmpos_server.profiles import Profiles

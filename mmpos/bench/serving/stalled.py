@@ -19,10 +19,10 @@ from mmpos.bench.serving.orders import OPTIONS
 from mmpos.bench.serving.overload import memory
 from mmpos.bench.serving.processes import service, started
 from mmpos.bench.workloads import workload
-from mmpos.queries import Dense, PositionsQuery
+from mmpos.rpc.positions import put_query
+from mmpos.rpc.queries import Dense, PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.segments import SegmentTable
-from mmpos.wire.positions import put_query
+from mmpos.segments.table import SegmentTable
 
 __all__ = ["Stalled", "stalled"]
 

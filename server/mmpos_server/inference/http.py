@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
-from mmpos.wire.errors import RETRY_AFTER, shortened
+from mmpos.rpc.errors import RETRY_AFTER, shortened
 from mmpos_server.failures import failure
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE

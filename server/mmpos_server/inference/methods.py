@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.rpc.errors import shortened
 from mmpos.support.info import version
-from mmpos.wire.errors import shortened
 from mmpos_server.call import Call
 from mmpos_server.config import Limits
 from mmpos_server.failures import NotFoundError

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions import PositionTable
-from mmpos.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
+from mmpos.positions.table import PositionTable
+from mmpos.rpc.queries import Dense, InputIds, PositionsQuery, PositionsResult, Spans
 from mmpos.support.checks import IntArray
 from mmpos_server.inference.models import position_outputs
 from mmpos_server.inference.parameters import Kind, scheme_of, views_of

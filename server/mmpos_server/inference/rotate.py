@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from mmpos.columns import DENOMINATOR
 from mmpos.errors import InvalidInputError
-from mmpos.positions import PositionTable
+from mmpos.positions.columns import DENOMINATOR
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
+from mmpos.rpc.tensors import owned
 from mmpos.support.checks import one_of
-from mmpos.wire.tensors import owned
 from mmpos_server.inference.models import scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.inference.requests import Request

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.interleaved import InterleavedSequence
-from mmpos.placing import place
-from mmpos.positions import PositionTable
-from mmpos.segments import SegmentTable
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.interleaved import InterleavedSequence
 from mmpos_server.building import Building, Document
 from mmpos_server.inference.models import position_outputs
 from mmpos_server.inference.parameters import Kind, scheme_of
@@ -23,7 +23,7 @@ from mmpos_server.refusals import check
 
 if TYPE_CHECKING:
     from mmpos.images import ImageProcessor
-    from mmpos.sequence import SequenceBuilder
+    from mmpos.sequence.builder import SequenceBuilder
     from mmpos_server.call import Call
     from mmpos_server.config import Limits
     from mmpos_server.inference import open_inference_pb2 as pb

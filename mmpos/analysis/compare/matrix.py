@@ -1,0 +1,130 @@
+"""The matrix: every property of every scheme or encoding, measured now, as data, JSON and Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmpos.analysis.compare.finding import Finding, Property
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import counted, one_of
+
+__all__ = ["Matrix", "measured"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What was measured.
+
+    >>> from mmpos.analysis.compare import measure
+    >>> matrix = measure(["rope-tie", "naive-2d"])
+    >>> matrix["rope-tie", "symmetric"].value, matrix["naive-2d", "ids-of-a-square"].value
+    (True, 24)
+    >>> print(matrix["naive-2d", "symmetric"].why)
+    1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
+
+    Printed, it is a table, and a notebook shows it as one.
+
+    Args:
+        subject: "scheme" or "encoding".
+        properties: the columns.
+        rows: the findings of each scheme or encoding by its name, in the order of the properties.
+    """
+
+    subject: str
+    properties: tuple[Property, ...]
+    rows: Mapping[str, tuple[Finding, ...]]
+
+    def __getitem__(self, key: tuple[str, str]) -> Finding:
+        """The finding of a row and a property by their names."""
+        row, name = key
+        one_of(self.subject, row, self.rows)
+        names = [each.name for each in self.properties]
+        return self.rows[row][names.index(one_of("property", name, names))]
+
+    def part(self, rows: Collection[str]) -> Matrix:
+        """Some of the rows, in the order that they have here."""
+        return replace(self, rows={name: findings for name, findings in self.rows.items() if name in rows})
+
+    @property
+    def reasons(self) -> list[tuple[str, Property, str]]:
+        """Name, property and words of everything that is not so or does not apply."""
+        return [
+            (name, each, finding.why)
+            for name, findings in self.rows.items()
+            for each, finding in zip(self.properties, findings, strict=True)
+            if finding.why
+        ]
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Value and words by name and property, for JSON."""
+        return {
+            name: {
+                each.name: {"value": finding.value, "why": finding.why}
+                for each, finding in zip(self.properties, findings, strict=True)
+            }
+            for name, findings in self.rows.items()
+        }
+
+    def to_text(self, width: int = 100) -> str:
+        """The table in plain text: as many below each other as the columns need.
+
+        Args:
+            width: of the text, in characters; a column has a table of its own where two are wider.
+        """
+        names = ["", self.subject, *self.rows]
+        tables: list[list[list[str]]] = []
+        for i, each in enumerate(self.properties):
+            column = [*_title(each), *(findings[i].cell for findings in self.rows.values())]
+            if not tables or max(map(len, _lines([*tables[-1], column]))) > width:
+                tables.append([names])
+            tables[-1].append(column)
+        return "\n\n".join("\n".join(_lines(columns)) for columns in tables)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"Matrix({counted(len(self.rows), self.subject)}, {counted(len(self.properties), 'property')})"
+
+    def to_markdown(self) -> str:
+        """A table with a row per scheme or encoding; ✓ holds, ✗ does not, – does not apply."""
+        head = [self.subject, *(each.title for each in self.properties)]
+        rows = [[f"`{name}`", *(finding.cell for finding in findings)] for name, findings in self.rows.items()]
+        lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+    _repr_markdown_ = to_markdown
+
+
+def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:
+    """The matrix of what is named.
+
+    Raises:
+        InvalidInputError: nothing is named, or two by one name.
+    """
+    rows: dict[str, tuple[Finding, ...]] = {}
+    for name, each in named:
+        if name in rows:
+            raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
+        rows[name] = tuple(one.measure(each) for one in properties)
+    if not rows:
+        raise InvalidInputError(f"{subject}s: got none, want at least one")
+    return Matrix(subject, tuple(properties), rows)
+
+
+def _title(each: Property) -> list[str]:
+    """Two lines, cut at a space or after a hyphen; the first is empty where there is none."""
+    words = re.split(r" |(?<=-)(?=[a-z])", each.title, maxsplit=1)
+    return words if len(words) == 2 else ["", *words]
+
+
+def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: the title in two lines, a rule, and the rows."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    lines = ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "─" * (sum(widths) + 3 * (len(widths) - 1))
+    return [*filter(None, lines[:2]), rule, *lines[2:]]

@@ -1,0 +1,192 @@
+"""The picture of attention kernels: a map of the image as its patch sees it, and curves towards the text around."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmpos.analysis.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.kernel import Cosines, Kernel
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support.checks import instance
+
+if TYPE_CHECKING:
+    from mmpos.analysis.plot.picture import Picture
+
+_MAX_KERNELS = 6
+# Inches: of the page; of the maps, their margins, and the bar of colours; of the curves.
+_WIDTH, _LEFT, _GAP, _BAR, _MAP_TOP, _MAP_BELOW = 8.0, 0.66, 0.42, 0.72, 0.28, 0.46
+_TALLEST, _CURVES, _CURVES_TOP, _FOOT, _TITLE, _BAND = 2.9, 2.1, 0.12, 0.5, 0.66, 0.4
+_KEY, _LETTER = 0.24, 0.07  # of a line of the legend; of a letter of 10 points
+
+
+def plot_attention(
+    kernels: Sequence[Kernel], path: str | PathLike[str] | None = None, title: str | None = None
+) -> Picture:
+    """Draw kernels of the same document: maps side by side on one scale of colours, all curves below them.
+
+    Args:
+        kernels: 1 to 6, of ``attention_kernel``.
+        path: where to write; ends in .png or .svg. None writes nothing.
+        title: above the picture; None says what is drawn.
+
+    Returns:
+        The figure, which a notebook shows.
+
+    Raises:
+        InvalidInputError: no kernel, or another suffix.
+        LimitExceededError: more kernels than fit a picture.
+        OSError: the file cannot be written.
+        ImportError: matplotlib is not installed.
+    """
+    target, title = picture_path(path), picture_title(title)
+    if isinstance(kernels, Kernel) or not isinstance(kernels, Sequence):
+        raise InvalidInputError(f"kernels: got {type(kernels).__name__}, want a list of Kernel")
+    if not kernels:
+        raise InvalidInputError("kernels: got none, want at least one to draw")
+    if len(kernels) > _MAX_KERNELS:
+        raise LimitExceededError(f"kernels: got {len(kernels)}, want at most {_MAX_KERNELS}")
+    for i, kernel in enumerate(kernels):
+        instance(f"kernels[{i}]", kernel, Kernel, "attention_kernel")
+    layout = _layout(kernels)
+    with canvas(target, _WIDTH, layout.height) as figure:
+        _titles(figure, title, layout.height)
+        _maps(figure, kernels, layout)
+        if layout.curves:
+            _curves(figure, kernels, layout.height)
+    return figure
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Columns of maps, the inches of a map and of the page, and whether there are curves."""
+
+    columns: int
+    width: float
+    tall: float
+    height: float
+    curves: bool
+
+
+def _layout(kernels: Sequence[Kernel]) -> _Layout:
+    columns = min(len(kernels), 2 if len(kernels) in (2, 4) else 3)
+    width = (_WIDTH - _LEFT - _BAR - _GAP * (columns - 1)) / columns
+    ratios = [kernel.patches.shape[0] / kernel.patches.shape[1] for kernel in kernels]
+    tall = min(width * max(ratios), _TALLEST)
+    curves = any(kernel.before.size or kernel.after.size for kernel in kernels)
+    height = _TITLE - (-len(kernels) // columns) * (_MAP_TOP + tall + _MAP_BELOW)
+    height += _CURVES_TOP + _key_lines(kernels) * _KEY + _CURVES + _FOOT if curves else 0.1
+    # A map of a tall image is as wide as its name at least.
+    width = min(width, max(tall / min(ratios), _LETTER * max(len(kernel.label) for kernel in kernels)))
+    return _Layout(columns, width, tall, height, curves)
+
+
+def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
+    """All maps, row by row, and the bar of their colours at the end of the first row."""
+    low = min(float(kernel.patches.min()) for kernel in kernels)
+    width, tall, height = layout.width, layout.tall, layout.height
+
+    def add_axes(left: float, row: int, width: float) -> Any:
+        bottom = height - _TITLE - (row + 1) * (_MAP_TOP + tall + _MAP_BELOW) + _MAP_BELOW
+        return figure.add_axes((left / _WIDTH, bottom / height, width / _WIDTH, tall / height))
+
+    for i, kernel in enumerate(kernels):
+        row, column = divmod(i, layout.columns)
+        axes = add_axes(_LEFT + column * (width + _GAP), row, width)
+        image = _map(axes, kernel, low, first=column == 0)
+        size = min(10.0, 10 * (width + _GAP) / (_LETTER * (len(kernel.label) + 1)))
+        axes.set_title(kernel.label, loc="left", fontsize=size, pad=5)
+    _colour_bar(figure, image, add_axes(_LEFT + layout.columns * (width + _GAP) - _GAP + 0.12, 0, 0.13))
+
+
+def _titles(figure: Any, title: str | None, height: float) -> None:
+    heading = title or "What a patch sees by its position alone"
+    figure.text(0.12 / _WIDTH, 1 - 0.3 / height, heading, fontsize=13, color=INK)
+    words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
+    figure.text(0.12 / _WIDTH, 1 - 0.54 / height, words, fontsize=9, color="#555555")
+
+
+def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
+    """The patches in colours from the least cosine of all kernels to 1, and a mark on the query."""
+    from matplotlib.ticker import MaxNLocator
+
+    image = axes.imshow(kernel.patches, cmap="cividis", vmin=low, vmax=1, interpolation="nearest")
+    row, column = kernel.query
+    for colour, size, edge in (("white", 9, 3.2), (INK, 8, 1.5)):
+        axes.plot([column], [row], "x", color=colour, markersize=size, markeredgewidth=edge)
+    axes.set_anchor("W")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.tick_params(length=0, colors="#444444", labelsize=8.5)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("column", fontsize=9, labelpad=2)
+    if first:
+        axes.set_ylabel("row", fontsize=9, labelpad=2)
+    return image
+
+
+def _colour_bar(figure: Any, image: Any, axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    figure.colorbar(image, cax=axes)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    axes.tick_params(length=0, colors="#444444", labelsize=8.5)
+    axes.spines[:].set_visible(False)
+
+
+def _key_lines(kernels: Sequence[Kernel]) -> int:
+    return -(-len(kernels) // 3) if len(kernels) > 1 else 0
+
+
+def _curves(figure: Any, kernels: Sequence[Kernel], height: float) -> None:
+    """Left the text before, which ends at the image; right the text after; one scale of cosines."""
+    counts = [max(getattr(kernel, side).size for kernel in kernels) for side in ("before", "after")]
+    band = _BAND if all(counts) else 0.0
+    room = _WIDTH - _LEFT - 0.15 - band
+    # Each side is as wide as its tokens, and wide enough to be read.
+    share = np.clip(counts[0] / sum(counts), 0.25, 0.75) if all(counts) else float(bool(counts[0]))
+    widths = (room * share, room * (1 - share))
+    values = np.concatenate([side for kernel in kernels for side in (kernel.before, kernel.after)])
+    margin = 0.06 * max(float(np.ptp(values)), 0.1)
+    bounds = float(values.min()) - margin, float(values.max()) + margin
+    left = _LEFT
+    for side, width, count in zip(("before", "after"), widths, counts, strict=True):
+        if count:
+            axes = figure.add_axes((left / _WIDTH, _FOOT / height, width / _WIDTH, _CURVES / height))
+            _side(axes, kernels, side, count, bounds)
+            left += width
+        if side == "before" and band:
+            middle = (left + band / 2) / _WIDTH
+            words = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": "#555555"}
+            figure.text(middle, (_FOOT + _CURVES / 2) / height, "the image", **words)
+            left += band
+    if len(kernels) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        place = {"loc": "lower left", "bbox_to_anchor": (_LEFT / _WIDTH, (_FOOT + _CURVES + 0.04) / height)}
+        figure.legend(handles, labels, **place, ncols=3, frameon=False, fontsize=9, borderaxespad=0, handlelength=3.2)
+
+
+def _side(axes: Any, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for i, kernel in enumerate(kernels):
+        values: Cosines = getattr(kernel, side)
+        style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
+        # Markers of curves that meet lie beside each other.
+        every = max(1, count // 8)
+        axes.plot(np.arange(1, values.size + 1), values, label=kernel.label, markevery=(i * every // 6, every), **style)
+    axes.set_xlim(*((count + 0.5, 0.5) if side == "before" else (0.5, count + 0.5)))
+    axes.set_ylim(*bounds)
+    quiet_axes(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axes.tick_params(labelsize=8.5)
+    axes.set_xlabel(f"tokens {'before' if side == 'before' else 'after'} the image", fontsize=9)
+    if side == "before" or not any(kernel.before.size for kernel in kernels):
+        axes.set_ylabel("mean cosine", fontsize=9)
+    else:
+        axes.tick_params(labelleft=False)

@@ -1,0 +1,109 @@
+"""What all pictures share: where they go, their colours, and a style that no reader's settings change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import text
+from mmpos.support.extras import needed_for
+from mmpos.support.files import whole_file
+
+if TYPE_CHECKING:
+    from mmpos.analysis.plot.picture import Picture
+
+SUFFIXES = (".png", ".svg")
+"""What a picture's file may end in."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK, FAINT = "#222222", "#8a8a8a"
+_DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
+_MARKERS = "osD^vPX"
+
+
+def picture_path(path: str | PathLike[str] | None) -> Path | None:
+    """The path, if a picture can have it; None is no file.
+
+    Raises:
+        InvalidInputError: another suffix than .png or .svg.
+    """
+    if path is None:
+        return None
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in {' or '.join(SUFFIXES)}")
+    return target
+
+
+def picture_title(title: str | None) -> str | None:
+    """The title, if it can be drawn and stand in an .svg.
+
+    Raises:
+        InvalidInputError: no text, a lone surrogate, or a control character.
+    """
+    if title is None:
+        return None
+    if not isinstance(title, str):
+        raise InvalidInputError(f"title: got {type(title).__name__}, want text")
+    if any(ord(character) < 32 and character not in "\t\n\r" for character in text("title", title)):
+        raise InvalidInputError(f"title: got {title!r}, want text without control characters")
+    return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
+
+
+def line_style(i: int) -> dict[str, Any]:
+    """Colour, dashes and marker of the i-th curve; where the colour is gone, dashes and marker still tell it apart.
+
+    >>> line_style(1)["color"], line_style(1)["marker"]
+    ('#D55E00', 's')
+    """
+    return {
+        "color": (*COLOURS, INK)[i % (len(COLOURS) + 1)],
+        "linestyle": _DASHES[i % len(_DASHES)],
+        "marker": _MARKERS[i % len(_MARKERS)],
+    }
+
+
+def quiet_axes(axes: Any) -> None:
+    """Faint lines behind the data, and no ticks: what all panels have in common."""
+    axes.grid(color="#e8e8e8", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, colors="#444444", which="both")
+    axes.spines[:].set_color("#bbbbbb")
+
+
+@contextmanager
+def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
+    """A figure to draw on, which is written when the block ends without an error.
+
+    Args:
+        target: of `picture_path`; None writes nothing.
+        width: inches.
+        height: inches.
+
+    Raises:
+        OSError: the file cannot be written.
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        with needed_for("plots", extra="cli"):
+            from mmpos.analysis.plot.picture import Picture, style
+    except ValueError as error:  # settings of its own that it refuses, as in MPLBACKEND
+        raise ImportError(f"matplotlib cannot be imported: {error}") from error
+    with style():
+        figure = Picture(figsize=(width, height), facecolor="white")
+        yield figure
+        if target is not None:
+            _save(figure, target)
+
+
+def _save(figure: Picture, target: Path) -> None:
+    from mmpos.analysis.plot.picture import DPI, METADATA
+
+    kind = target.suffix.lower()[1:]
+    with whole_file(target) as file:
+        figure.savefig(file, format=kind, dpi=DPI, metadata=METADATA[kind])

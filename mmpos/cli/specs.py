@@ -1,0 +1,189 @@
+"""Documents as a command line names them: a short spec such as ``3,2x3,2``, a JSON file, an image file, or ``-``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.segments.parts import Grid, Text
+from mmpos.support.checks import integer
+from mmpos.support.program import STDIN, read_input
+
+__all__ = ["IMAGE_SUFFIXES", "Document", "Specs", "read_documents", "read_specs", "to_json"]
+
+Document = list[Text | Grid]
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+_WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
+_WANT_GRID = "[height, width] or [frames, height, width]"
+_WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
+
+
+@dataclass(frozen=True)
+class Specs:
+    """Documents, and how they are to be placed if their files say so.
+
+    Args:
+        documents: in the order of the arguments.
+        scheme: the value of "scheme" in a JSON file.
+        axes: the value of "axes" beside it.
+    """
+
+    documents: list[Document]
+    scheme: str | None = None
+    axes: int | None = None
+
+
+def read_documents(arguments: Sequence[str]) -> list[Document]:
+    """The documents of ``read_specs`` alone.
+
+    >>> read_documents(["3,2x3"])
+    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
+    """
+    return read_specs(arguments).documents
+
+
+def read_specs(arguments: Sequence[str]) -> Specs:
+    """The documents that command-line arguments name, in order, and the scheme that JSON files name.
+
+    Args:
+        arguments: each a spec (one document), a .json file (its documents), an image file (one document: a marker,
+            the patches that a default ImageProcessor makes of it, a marker), or "-", which reads one of them from
+            standard input; specs are there one a line.
+
+    Raises:
+        InvalidInputError: naming the argument, what came and what was wanted; or files that name different schemes.
+    """
+    read = [_read(argument) for argument in arguments]
+    named = {
+        (specs.scheme, specs.axes): argument for specs, argument in zip(read, arguments, strict=True) if specs.scheme
+    }
+    if len(named) > 1:
+        schemes = ", ".join(f"{scheme!r} in {argument}" for (scheme, _), argument in named.items())
+        raise InvalidInputError(f"scheme: got {schemes}, want one for all documents")
+    return Specs([document for specs in read for document in specs.documents], *next(iter(named), (None, None)))
+
+
+def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
+    """The documents as the value of "documents" in a JSON file."""
+    return [[_part_to_json(part) for part in document] for document in documents]
+
+
+def _read(argument: str) -> Specs:
+    if argument == STDIN:
+        return _input()
+    suffix = Path(argument).suffix.lower()
+    # What looks like a spec is one, however long: the file system refuses long names.
+    if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
+        return Specs([_spec(argument)])
+    if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
+        raise InvalidInputError(
+            f"SPEC|FILE: got {argument!r}, want a spec such as 3,2x3,2 or a file ending in "
+            f".json {' '.join(IMAGE_SUFFIXES)}"
+        )
+    if not Path(argument).is_file():
+        raise InvalidInputError(f"{argument}: got no such file, want a readable file")
+    if suffix != ".json":
+        return Specs([_image(argument, Path(argument))])
+    try:
+        return _json(argument, Path(argument).read_bytes())
+    except OSError as error:
+        raise InvalidInputError(f"{argument}: got {error.strerror}, want a readable file") from None
+
+
+def _input() -> Specs:
+    """Standard input: JSON and lines of specs are text, and an image is not."""
+    name, data = "standard input", read_input()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return Specs([_image(name, data)])
+    if text.lstrip().startswith(("{", "[")):
+        return _json(name, data)
+    specs = [_spec(line.strip()) for line in text.splitlines() if line.strip()]
+    if not specs:
+        raise InvalidInputError(f"{name}: got nothing, want specs, one a line, a JSON file or an image")
+    return Specs(specs)
+
+
+def _spec(argument: str) -> Document:
+    document: Document = []
+    for i, piece in enumerate(argument.split(",")):
+        name = f"SPEC {argument!r}, part {i + 1}"
+        if not re.fullmatch(r"[0-9]{1,12}([x×][0-9]{1,12}){0,2}", piece.strip()):
+            raise InvalidInputError(f"{name}: got {piece!r}, want {_WANT_PART}")
+        numbers = [int(number) for number in re.split("[x×]", piece)]
+        document.append(_named(name, Text, numbers[0]) if len(numbers) == 1 else _named(name, _grid, numbers))
+    return document
+
+
+def _grid(numbers: list[int], **options: Any) -> Grid:
+    return Grid(*numbers[-2:], frames=numbers[0] if len(numbers) == 3 else 1, **options)
+
+
+def _json(path: str, data: bytes) -> Specs:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{path}: got no valid JSON ({error}), want {_WANT_FILE}") from None
+    documents = content.get("documents") if isinstance(content, dict) else None
+    if not isinstance(documents, list):
+        got = "no list of documents" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
+        raise InvalidInputError(f"{path}: got {got}, want {_WANT_FILE}")
+    found = []
+    for d, parts in enumerate(documents):
+        if not isinstance(parts, list):
+            raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
+        found.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+    scheme, axes = content.get("scheme"), content.get("axes")
+    if scheme is not None and not isinstance(scheme, str):
+        raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
+    return Specs(found, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
+
+
+def _part(name: str, part: Any) -> Text | Grid:
+    if isinstance(part, dict) and part.keys() == {"text"}:
+        return _named(name, Text, part["text"])
+    options = {key: value for key, value in part.items() if key != "grid"} if isinstance(part, dict) else {}
+    if not isinstance(part, dict) or "grid" not in part or options.keys() - {"row_separator", "seconds_per_frame"}:
+        raise InvalidInputError(f'{name}: got {json.dumps(part)}, want {{"text": n}} or {{"grid": {_WANT_GRID}}}')
+    if not isinstance(options.get("row_separator", False), bool):
+        raise InvalidInputError(f"{name}.row_separator: got {options['row_separator']!r}, want true or false")
+    grid = part["grid"]
+    if not isinstance(grid, list) or len(grid) not in (2, 3):
+        raise InvalidInputError(f"{name}.grid: got {json.dumps(grid)}, want {_WANT_GRID}")
+    numbers = [integer(f"{name}.grid[{i}]", value) for i, value in enumerate(grid)]
+    return _named(name, _grid, numbers, **options)
+
+
+def _image(name: str, source: Path | bytes) -> Document:
+    from mmpos.images import ImageProcessor
+
+    processor = ImageProcessor(backend="pillow")
+    size = _named(name, processor.inspect, source)
+    return [Text(1), _named(name, processor.grid, size.height, size.width), Text(1)]
+
+
+def _part_to_json(part: Text | Grid) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"text": part.length}
+    sides = [part.frames, part.height, part.width]
+    found: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
+    if part.row_separator:
+        found["row_separator"] = True
+    if part.seconds_per_frame is not None:
+        found["seconds_per_frame"] = float(part.seconds_per_frame)
+    return found
+
+
+def _named(name: str, make: Any, *values: Any, **options: Any) -> Any:
+    """What make gives, with the argument named in front of any error of ours."""
+    try:
+        return make(*values, **options)
+    except MmposError as error:
+        raise type(error)(f"{name}: {error}") from None

@@ -1,1 +1,0 @@
-"""Examples side by side: packs, batches with their table, masks, and the shares of ranks."""

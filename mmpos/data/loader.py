@@ -1,0 +1,221 @@
+"""What a torch DataLoader iterates: batches of image-text corpora, the same in every run, resumable anywhere."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from mmpos.data.batching import Batching, settings
+from mmpos.data.documents import Location
+from mmpos.data.examples import Example
+from mmpos.data.feed import Feed
+from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
+from mmpos.data.readers.base import Reader
+from mmpos.data.shuffle import shard_order
+from mmpos.data.split import Portion, Split, SplitBy
+from mmpos.data.stream import BatchStream, Stages
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.support.checks import integer, one_of
+
+__all__ = ["BatchDataset"]
+
+_VERSION = 1
+
+
+class BatchDataset(IterableDataset[Any]):
+    """Batches of shards, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
+
+    What comes follows from the arguments, the epoch and the number of workers alone. All workers of all ranks together
+    read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
+    resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches.
+
+    Args:
+        shards: what ``mmpos.data.readers`` give, the same on every rank; an own Reader will do.
+        preprocess: makes an example of a record; runs in the workers.
+        batching: a Packer for packed batches, a Batcher for padded ones; it stays as it is, copies of it are used.
+        collate: makes a batch of a group of examples, in the workers; None gives Packs or lists of examples.
+        seed: of all shuffling.
+        epoch: the first epoch; see set_epoch.
+        shuffle: 0 reads everything in the order given. n shuffles the shards, and the records in windows of n, of
+            which one per worker is in memory, undecoded.
+        split: see Split.
+        rank: of this process; None asks torch.distributed, which must be initialised by then, or is 0 without it.
+        world_size: ranks; None likewise.
+        on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine.
+        quarantine: folder for the skipped records, one file of JSON lines per worker, each record once an epoch, also
+            where an epoch is resumed.
+        threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.
+
+    Raises:
+        InvalidInputError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[Reader],
+        preprocess: Callable[[Mapping[str, Any], Location], Example],
+        batching: Batching,
+        collate: Callable[[Any], Any] | None = None,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: int = 0,
+        split: SplitBy = "auto",
+        rank: int | None = None,
+        world_size: int | None = None,
+        on_error: OnError = "raise",
+        quarantine: str | os.PathLike[str] | None = None,
+        threads: int = 0,
+    ) -> None:
+        super().__init__()
+        self._shards = tuple(shards)
+        for i, shard in enumerate(self._shards):
+            if not isinstance(shard, Reader):
+                raise InvalidInputError(
+                    f"shards[{i}]: got {type(shard).__name__}, want a reader; readers.shards opens files"
+                )
+        if not callable(preprocess):
+            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or ready")
+        if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
+            raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
+        one_of("split", split, get_args(SplitBy))
+        if batching.pending:
+            raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
+        self._stages = Stages(preprocess, batching, collate, integer("threads", threads, minimum=0))
+        self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
+        self._folder = None if quarantine is None else Path(quarantine)
+        self._on_error: OnError = on_error
+        Quarantine(on_error, self._lines(""))
+        # The guess that there is one rank is checked again when reading begins.
+        self._guessed = rank is None and world_size is None and not _distributed()
+        self._split = Split(*_ranks(rank, world_size), by=split)
+        # Shared, so that workers that outlive an epoch see the next one, and this process sees that there are workers.
+        self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
+        self._chosen = torch.tensor(False).share_memory_()
+        self._in_workers = torch.tensor(False).share_memory_()
+        self._stream: BatchStream | None = None
+        self._streamed = self.epoch
+        self._state: Mapping[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration reads."""
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration, after the rest of a state; workers that live on see it, too."""
+        self._epoch.fill_(integer("epoch", epoch, minimum=0))
+        self._chosen.fill_(True)
+
+    def __iter__(self) -> BatchStream:
+        """The batches of an epoch, from the begin or from the state that was loaded."""
+        # The epoch of a state is its own, whatever was set since.
+        self._in_workers.fill_(get_worker_info() is not None)
+        if self._state is not None:
+            self._check(self._state)  # again: a worker is not who the state was loaded for
+        self._streamed = self.epoch if self._state is None else self._state["epoch"]
+        self._stream = self._begin(self._state)
+        self._state = None
+        return self._stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iterator is: a few numbers per pending example, no pixels; JSON will carry it.
+
+        Raises:
+            UnsupportedError: workers read the dataset, and only the DataLoader can ask them.
+        """
+        if self._in_workers and get_worker_info() is None:
+            raise UnsupportedError(
+                "state_dict: got a dataset that workers read, want the state_dict of torchdata's StatefulDataLoader"
+            )
+        if self._state is not None:
+            return dict(self._state)
+        if self._stream is None:
+            iter(self)
+        assert self._stream is not None
+        state = {"version": _VERSION, "epoch": self._streamed, "of": self._identity()}
+        return {**state, **self._stream.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from a state; those after it read its epoch, too, unless set_epoch was called.
+
+        Raises:
+            InvalidInputError: the state is of a dataset with other arguments, or of another worker.
+        """
+        self._check(state)
+        # StatefulDataLoader loads a state only when reading begins, after the epoch was chosen.
+        if not self._chosen:
+            self._epoch.fill_(state["epoch"])
+        self._state = dict(state)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What the latest iterator of this process read, skipped, dropped and gave; workers log theirs."""
+        return {} if self._stream is None else self._stream.counts
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
+            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from state_dict")
+        for name, want in self._identity().items():
+            if state["of"][name] != want:
+                raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stream": None}
+
+    def _here(self) -> Split:
+        """The split, as seen from this worker."""
+        if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
+            raise InvalidInputError(
+                "rank: got a dataset made before torch.distributed was initialised, want it made after, or with rank "
+                "and world_size"
+            )
+        info = get_worker_info()
+        if info is None:
+            return self._split
+        return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
+
+    def _begin(self, state: Mapping[str, Any] | None) -> BatchStream:
+        split, epoch = self._here(), self._streamed
+        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
+        readers = tuple(self._shards[i] for i in order)
+        portions: list[Portion] = split.portions(len(readers))
+        feed = Feed(readers, tuple(portions), max(self._shuffle, 1), (self._seed, epoch, split.consumer))
+        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
+        return BatchStream(feed, self._stages, Quarantine(self._on_error, lines, {"epoch": epoch}), state)
+
+    def _lines(self, name: str) -> QuarantineFile | None:
+        return None if self._folder is None else QuarantineFile(self._folder / name)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        split = self._here()
+        names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
+        return {
+            "shards": f"{len(self._shards)} with checksum {zlib.crc32(names.encode()):08x}",
+            "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "batching": settings(self._stages.batching),
+        }
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise InvalidInputError(f"rank: got rank {rank} and world_size {world_size}, want both or none")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if _distributed():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

@@ -1,1 +1,0 @@
-"""What a DataLoader iterates: shards split, shuffled, read and resumed exactly."""

@@ -1,0 +1,245 @@
+"""Packing: examples into packs of at most so many tokens, with images whole, from a stream in bounded memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from mmpos.data.documents import RecordError
+from mmpos.data.examples import Example
+from mmpos.data.fitting import first_fit_decreasing
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import boolean, integer, one_of
+
+__all__ = ["Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
+
+Overlong = Literal["raise", "truncate", "drop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Examples that become one packed batch.
+
+    Args:
+        examples: in the order in which they will stand; at least one.
+        max_tokens: the tokens that there was room for.
+    """
+
+    examples: tuple[Example, ...]
+    max_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the examples, padding not counted."""
+        return sum(example.num_tokens for example in self.examples)
+
+    @property
+    def fill(self) -> float:
+        """Tokens over capacity."""
+        return self.num_tokens / self.max_tokens
+
+
+@dataclass(frozen=True)
+class PackCounts:
+    """What a Packer has done since it was made.
+
+    Args:
+        packs: packs given out.
+        tokens: tokens in them, padding not counted.
+        capacity: tokens that there was room for in them.
+        splits: cuts through documents, whose parts all went on.
+        truncated: examples that lost their end.
+        dropped: examples that were lost whole.
+        tokens_lost: tokens of both.
+    """
+
+    packs: int = 0
+    tokens: int = 0
+    capacity: int = 0
+    splits: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    tokens_lost: int = 0
+
+    @property
+    def fill(self) -> float:
+        """Tokens over capacity of all packs; 0 before the first."""
+        return self.tokens / self.capacity if self.capacity else 0.0
+
+
+class Packer:
+    """Packs a stream: holds some examples, and puts those together that fill a pack best.
+
+    A pack begins with the example that has waited longest, so none waits for ever, and goes on with the longest
+    that still fits. With split_text what then remains is filled with the head of a document, cut between two text
+    tokens; the rest of it goes on as an example of its own, with the ids that it has in the whole.
+    A Packer to which the ``pending`` examples of another with the same arguments are added, in their order, gives no
+    pack meanwhile and goes on exactly as the other would; only its counts begin anew.
+
+    Args:
+        max_tokens: most tokens in a pack.
+        buffer: most examples held between calls.
+        buffer_tokens: most tokens held between calls; None is 16 packs. More fills better and costs memory, which
+            is mostly pixels.
+        split_text: whether documents may be cut between text tokens; images with their markers stay whole.
+        multiple_of: documents count as padded to a multiple of this; see PackedCollator.
+        min_piece: fewest tokens on either side of a cut that fills a pack. A document longer than a pack is cut
+            wherever it must be.
+        overlong: what becomes of an example that cannot be packed: one longer than max_tokens, or with split_text
+            an image that is. "raise" a RecordError, "truncate" before what does not fit, or "drop"; both are counted.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        buffer: int = 256,
+        buffer_tokens: int | None = None,
+        split_text: bool = False,
+        multiple_of: int = 1,
+        min_piece: int = 32,
+        overlong: Overlong = "raise",
+    ) -> None:
+        self.max_tokens = integer("max_tokens", max_tokens, minimum=1)
+        self.buffer = integer("buffer", buffer, minimum=1)
+        tokens = 16 * self.max_tokens if buffer_tokens is None else buffer_tokens
+        self.buffer_tokens = integer("buffer_tokens", tokens, minimum=1)
+        self.split_text = boolean("split_text", split_text)
+        self.multiple_of = integer("multiple_of", multiple_of, minimum=1)
+        self.min_piece = integer("min_piece", min_piece, minimum=1)
+        self.overlong: Overlong = one_of("overlong", overlong, ("raise", "truncate", "drop"))
+        if self.max_tokens % self.multiple_of:
+            raise InvalidInputError(f"max_tokens: got {max_tokens}, want a multiple of multiple_of={multiple_of}")
+        self._held: OrderedDict[int, Example] = OrderedDict()  # by number of arrival
+        self._by_size: list[tuple[int, int]] = []  # (tokens, minus the number), ascending
+        self._arrived = 0
+        self._tokens = 0
+        self._counts = PackCounts()
+
+    @property
+    def pending(self) -> tuple[Example, ...]:
+        """The examples held, in order; save these, and add them to a new Packer to go on."""
+        return tuple(self._held.values())
+
+    @property
+    def counts(self) -> PackCounts:
+        """What was packed, cut and lost, and the fill rate of the packs."""
+        return self._counts
+
+    def add(self, example: Example) -> list[Pack]:
+        """Take an example, and give the packs for which there is no more reason to wait.
+
+        Raises:
+            RecordError: it cannot be packed, and overlong is "raise"; the Packer is as it was before.
+        """
+        if not isinstance(example, Example):
+            raise InvalidInputError(f"example: got {type(example).__name__}, want an Example")
+        admitted = self._admit(example)
+        if admitted is None:
+            return []
+        self._hold(self._arrived, admitted)
+        self._arrived += 1
+        packs = []
+        while len(self._held) > self.buffer or self._tokens > self.buffer_tokens:
+            packs.append(self._pack())
+        return packs
+
+    def flush(self) -> list[Pack]:
+        """All that is held, in packs; the last may be far from full."""
+        packs = []
+        while self._held:
+            packs.append(self._pack())
+        return packs
+
+    def _pack(self) -> Pack:
+        gap = self.max_tokens
+        first = next(iter(self._held))
+        whole = self._size(self._held[first]) <= gap
+        chosen = [self._release(first) if whole else self._split(first, _last_cut(self._held[first], gap))]
+        gap -= self._size(chosen[0])
+        # The longest that fits; of several, minus the number sorts the one that came first to the end.
+        while at := bisect_right(self._by_size, (gap, 1)):
+            chosen.append(self._release(-self._by_size[at - 1][1]))
+            gap -= self._size(chosen[-1])
+        while self.split_text and gap >= self.min_piece and (found := self._best_cut(gap)):
+            chosen.append(self._split(*found))
+            gap -= self._size(chosen[-1])
+        pack = Pack(tuple(chosen), self.max_tokens)
+        self._count(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
+        return pack
+
+    def _best_cut(self, gap: int) -> tuple[int, int] | None:
+        """The example whose head fills most of the gap, and where to cut it: the first of several that came."""
+        best, found = self.min_piece - 1, None
+        for number, example in self._held.items():
+            cut = _last_cut(example, min(gap, example.num_tokens - self.min_piece))
+            if cut > best:
+                best, found = cut, (number, cut)
+            if best == gap:
+                break
+        return found
+
+    def _split(self, number: int, cut: int) -> Example:
+        """The head of a held example; the rest keeps its place."""
+        example = self._held[number]
+        self._forget(number)
+        self._hold(number, example.slice(cut, example.num_tokens))
+        self._count(splits=1)
+        return example.slice(0, cut)
+
+    def _release(self, number: int) -> Example:
+        self._forget(number)
+        return self._held.pop(number)
+
+    def _hold(self, number: int, example: Example) -> None:
+        size = self._size(example)
+        self._held[number] = example
+        insort(self._by_size, (size, -number))
+        self._tokens += size
+
+    def _forget(self, number: int) -> None:
+        size = self._size(self._held[number])
+        del self._by_size[bisect_left(self._by_size, (size, -number))]
+        self._tokens -= size
+
+    def _size(self, example: Example) -> int:
+        return -(-example.num_tokens // self.multiple_of) * self.multiple_of
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+    def _admit(self, example: Example) -> Example | None:
+        """The example, or what can be packed of it, or none."""
+        tokens = example.num_tokens
+        if not tokens:
+            raise RecordError(f"{example.key}: tokens: got none, want at least one")
+        if tokens <= self.max_tokens:
+            return example
+        keep = _last_cut(example, self.max_tokens)
+        what = f"tokens: got {tokens}, want at most {self.max_tokens}"
+        if self.split_text:
+            spans = example.sequence.marked_spans
+            sizes = spans[:, 1] - spans[:, 0]
+            if not (sizes > self.max_tokens).any():
+                return example
+            image = int((sizes > self.max_tokens).argmax())
+            keep = int(spans[image, 0])
+            what = f"image {image}: got {sizes[image]} tokens with its markers, want at most {self.max_tokens}"
+        if self.overlong == "raise":
+            raise RecordError(f"{example.key}: {what}; or choose overlong='truncate' or 'drop'")
+        if self.overlong == "drop" or not keep:
+            self._count(dropped=1, tokens_lost=tokens)
+            return None
+        self._count(truncated=1, tokens_lost=tokens - keep)
+        return example.slice(0, keep)
+
+
+def _last_cut(example: Example, limit: int) -> int:
+    """The last place at or before limit where Example.slice may cut: limit itself, or the begin of an image."""
+    spans = example.sequence.marked_spans
+    image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
+    return min(limit, int(spans[image, 0])) if image < len(spans) else limit

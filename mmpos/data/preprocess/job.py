@@ -1,0 +1,193 @@
+"""The job: many shards through the one callable into a folder of ready sequences, which a later run completes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
+from functools import reduce
+from multiprocessing.pool import ThreadPool
+from operator import add
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mmpos.data.documents import Location
+from mmpos.data.examples import Example
+from mmpos.data.fitting import first_fit_decreasing
+from mmpos.data.preprocess.folder_lock import locked
+from mmpos.data.preprocess.local_engine import Step, run_local
+from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
+from mmpos.data.preprocess.storage import SequenceShard
+from mmpos.data.preprocess.summary import Fill, Output, Progress, Summary
+from mmpos.data.quarantine import OnError
+from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray, boolean, integer, one_of
+from mmpos.support.files import leftovers
+
+__all__ = ["Engine", "write_sequences"]
+
+Engine = Literal["local", "ray"]
+
+_PAUSE = 0.1  # seconds between two reports
+
+
+def write_sequences(
+    readers: Sequence[Reader],
+    folder: Path,
+    preprocess: Callable[[Mapping[str, Any], Location], Example],
+    *,
+    engine: Engine = "local",
+    workers: int = 1,
+    on_error: OnError = "raise",
+    patches: bool = True,
+    overwrite: bool = False,
+    max_tokens: int = 8192,
+    report: Callable[[Progress], None] | None = None,
+) -> Summary:
+    """Make ready sequences of all shards, one Parquet file of each.
+
+    A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
+    not done again, unless its input or the settings changed, which is an error. A file of input that was touched or
+    copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
+    depend on the engine, on the workers, or on interruptions. One run at a time writes to a folder, which it locks.
+
+    Args:
+        readers: the input; mmpos.data.readers.shards makes them from paths.
+        folder: where the files go, each named after its input; made if it is not there.
+        preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
+        engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
+        workers: shards that are worked on at the same time.
+        on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
+            and writes them to a file beside the output.
+        patches: whether pixels are stored.
+        overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
+        max_tokens: of the packs whose fill rate is in the summary.
+        report: is told of progress, about ten times a second and at the end.
+
+    Raises:
+        InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
+            run writes to the folder.
+        RecordError: a record cannot be used; the shards that are finished stay.
+        OSError: a file cannot be read or written; for one that cannot be written the error names it.
+    """
+    one_of("engine", engine, ("local", "ray"))
+    workers = integer("workers", workers, minimum=1)
+    max_tokens = integer("max_tokens", max_tokens, minimum=1)
+    overwrite = boolean("overwrite", overwrite)
+    job = ShardJob(preprocess, on_error, patches)
+    folder = Path(folder)
+    tasks = _tasks(readers, folder)
+    begin = time.monotonic()
+    with locked(folder):
+        reused = {} if overwrite else _finished(job, tasks, workers)
+        missing = [i for i in range(len(tasks)) if i not in reused]
+        teller = _Teller(report, len(tasks), len(reused))
+        made = _make(engine, job, [tasks[i] for i in missing], workers, teller)
+        teller.tell()  # the end
+        seconds = time.monotonic() - begin
+        counts = reused | dict(zip(missing, made, strict=True))
+        outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
+        return Summary(outputs, _fill(tasks, max_tokens), seconds)
+
+
+class _Teller:
+    """Sums up what the tasks say, and reports it now and then."""
+
+    def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
+        self._report = report
+        self._shards, self._reused = shards, reused
+        self._done = reused
+        self._finished, self._running = Counts(), dict[int, Counts]()
+        self._said = -_PAUSE
+
+    def hear(self, number: int, counts: Counts, last: bool) -> None:
+        if last:
+            self._running.pop(number, None)
+            self._finished += counts
+            self._done += 1
+        else:
+            self._running[number] = counts
+        if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
+            self.tell()
+
+    def tell(self) -> None:
+        if self._report is not None:
+            counts = reduce(add, self._running.values(), self._finished)
+            self._report(Progress(self._shards, self._done, self._reused, counts))
+        self._said = time.monotonic()
+
+
+def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator[Step, None, None]]:
+    if name == "local":
+        return run_local
+    from mmpos.data.preprocess.ray_engine import run_ray
+
+    return run_ray
+
+
+def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
+    if not readers:
+        raise InvalidInputError("readers: got none, want at least one shard")
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"folder: got {str(folder)!r}, which is a file, want a folder")
+    tasks = [Task(reader, folder / f"{_stem(reader.source)}.parquet") for reader in readers]
+    first: dict[Path, str] = {}
+    inputs = {Path(reader.source).resolve() for reader in readers}
+    for task in tasks:
+        source = task.reader.source
+        if task.output in first:
+            raise InvalidInputError(
+                f"readers: got {first[task.output]!r} and {source!r}, which would both become {str(task.output)!r}, "
+                "want different names"
+            )
+        first[task.output] = source
+        if task.output.resolve() in inputs:
+            raise InvalidInputError(f"folder: got {str(folder)!r}, where {source!r} would overwrite an input")
+    folder.mkdir(parents=True, exist_ok=True)
+    return tasks
+
+
+def _stem(source: str) -> str:
+    """The name of an input without its suffixes."""
+    name = Path(source).name
+    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
+    return name.removesuffix(suffix) or name
+
+
+def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
+    with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
+        found = enumerate(threads.imap(job.finished, tasks))
+        return {i: counts for i, counts in found if counts is not None}
+
+
+def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, teller: _Teller) -> list[Counts]:
+    """Do the tasks, and remove what killed runs left, and what workers leave that are killed now."""
+    if not tasks:
+        return []
+    names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
+    made: dict[int, Counts] = {}
+    try:
+        _sweep(tasks[0].output.parent, names)
+        with closing(_engine(engine)(job, tasks, workers)) as steps:
+            for number, counts, last in steps:
+                teller.hear(number, counts, last)
+                if last:
+                    made[number] = counts
+    finally:
+        _sweep(tasks[0].output.parent, names)
+    return [made[number] for number in range(len(tasks))]
+
+
+def _sweep(folder: Path, names: Collection[str]) -> None:
+    for path in leftovers(folder, names):
+        path.unlink(missing_ok=True)
+
+
+def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
+    lengths: IntArray = np.concatenate([SequenceShard(task.output).lengths for task in tasks])
+    fitting = lengths[lengths <= max_tokens]
+    packs = len(first_fit_decreasing(fitting, max_tokens))
+    return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)

@@ -1,0 +1,180 @@
+"""The engine of one machine: shards in this process, or in several that end with it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypeAlias
+
+from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
+
+__all__ = ["Step", "run_local"]
+
+Step = tuple[int, Counts, bool]
+"""Number of a task, what has come of its records so far, and whether that is all."""
+
+_Pipe: TypeAlias = "Connection[Any, Any]"
+
+_PAUSE = 0.1  # seconds between two words of a worker
+
+
+def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+    """Do the tasks, several at a time.
+
+    Args:
+        job: what to do.
+        tasks: with what.
+        workers: processes; one worker is this process. Others are killed if the iterator is closed early or fails, and
+            may leave temporary files.
+
+    Raises:
+        ChildProcessError: a worker was killed.
+    """
+    workers = min(workers, len(tasks))
+    return _in_processes(job, tasks, workers) if workers > 1 else _in_process(job, tasks)
+
+
+def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, None]:
+    for number, task in enumerate(tasks):
+        counts = Counts()
+        with closing(job.run(task)) as steps:
+            for counts in steps:
+                yield number, counts, False
+        yield number, counts, True
+
+
+def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+    # Spawned, since a fork of a process with threads (torch, pyarrow) may hang.
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    pipes: list[_Pipe] = []
+    left = iter(enumerate(tasks))
+    try:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            process = context.Process(target=_work, args=(theirs,))
+            with _no_interrupts():  # which are for this process alone
+                process.start()
+                processes.append(process)
+            theirs.close()  # so that the pipe ends with the process
+        for pipe in pipes:
+            _send(pipe, job)
+            _send(pipe, next(left))
+        busy = set(pipes)
+        while busy:
+            for pipe in busy.intersection(wait(busy)):
+                step = _receive(pipe)
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+                if step[2]:
+                    task = next(left, None)
+                    if task is None:
+                        busy.remove(pipe)
+                    else:
+                        _send(pipe, task)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        for pipe in pipes:
+            pipe.close()  # which ends those that wait for tasks
+        for process in processes:
+            process.join()
+
+
+def _send(pipe: _Pipe, value: object) -> None:
+    with _alive():
+        pipe.send(value)
+
+
+def _receive(pipe: _Pipe) -> Step | Exception:
+    with _alive():
+        step: Step | Exception = pipe.recv()
+        return step
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Tell the end of a pipe as what it means."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise ChildProcessError("a worker process was killed (for its memory?), want fewer workers") from error
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back until the end; processes that are started meanwhile never hear it."""
+    resource_tracker.ensure_running()  # whose start would let it through
+    held: list[int] = []
+    # A mask is inherited; another thread may hear what it keeps from this one.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if main else None
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _work(pipe: _Pipe) -> None:
+    """Do the tasks that come through a pipe, in a process of their own, until the pipe ends."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
+    # Skipped records are counted and written down; many processes on one terminal only disturb.
+    logging.getLogger("mmpos").addHandler(logging.NullHandler())
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        job = pipe.recv()
+        while True:
+            number, task = pipe.recv()
+            _do(job, number, task, pipe)
+    except Exception as error:
+        with suppress(OSError):  # at the end of the pipe there is nobody to tell
+            pipe.send(_portable(error))
+
+
+def _do(job: ShardJob, number: int, task: Task, pipe: _Pipe) -> None:
+    counts, said = Counts(), time.monotonic()
+    with closing(job.run(task)) as steps:
+        for counts in steps:
+            if time.monotonic() - said > _PAUSE:
+                pipe.send((number, counts, False))
+                said = time.monotonic()
+    pipe.send((number, counts, True))
+
+
+def _die_with_parent() -> None:
+    """End with the parent, whatever this process is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "workers are children"
+    parent.join()
+    os._exit(1)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with its traceback as a note; its words in another where it cannot be pickled, as some cannot."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(trace)
+    return error

@@ -1,0 +1,191 @@
+"""The work on one shard: every record through the one callable into one whole file of ready sequences."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Example
+from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter
+from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
+from mmpos.data.readers.base import Reader
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support.checks import boolean, one_of
+from mmpos.support.files import whole_file
+
+__all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What came of records.
+
+    Args:
+        documents: records that became sequences.
+        tokens: their tokens, patches and markers included.
+        images: their images.
+        skipped: records in the quarantine.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    images: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One input and its output.
+
+    Args:
+        reader: the shard.
+        output: the file that it becomes.
+    """
+
+    reader: Reader
+    output: Path
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Name and size of the input, and of a file when it and its entry in the folder changed, in nanoseconds.
+
+        The size is bytes of a file, and records of anything else, of which no more is known.
+        """
+        path = Path(self.reader.source)
+        if not path.is_file():
+            return {"source": path.name, "size": self.reader.count()}
+        status = path.stat()
+        return {"source": path.name, "size": status.st_size, "changed": [status.st_mtime_ns, status.st_ctime_ns]}
+
+    def digest(self) -> str | None:
+        """Read a file for the SHA-256 of its content; None for anything else."""
+        path = Path(self.reader.source)
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What is done with every shard; the same for every engine, and picklable if its callable is.
+
+    Args:
+        preprocess: from a record to an example: a Preprocess, or a callable of your own with its arguments and errors.
+        on_error: whether a record that cannot be used stops the job, or is counted and written to a file beside the
+            output.
+        patches: whether pixels are stored; without them images are still decoded, so that content hashes and the
+            records refused are the same.
+    """
+
+    preprocess: Callable[[Mapping[str, Any], Location], Example]
+    on_error: OnError = "raise"
+    patches: bool = True
+    settings: Mapping[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_callable(self.preprocess)
+        one_of("on_error", self.on_error, ("raise", "skip"))
+        settings = describe({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
+        object.__setattr__(self, "settings", settings)
+
+    def run(self, task: Task) -> Generator[Counts, None, None]:
+        """Do it; the output is there when the iterator is exhausted, and not before.
+
+        Args:
+            task: input and output.
+
+        Yields:
+            What has come of the records so far, after each.
+
+        Raises:
+            RecordError: a record cannot be used, and on_error is "raise".
+            InvalidInputError: the input changed meanwhile.
+        """
+        identity, digest = task.identity, task.digest()
+        counts, refused = Counts(), list[Line]()
+        quarantine = Quarantine(self.on_error, refused.append)
+        with SequenceWriter(task.output) as writer:
+            for location, raw in task.reader.records():
+                try:
+                    counts += self._write(writer, location, raw)
+                except RecordError as error:
+                    quarantine.refuse(location, raw, error)
+                    counts += Counts(skipped=1)
+                yield counts
+            if task.identity != identity and task.digest() != digest:
+                raise InvalidInputError(
+                    f"{task.reader.source}: got a file that changed while it was read, want it at rest"
+                )
+            done = {each.name: getattr(counts, each.name) for each in fields(counts)}
+            writer.facts = {**identity, "sha256": digest, "settings": self.settings, **done}
+            # Before the output has its name: where there is one, its quarantine is whole.
+            _write_lines(quarantine_of(task.output), refused)
+
+    def finished(self, task: Task) -> Counts | None:
+        """What an earlier run made of this input with these settings; None if it made nothing of it.
+
+        Raises:
+            InvalidInputError: the output is there, but is of another input or other settings, or no such file.
+        """
+        if not task.output.exists():
+            return None
+        found = SequenceShard(task.output).facts
+        if other := _other_input(task, found) or differences(found["settings"], self.settings):
+            remedy = "; remove it to make it anew, or overwrite all"
+            raise InvalidInputError(f"{task.output}: got the output of {', and '.join(other)}{remedy}")
+        counts = Counts(*(found[each.name] for each in fields(Counts)))
+        if counts.skipped and self.on_error == "raise":
+            raise InvalidInputError(f"{task.output}: got {counts.skipped} skipped records, want none, or overwrite")
+        return counts
+
+    def _write(self, writer: SequenceWriter, location: Location, raw: Any) -> Counts:
+        if isinstance(raw, RecordError):
+            raise raw
+        example = self.preprocess(raw, location)
+        if not self.patches:
+            example = replace(example, sequence=replace(example.sequence, patches=None))
+        try:
+            writer.write(example)
+        except LimitExceededError as error:
+            raise RecordError(f"{location}: {error}") from error
+        return Counts(1, example.num_tokens, len(example.sequence.grid_thw))
+
+
+def _check_callable(value: object) -> None:
+    if not callable(value):
+        raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
+
+
+def _other_input(task: Task, found: Mapping[str, Any]) -> list[str]:
+    """What tells the input from that of an output. Content is compared only where the file was touched or copied."""
+    want = task.identity
+    other = [
+        f"{name} {found.get(name)}, want {want[name]}" for name in ("source", "size") if found.get(name) != want[name]
+    ]
+    touched = found.get("changed") != want.get("changed")
+    if not other and touched and found.get("sha256") != task.digest():
+        return [f"{want['source']} with other content"]
+    return other
+
+
+def _write_lines(path: Path, lines: Sequence[Line]) -> None:
+    """Write a file of these lines; without any there is none."""
+    if not lines:
+        path.unlink(missing_ok=True)
+        return
+    with whole_file(path) as file:
+        file.writelines(map(json_line, lines))
+
+
+def quarantine_of(output: Path) -> Path:
+    """Where the records go that did not get into this output."""
+    return output.with_name(f"{output.stem}.quarantine.jsonl")

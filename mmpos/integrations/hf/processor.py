@@ -1,0 +1,259 @@
+"""MMPosProcessor: text or chats with images, to all that a model of Transformers takes, positions included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import ProcessorMixin
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.images import ImageProcessor
+from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
+from mmpos.integrations.hf.processor_batch import PositionBatch, per_token
+from mmpos.integrations.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
+from mmpos.integrations.hf.processor_images import flat, patches_of, process
+from mmpos.integrations.hf.processor_options import Options, flat_options
+from mmpos.integrations.hf.processor_rows import added_tokens, expand
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.schemes import Scheme
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.markers import Markers
+from mmpos.sequence.tokenizers import adapt
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
+
+__all__ = ["MMPosProcessor"]
+
+
+class MMPosProcessor(ProcessorMixin):
+    """A processor of Transformers that gives positions with the tokens; saved and loaded as any other.
+
+    Text holds one placeholder, the patch marker, for each image; the tokens of the image come in its place. Chats
+    hold their images themselves, and need a chat template that writes the placeholder.
+
+    Args:
+        tokenizer: of Transformers.
+        images: an ImageProcessor, or its fields as JSON has them; None is the default one.
+        scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON has them.
+        markers: the special tokens of images, or their fields as JSON has them; None is Markers().
+        add_markers: whether begin and end are put around the patches; False where the text has them already.
+        start: id of the first token of every row.
+        temporal_patch_size: None for ``patches``, bytes to be normalised where the model runs; frames in a patch for
+            ``pixel_values``, as the vision encoders of Transformers take them.
+        chat_template: in Jinja; None is the tokenizer's.
+
+    Raises:
+        TypeError: a tokenizer that is not of Transformers.
+        InvalidInputError: a marker that is not one token of the tokenizer, or a setting of the wrong type.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        images: ImageProcessor | Mapping[str, Any] | None = None,
+        scheme: str | Scheme | Mapping[str, Any] = "rope-tie",
+        markers: Markers | Mapping[str, Any] | None = None,
+        add_markers: bool = True,
+        start: int = 0,
+        temporal_patch_size: int | None = None,
+        chat_template: str | dict[str, str] | None = None,
+    ) -> None:
+        template = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
+        super().__init__(tokenizer, chat_template=template)  # type: ignore[no-untyped-call]
+        self.images = ImageProcessor() if images is None else object_of("images", ImageProcessor, images)
+        self.scheme = scheme_of(scheme)
+        self.markers = Markers() if markers is None else object_of("markers", Markers, markers)
+        self.add_markers = boolean("add_markers", add_markers)
+        self.start = integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX)
+        if temporal_patch_size is not None:
+            temporal_patch_size = integer("temporal_patch_size", temporal_patch_size, minimum=1)
+        self.temporal_patch_size = temporal_patch_size
+        self._marker_ids = self.markers.ids(adapt(tokenizer))
+
+    @property
+    def image_token_id(self) -> int:
+        """The id of every patch in input_ids."""
+        return self._marker_ids.patch
+
+    @property
+    def image_token(self) -> str:
+        """The placeholder of an image in text."""
+        token: str = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return token
+
+    @property
+    def model_input_names(self) -> list[str]:
+        """The keys of a call that are for a model."""
+        pixels = "patches" if self.temporal_patch_size is None else "pixel_values"
+        return ["input_ids", "attention_mask", "mm_token_type_ids", "mm_position_ids", pixels, "image_grid_thw"]
+
+    def __call__(
+        self,
+        images: Any = None,
+        text: str | Sequence[Any] | None = None,
+        videos: Any = None,
+        audio: Any = None,
+        **options: Any,
+    ) -> PositionBatch:
+        """Tokens, patches and positions of a batch.
+
+        Args:
+            images: any that ImageProcessor takes, or data: URLs: one, a list for all texts, or a list for each text.
+            text: one or several, each with one placeholder per image; or a chat, or several.
+            videos: None; a video is refused.
+            audio: None, likewise.
+            options: ``return_tensors``, ``padding``, ``max_length`` and the others of
+                ``mmpos.integrations.hf.processor_options.Options``.
+
+        Returns:
+            A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches),
+            (batch, seq); ``mm_position_ids`` (axes, batch, seq) int64, or float64 for fractional schemes;
+            ``positions``, the PositionTable that they are of; ``mm_next_positions`` and ``deltas`` (batch,), where
+            the scheme has them; and with images ``image_grid_thw`` (images, 3) before merging, and ``patches`` or
+            ``pixel_values`` of all of them, where their pixels are known.
+
+        Raises:
+            InvalidInputError: other images than placeholders, an image that cannot be read, rows that cannot be
+                padded or cut as wanted.
+            UnsupportedError: videos or audio, or a row that the scheme has no place for.
+        """
+        for name, value in (("videos", videos), ("audio", audio)):
+            if value is not None:
+                raise UnsupportedError(f"{name}: got {type(value).__name__}, want None: a processor of images and text")
+        given = flat_options(options)
+        chosen = Options.of(given, self.tokenizer)
+        if is_chat(text):
+            generate = given.pop("add_generation_prompt", False)
+            given = given if images is None else {**given, "images": images}
+            return self.apply_chat_template(
+                text, tokenize=True, return_dict=True, add_generation_prompt=generate, processor_kwargs=given
+            )
+        if chosen.add_generation_prompt:
+            raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
+        texts = _texts(text, images)
+        named, counts = flat(images, None if texts is None else len(texts))
+        processed = process(named, self.images, self.temporal_patch_size)
+        grid_thw = np.array([image.grid.extents for image in processed], np.int64).reshape(-1, 3)
+        found = {} if texts is None else self._tokens(texts, grid_thw, counts, chosen)
+        if processed:
+            merge = self.images.spatial_merge_size
+            found["image_grid_thw"] = grid_thw * (1, merge, merge)
+            pixels = patches_of(processed)
+            if pixels is not None:
+                found["patches" if self.temporal_patch_size is None else "pixel_values"] = pixels
+        return PositionBatch(found, chosen.return_tensors)
+
+    def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
+        self, conversation: Any, chat_template: str | None = None, **kwargs: Any
+    ) -> Any:
+        """A chat, or several, as text, or with ``tokenize=True, return_dict=True`` as the batch of a call.
+
+        As in Transformers, whose arguments it takes by name, but for four things: images are given as objects, bytes,
+        paths or base64 and never fetched; videos and audio are refused; the tokenizer adds no special tokens, which
+        templates write; and what users say stays text where it spells special tokens, placeholders included, unless
+        ``sanitize_control_tokens=False``, or the mask of the assistant's tokens is wanted, for which Transformers has
+        no way to do so.
+
+        Raises:
+            InvalidInputError: as for a call; the message names the block of content.
+            UnsupportedError: a video or audio.
+        """
+        conversation = read_conversations(conversation)
+        if kwargs.get("tokenize"):
+            told = {"add_special_tokens": False, **flat_options(kwargs.get("processor_kwargs") or {})}
+            for given in (told, kwargs):
+                if given.get("images") is not None:
+                    given["images"] = images_beside(conversation, given["images"])
+            if "return_tensors" in told:
+                kwargs.setdefault("return_tensors", told["return_tensors"])  # of which the assistant's mask is, too
+            kwargs["processor_kwargs"] = told
+            kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
+        return super().apply_chat_template(conversation, chat_template, **kwargs)
+
+    def segments(
+        self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
+    ) -> SegmentTable:
+        """What stands where in rows that were padded, joined or cut after the call: found in their tokens again.
+
+        Args:
+            input_ids: (batch, seq), or (tokens,) of one row.
+            image_grid_thw: (images, 3) before merging.
+            attention_mask: (batch, seq) of 0 and 1; None where no row is padded.
+
+        Raises:
+            InvalidInputError: the first image that does not fit its placeholders, with both counts.
+        """
+        return SegmentTable.from_input_ids(
+            input_ids,
+            image_grid_thw,
+            image_token_id=self.image_token_id,
+            spatial_merge_size=self.images.spatial_merge_size,
+            attention_mask=attention_mask,
+            row_token_id=self._marker_ids.row,
+            last_row_token_id=self._marker_ids.last_row,
+        )
+
+    def positions(
+        self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
+    ) -> PositionTable:
+        """The positions of such rows; the arguments and errors are those of ``segments``."""
+        return place(self.segments(input_ids, image_grid_thw, attention_mask), self.scheme, self.start)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON has them, without the tokenizer and the chat template, which have files of their own.
+
+        Raises:
+            UnsupportedError: the scheme is the caller's own.
+        """
+        return {
+            "processor_class": type(self).__name__,
+            "images": to_json(self.images),
+            "scheme": scheme_to_json(self.scheme),
+            "markers": to_json(self.markers),
+            "add_markers": self.add_markers,
+            "start": self.start,
+            "temporal_patch_size": self.temporal_patch_size,
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.tokenizer).__name__}, {self.images}, {self.scheme}, {self.markers})"
+
+    def _tokens(
+        self, texts: list[str], grid_thw: IntArray, counts: IntArray | None, options: Options
+    ) -> dict[str, Any]:
+        """All that comes of the text, and of the sizes of the images."""
+        encoded = options.encode(self.tokenizer, texts)
+        markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
+        rows = expand(encoded["input_ids"], grid_thw, counts, markers)
+        limit = options.limit(self.tokenizer)
+        if limit is not None:
+            rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))
+        table = place(rows.segments(), self.scheme, self.start)
+        values = {"input_ids": rows.input_ids}
+        if options.return_mm_token_type_ids:
+            # No other token has the id of patches.
+            values["mm_token_type_ids"] = (rows.input_ids == self.image_token_id).astype(np.int64)
+        if options.return_offsets_mapping:
+            values["offset_mapping"] = np.concatenate(encoded["offset_mapping"])[rows.source]
+        found = per_token(values, rows, table, self.tokenizer, options)
+        if self.scheme.resumable:
+            found["mm_next_positions"], found["deltas"] = np.array(table.next_positions), np.array(table.deltas)
+        return found
+
+
+def _texts(text: Any, images: Any) -> list[str] | None:
+    """The texts of a call; None where only images are given."""
+    if text is None:
+        if images is None:
+            raise InvalidInputError("text: got None, want text, a chat or images")
+        return None
+    texts = [text] if isinstance(text, str) else text
+    if not isinstance(texts, list | tuple) or not texts:
+        raise InvalidInputError(f"text: got {text!r:.80}, want a text, a chat, or a list of one kind")
+    for i, each in enumerate(texts):
+        if not isinstance(each, str):
+            raise InvalidInputError(f"text[{i}]: got {type(each).__name__}, want a text")
+    return list(texts)

@@ -1,0 +1,173 @@
+"""ModelSettings: the scheme, token ids, merge size and rotations of one deployed model, and what to do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.models.video_tokens import tell_videos_apart
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.rotary.config import Rotary
+from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.markers import Markers
+from mmpos.support.checks import counted, int_array
+
+if TYPE_CHECKING:
+    from mmpos.images import ImageProcessor
+
+__all__ = ["ModelSettings"]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a model does with positions; `from_hf_config` reads it from a config.
+
+    Args:
+        model_type: of the config.
+        scheme: how the language model places text and grids.
+        rotary: how it turns q and k; one axis where positions are those of text.
+        vision_scheme: positions in the encoder, of grids before merging; None where it has none of ours.
+        vision_rotary: how the encoder turns q and k; None where it does not, or it is not known.
+        image_token_id: the placeholder of image patches; None where the config does not name it.
+        video_token_id: likewise of videos.
+        image_markers: ids of the tokens before and after an image; None where the config does not name them.
+        row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
+            follow each other.
+        video_markers: ids around a video whose frames have the placeholders of images; else None.
+        spatial_merge_size: patches merged along each side into one token.
+        temporal_merge_size: frames of video_grid_thw merged into one.
+        patch_size: side of a patch in pixels; None where the config does not say it.
+        temporal_patch_size: frames in a patch; likewise.
+        frames_apart: every frame of a video is a grid of its own, with text between.
+    """
+
+    model_type: str
+    scheme: Scheme
+    rotary: Rotary
+    vision_scheme: Grid2D | None = None
+    vision_rotary: Rotary | None = None
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    image_markers: tuple[int, int] | None = None
+    row_markers: tuple[str, str] | None = None
+    video_markers: tuple[int, int] | None = None
+    spatial_merge_size: int = 1
+    temporal_merge_size: int = 1
+    patch_size: int | None = None
+    temporal_patch_size: int | None = None
+    frames_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rotary.axes != self.scheme.axes:
+            got, want = self.rotary.axes, self.scheme.axes
+            raise InvalidInputError(f"rotary: got {counted(got, 'axis')}, want {want} for scheme {self.scheme.name!r}")
+        if self.image_token_id is not None and self.image_token_id == self.video_token_id:
+            raise InvalidInputError(f"video_token_id: got {self.video_token_id}, want another than image_token_id")
+
+    def segments(
+        self,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        video_grid_thw: npt.ArrayLike | None = None,
+        *,
+        cu_seqlens: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        row_token_id: int | None = None,
+        last_row_token_id: int | None = None,
+    ) -> SegmentTable:
+        """The table of a tokenised batch, as the processor of the model made it.
+
+        A model with one axis gives placeholders the ids of text; without grids they are counted as text.
+
+        Args:
+            input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
+            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers.
+            video_grid_thw: (videos, 3) likewise.
+            cu_seqlens: (documents + 1,) first token of each packed document, then the total.
+            attention_mask: (batch, seq) of 0 and 1, padded left or right.
+            seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
+            row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``.
+            last_row_token_id: the id of the second.
+
+        Raises:
+            InvalidInputError: the first grid that does not fit its run of placeholders, with both counts; see
+                ``SegmentTable.from_input_ids``.
+        """
+        as_text = self.scheme.axes == 1 and image_grid_thw is None and video_grid_thw is None
+        if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
+            tokens = (self.image_token_id, self.video_token_id)
+            input_ids = tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
+        return SegmentTable.from_input_ids(
+            input_ids,
+            image_grid_thw,
+            self._merged_frames(video_grid_thw),
+            image_token_id=None if as_text else self.image_token_id,
+            video_token_id=None if as_text else self.video_token_id,
+            spatial_merge_size=self.spatial_merge_size,
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+            seconds_per_frame=seconds_per_frame,
+            frames_apart=self.frames_apart,
+            row_token_id=row_token_id,
+            last_row_token_id=last_row_token_id,
+        )
+
+    def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
+        """The ids of the language model; see ``mmpos.place``."""
+        return place(segments, self.scheme, start)
+
+    @property
+    def markers(self) -> Markers:
+        """The tokens around and inside an image, for ``SequenceBuilder``: by id, or by name those that end rows.
+
+        Raises:
+            UnsupportedError: the config does not name them.
+        """
+        if self.row_markers is not None and self.image_token_id is not None:
+            return Markers(None, None, self.image_token_id, *self.row_markers)
+        if self.image_markers is None or self.image_token_id is None:
+            raise UnsupportedError(
+                f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "
+                "want Markers of your own"
+            )
+        return Markers(*self.image_markers, self.image_token_id)
+
+    def image_processor(self, **arguments: Any) -> ImageProcessor:
+        """An ImageProcessor with the patches, merging and order of the encoder.
+
+        Args:
+            arguments: of ImageProcessor, for what a config does not say: limits of sizes, mean and std.
+
+        Raises:
+            UnsupportedError: the order of the encoder's patches is not known.
+        """
+        from mmpos.images import ImageProcessor
+
+        if self.vision_scheme is None or self.patch_size is None:
+            raise UnsupportedError(
+                f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
+            )
+        told = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
+        return ImageProcessor(**{**told, "order": self.vision_scheme.order, **arguments})
+
+    def _merged_frames(self, video_grid_thw: npt.ArrayLike | None) -> npt.ArrayLike | None:
+        if video_grid_thw is None or self.temporal_merge_size == 1:
+            return video_grid_thw
+        grids = int_array("video_grid_thw", video_grid_thw, (None, 3)).copy()
+        odd = grids[:, 0] % self.temporal_merge_size > 0
+        if odd.any():
+            g = int(odd.argmax())
+            raise InvalidInputError(
+                f"video_grid_thw[{g}, 0]: got {grids[g, 0]} frames, want a multiple of "
+                f"temporal_merge_size={self.temporal_merge_size}"
+            )
+        grids[:, 0] //= self.temporal_merge_size
+        return grids

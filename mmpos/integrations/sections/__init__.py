@@ -1,0 +1,26 @@
+"""What engines with contiguous M-RoPE sections take: three rows of ids, one cos/sin cache, and weights in its order.
+
+Shapes used throughout:
+    ids            (3, tokens) int64, one row per section of pairs
+    delta          position of a token after the prompt − its index in the request
+    cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin
+"""
+
+from mmpos.support.extras import needed_for
+
+with needed_for("mmpos.integrations.sections", extra="all"):
+    from mmpos.integrations.sections.cache import install_cache
+    from mmpos.integrations.sections.ids import batch_positions, draft_positions, request_positions, window_positions
+    from mmpos.integrations.sections.layout import Sections, qk_channels
+    from mmpos.integrations.sections.weights import permute_qk
+
+__all__ = [
+    "Sections",
+    "batch_positions",
+    "draft_positions",
+    "install_cache",
+    "permute_qk",
+    "qk_channels",
+    "request_positions",
+    "window_positions",
+]

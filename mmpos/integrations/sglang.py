@@ -1,0 +1,101 @@
+"""What a multimodal processor of SGLang hands on: the ids of a prompt in its shapes, and segments from its items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.sections import Sections, request_positions
+from mmpos.positions.table import PositionTable
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import IntArray, host_array, int_array, integer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["item_segments", "mrope_positions"]
+
+GRIDS = ("image_grid_thw", "video_grid_thw")
+
+
+def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
+    """``mrope_positions`` and ``mrope_position_delta`` of a request, as ``compute_mrope_positions`` returns them.
+
+    SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
+    For a retracted request it goes on from the last id of the prompt instead, so a prompt must end in text.
+
+    Args:
+        positions: one document, the whole prompt.
+        sections: how the engine carries the rotation.
+        max_new_tokens: tokens that the request may generate, drafts included.
+
+    Returns:
+        (3, tokens) and (1, 1) int64, new tensors.
+
+    Raises:
+        InvalidInputError: other than one document; padding; a negative id; axes other than those of the rotary.
+        UnsupportedError: ids that may be fractions, a scheme without a next position, a prompt that ends in patches.
+        LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cos/sin cache.
+    """
+    ids, delta = request_positions(positions, sections, max_new_tokens=max_new_tokens)
+    if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
+        got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
+        raise UnsupportedError(
+            f"positions: got {got}, want a prompt that ends in text, at {delta + ids.shape[1] - 1}: a retracted "
+            "request goes on from its last id"
+        )
+    return ids, ids.new_tensor([[delta]])
+
+
+def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: int = 1) -> SegmentTable:
+    """The table of a prompt from SGLang's ``mm_items``, without reading its tokens.
+
+    Args:
+        num_tokens: tokens of the prompt, placeholders expanded.
+        mm_items: each with ``offsets``, pairs of its first and its last placeholder, and (n, 3) image_grid_thw or
+            video_grid_thw before merging; a video with one pair per frame has text between its frames.
+        spatial_merge_size: patches merged along each side.
+
+    Raises:
+        InvalidInputError: offsets that fit neither the grids nor their frames, or spans that do not fit the prompt.
+        UnsupportedError: an item without a grid, such as audio.
+    """
+    merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
+    spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
+    found = np.concatenate([np.zeros((0, 5), np.int64), *spans])
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    grids = found[:, 2:]
+    short = grids.prod(axis=1) != found[:, 1] - found[:, 0] + 1
+    if short.any():
+        i = int(short.argmax())
+        first, last = found[i, :2].tolist()
+        want = "x".join(map(str, grids[i].tolist()))
+        raise InvalidInputError(
+            f"offsets: got {last - first + 1} placeholders from {first} to {last}, want {grids[i].prod()} for {want} "
+            "after merging"
+        )
+    return SegmentTable.from_spans([num_tokens], found[:, 0], grids)
+
+
+def _item_spans(index: int, item: Any, merge: int) -> IntArray:
+    """(spans, 5) first and last placeholder and merged frames, height, width of one item."""
+    name = f"mm_items[{index}]"
+    held = [getattr(item, field, None) for field in GRIDS]
+    grid = next((value for value in held if value is not None), None)
+    if grid is None:
+        raise UnsupportedError(f"{name}: got neither image_grid_thw nor video_grid_thw, want one: it has no positions")
+    grids = int_array(f"{name}.grid_thw", np.atleast_2d(host_array(f"{name}.grid_thw", grid)), (None, 3))
+    held_offsets = getattr(item, "offsets", None)
+    offsets = int_array(f"{name}.offsets", () if held_offsets is None else held_offsets, (None, 2))
+    if len(grids) == 1 and len(offsets) == grids[0, 0] > 1:  # frames apart
+        grids = np.repeat([[1, *grids[0, 1:]]], len(offsets), axis=0)
+    if len(offsets) != len(grids):
+        raise InvalidInputError(f"{name}.offsets: got {len(offsets)} pairs, want {len(grids)}, one per grid")
+    odd = (grids[:, 1:] % merge != 0).any(axis=1)
+    if odd.any():
+        got = grids[int(odd.argmax())].tolist()
+        raise InvalidInputError(f"{name}: got grid {got}, want sides that are multiples of {merge}")
+    return np.concatenate([offsets, grids // [1, merge, merge]], axis=1)

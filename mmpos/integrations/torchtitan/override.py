@@ -1,0 +1,60 @@
+"""The override that puts multimodal rotations into a torchtitan model from its command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import derive, override
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common.rope import RoPE as TitanRoPE
+from torchtitan.protocols.module import Module
+
+from mmpos.integrations.torchtitan.config import rotary_from_config
+from mmpos.integrations.torchtitan.rope import RoPE
+
+__all__ = ["MultimodalRoPE", "multimodal_rope"]
+
+
+class MultimodalRoPE(RoPE, Module):  # type: ignore[misc]
+    """RoPE as torchtitan's trainer asks of every module of a model: one of its own Modules."""
+
+
+class _Builds:
+    """What both configs share: they build the rotation, whose state is the same on every rank."""
+
+    def build(self, **_: Any) -> MultimodalRoPE:
+        """The module; a sharding of the cache that it does not have is left out."""
+        return MultimodalRoPE(rotary_from_config(self, **self.rotary))  # type: ignore[attr-defined]
+
+
+@dataclass(kw_only=True, slots=True)
+class CosSinConfig(_Builds, CosSinRoPE.Config):  # type: ignore[misc]
+    """A CosSinRoPE.Config with arguments of Rotary, as checkpoint adapters and length checks know it."""
+
+    rotary: dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class ComplexConfig(_Builds, ComplexRoPE.Config):  # type: ignore[misc]
+    """A ComplexRoPE.Config with arguments of Rotary, likewise."""
+
+    rotary: dict[str, Any]
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=TitanRoPE.Config,
+    fqns=["layers.*.attention.rope", "model_spec.model.layers.*.attention.rope"],
+    description="multimodal rotations of mmpos in the decoder's layers",
+)
+def multimodal_rope(config: Any, **rotary: Any) -> Any:
+    """The config of a decoder layer's rope, made multimodal; rope of vision encoders is not touched.
+
+    Args:
+        config: a CosSinRoPE.Config or ComplexRoPE.Config, or one that inherits from them, such as Qwen3.5's MRoPE.
+        rotary: arguments of Rotary that replace what the config says, such as axes and allocation.
+    """
+    found = rotary_from_config(config, **rotary)
+    kept = {**rotary, "axes": found.axes, "allocation": found.allocation, "mrope_section": found.mrope_section}
+    target = ComplexConfig if isinstance(config, ComplexRoPE.Config) else CosSinConfig
+    return derive(config, target, rotary=kept)

@@ -1,0 +1,31 @@
+"""What vLLM takes: ids of a request from its multimodal features, and weights and caches for its kernels.
+
+Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``models``, which it then asks for.
+"""
+
+from mmpos.integrations.sections import (
+    Sections,
+    batch_positions,
+    draft_positions,
+    install_cache,
+    permute_qk,
+    request_positions,
+    window_positions,
+)
+from mmpos.integrations.vllm.features import check_apart, request_segments
+from mmpos.integrations.vllm.requests import mrope_input_positions
+from mmpos.integrations.vllm.settings import ServedModel
+
+__all__ = [
+    "Sections",
+    "ServedModel",
+    "batch_positions",
+    "check_apart",
+    "draft_positions",
+    "install_cache",
+    "mrope_input_positions",
+    "permute_qk",
+    "request_positions",
+    "request_segments",
+    "window_positions",
+]

@@ -1,0 +1,162 @@
+"""vLLM's Qwen-VL models with positions of two axes; the only file here that imports vLLM's models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from mmpos.errors import UnsupportedError
+from mmpos.integrations.sections import Sections, install_cache, permute_qk
+from mmpos.integrations.vllm.features import check_apart
+from mmpos.integrations.vllm.requests import mrope_input_positions
+from mmpos.integrations.vllm.settings import ServedModel, told_in
+
+__all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]
+
+NO_DRAFT_MODEL = ("ngram", "suffix")
+"""Speculation whose drafts come without a model; a draft model takes slots of the cache by ids of rows."""
+
+
+class _Placed:
+    """What the models below have in common: ids, weights and rotations of the scheme in their config."""
+
+    language_model: torch.nn.Module
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        model_config = vllm_config.model_config
+        self.served = ServedModel.from_config(model_config.hf_config, model_config.max_model_len)
+        _check_config(vllm_config, permute=self.served.permute)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        _install_rotary(self.language_model, self.served.sections)
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """See SupportsMRoPE; touching images are placed, since an exception here would end the engine."""
+        return mrope_input_positions(
+            input_tokens,
+            mm_features,
+            scheme=self.served.scheme,
+            sections=self.served.sections,
+            spatial_merge_size=self.served.spatial_merge_size,
+            strict=False,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """The weights of the checkpoint, q and k in the order of the sections; they must come whole."""
+        if self.served.permute:
+            weights = permute_qk(weights, self.served.sections.rotary)
+        return super().load_weights(weights)  # type: ignore[misc]
+
+
+def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
+    """One rotation for all layers, of this model alone: vLLM shares its own between models, and with fewer rows."""
+    rotary = sections.rotary
+    own = MRotaryEmbedding(
+        rotary.head_dim,
+        rotary.rotary_dim,
+        sections.max_position,
+        rotary.theta,
+        sections.is_neox_style,
+        torch.get_default_dtype(),
+        mrope_section=list(sections.mrope_section),
+        positions_factor=1,
+    )
+    install_cache(own, sections)
+    for layer in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
+        _check_same(layer.rotary_emb, own)
+        layer.rotary_emb = own
+
+
+def _check_same(old: Any, own: Any) -> None:
+    for name in ("head_size", "rotary_dim", "is_neox_style"):
+        got, want = getattr(old, name, None), getattr(own, name)
+        if got != want or not isinstance(old, MRotaryEmbedding):
+            raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding of {want}")
+
+
+def _check_config(vllm_config: Any, *, permute: bool) -> None:
+    """Refuse what would be served wrongly without a word."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
+        raise UnsupportedError(
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM takes "
+            "the slots of a draft model from ids, which are not token indexes here"
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal.enable_mm_embeds:
+        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would pass every limit")
+    if multimodal.is_multimodal_pruning_enabled():
+        raise UnsupportedError("multimodal pruning: got it enabled, want none: it computes ids of its own")
+    if permute and vllm_config.lora_config is not None:
+        raise UnsupportedError("lora_config: got one, want none, or a checkpoint and adapters that are permuted")
+    if permute and vllm_config.quant_config is not None:
+        got = type(vllm_config.quant_config).__name__
+        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before they were quantised")
+
+
+class _Images:
+    """Videos are refused where requests come in: two axes have no place for frames."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None, "video": 0}  # named, since Qwen3-VL looks for it
+
+
+class _Apart:
+    """Images that touch are refused where requests come in, as the scheme asks for."""
+
+    info: Any
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        found = super().apply(inputs, timing_ctx)  # type: ignore[misc]
+        check_apart(found["mm_placeholders"], told_in(self.info.get_hf_config())["scheme"])
+        return found
+
+
+class Qwen2VLInfo(_Images, qwen2_vl.Qwen2VLProcessingInfo):
+    """Images only."""
+
+
+class Qwen2VLProcessor(_Apart, qwen2_vl.Qwen2VLMultiModalProcessor):
+    """Images apart."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
+)
+class PlacedQwen2VL(_Placed, qwen2_vl.Qwen2VLForConditionalGeneration):
+    """Qwen2-VL with positions of two axes."""
+
+
+class Qwen25VLInfo(_Images, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
+    """Images only."""
+
+
+class Qwen25VLProcessor(_Apart, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
+    """Images apart."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen25VLProcessor, info=Qwen25VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
+)
+class PlacedQwen25VL(_Placed, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+    """Qwen2.5-VL with positions of two axes."""
+
+
+class Qwen3VLInfo(_Images, qwen3_vl.Qwen3VLProcessingInfo):
+    """Images only."""
+
+
+class Qwen3VLProcessor(_Apart, qwen3_vl.Qwen3VLMultiModalProcessor):
+    """Images apart."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLProcessor, info=Qwen3VLInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class PlacedQwen3VL(_Placed, qwen3_vl.Qwen3VLForConditionalGeneration):
+    """Qwen3-VL with positions of two axes."""

@@ -1,0 +1,25 @@
+"""The plugin that vLLM finds by its entry point: architectures by name, imported once a checkpoint asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["ARCHITECTURES", "register"]
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "MMPosQwen2VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen2VL",
+        "MMPosQwen2_5_VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen25VL",
+        "MMPosQwen3VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen3VL",
+    }
+)
+"""Where vLLM finds the class of each architecture."""
+
+
+def register() -> None:
+    """Make the architectures known to vLLM; it may do so many times, in every process."""
+    from vllm import ModelRegistry
+
+    for architecture, where in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, where)

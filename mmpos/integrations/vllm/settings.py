@@ -1,0 +1,109 @@
+"""ServedModel: what the config of a checkpoint says of the positions that vLLM shall serve it with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.sections import Sections, request_positions
+from mmpos.positions.place import place
+from mmpos.rotary import Rotary
+from mmpos.rotary.hf_fields import read_field
+from mmpos.schemes import Scheme, get_scheme
+from mmpos.segments.parts import Grid, Text
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import boolean, integer, one_of
+
+__all__ = ["IDS_PER_TOKEN", "ServedModel", "told_in"]
+
+IDS_PER_TOKEN = 3
+"""Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
+
+KEYS = ("scheme", "allocation", "precision", "permuted")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Scheme, sections and merge size of a model of two axes; ``from_config`` reads them.
+
+    Args:
+        scheme: how text and images are placed.
+        sections: how vLLM's kernels carry the rotation.
+        spatial_merge_size: patches merged along each side into one token.
+        permute: whether weights are still to be permuted as they are loaded.
+    """
+
+    scheme: Scheme
+    sections: Sections
+    spatial_merge_size: int
+    permute: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", get_scheme(self.scheme))
+        if not isinstance(self.sections, Sections):
+            raise InvalidInputError(f"sections: got {type(self.sections).__name__}, want a Sections")
+        merge = integer("spatial_merge_size", self.spatial_merge_size, minimum=1)
+        object.__setattr__(self, "spatial_merge_size", merge)
+        if boolean("permute", self.permute) and not self.sections.permuted:
+            raise InvalidInputError("permute: got True, want False for sections that are not permuted")
+        if self.scheme.axes != 2:
+            raise UnsupportedError(f"scheme: got {self.scheme.name!r} of {self.scheme.axes} axes, want one of two")
+        probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
+        request_positions(place(probe, self.scheme), self.sections)  # refuses what no request could be served with
+
+    @classmethod
+    def from_config(cls, config: Any, max_model_len: int) -> ServedModel:
+        """What is under ``mmpos`` in the config of a checkpoint, with the rotation of its language model.
+
+        Args:
+            config: the whole config object of a model, or the mapping of its config.json. ``mmpos`` holds ``scheme``
+                (a name), ``allocation`` ("interleaved", as ``Rotary`` has it by default, or "split"), ``precision``
+                ("exact" or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``; False by default).
+            max_model_len: most tokens of a request; the cos/sin cache has rows for all ids that they may consume.
+
+        Raises:
+            InvalidInputError: ``mmpos`` is missing or holds something else, or mrope_section is not what it asks for.
+            UnsupportedError: a scheme that vLLM cannot serve: of other than two axes, with fractions, or without a
+                next position.
+        """
+        told = told_in(config)
+        for key in told:
+            one_of("config.mmpos", key, KEYS)
+        permuted = boolean("config.mmpos.permuted", told.get("permuted", False))
+        allocation = one_of("config.mmpos.allocation", told.get("allocation", "interleaved"), ("interleaved", "split"))
+        rotary = Rotary.from_hf_config(config, axes=2, allocation=allocation, precision=told.get("precision", "exact"))
+        rows = IDS_PER_TOKEN * integer("max_model_len", max_model_len, minimum=1)
+        sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
+        if permuted and not sections.permuted:
+            raise InvalidInputError(
+                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no order"
+            )
+        _check_sections(config, sections)
+        merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
+        return cls(
+            get_scheme(told["scheme"]),
+            sections,
+            integer("config.vision_config.spatial_merge_size", merge, minimum=1),
+            permute=sections.permuted and not permuted,
+        )
+
+
+def told_in(config: Any) -> Mapping[str, Any]:
+    """What is under ``mmpos`` in a config."""
+    told = read_field(config, "mmpos")
+    if not isinstance(told, Mapping) or "scheme" not in told:
+        raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
+    return told
+
+
+def _check_sections(config: Any, sections: Sections) -> None:
+    """vLLM sizes its buffers, and chooses M-RoPE, by the config."""
+    text = read_field(config, "text_config") or config
+    rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")
+    got, want = read_field(rope, "mrope_section"), list(sections.mrope_section)
+    if got is None or list(got) != want:
+        raise InvalidInputError(f"rope_parameters.mrope_section: got {got}, want {want} for config.mmpos")
+    if read_field(rope, "mrope_interleaved"):
+        raise InvalidInputError("rope_parameters.mrope_interleaved: got True, want False: sections are contiguous")

@@ -1,7 +1,0 @@
-"""What a deployed model does with positions, said by its config alone."""
-
-from mmpos.models.from_config import from_hf_config
-from mmpos.models.known import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType
-from mmpos.models.settings import ModelSettings
-
-__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelSettings", "ModelType", "from_hf_config"]

@@ -1,0 +1,209 @@
+"""A question about positions as data: which documents, which scheme, which views; it can travel, and answer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError
+from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.rpc.views import Decode, Pad, Shard, Take, View, Window
+from mmpos.schemes import Scheme
+from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer
+
+__all__ = [
+    "Decode",
+    "Dense",
+    "InputIds",
+    "Pad",
+    "PositionsQuery",
+    "PositionsResult",
+    "Shard",
+    "Spans",
+    "Take",
+    "View",
+    "Window",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Documents as placeholder spans; the arguments of SegmentTable.from_spans."""
+
+    lengths: npt.ArrayLike
+    offsets: npt.ArrayLike
+    grid_thw: npt.ArrayLike
+    documents: npt.ArrayLike | None = None
+    _: KW_ONLY
+    seconds_per_frame: Sequence[Fraction | float | None] | None = None
+    row_separator: bool = False
+
+    def segments(self) -> SegmentTable:
+        """The segments of these documents."""
+        return SegmentTable.from_spans(
+            self.lengths,
+            self.offsets,
+            self.grid_thw,
+            self.documents,
+            seconds_per_frame=self.seconds_per_frame,
+            row_separator=self.row_separator,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class InputIds:
+    """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
+
+    Where a profile is at hand, an image_token_id or a spatial_merge_size of None is the profile's, and with its
+    image_token_id the tokens that end rows are, too.
+    """
+
+    input_ids: npt.ArrayLike
+    image_grid_thw: npt.ArrayLike | None = None
+    video_grid_thw: npt.ArrayLike | None = None
+    _: KW_ONLY
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    spatial_merge_size: int | None = None
+    cu_seqlens: npt.ArrayLike | None = None
+    attention_mask: npt.ArrayLike | None = None
+    seconds_per_frame: Sequence[Fraction | float | None] | None = None
+    frames_apart: bool = False
+    row_token_id: int | None = None
+    last_row_token_id: int | None = None
+
+    def segments(self) -> SegmentTable:
+        """The segments of these documents."""
+        if self.image_token_id is None:
+            raise InvalidInputError("image_token_id: got None, want the id of image placeholders")
+        return SegmentTable.from_input_ids(
+            self.input_ids,
+            self.image_grid_thw,
+            self.video_grid_thw,
+            image_token_id=self.image_token_id,
+            video_token_id=self.video_token_id,
+            spatial_merge_size=1 if self.spatial_merge_size is None else self.spatial_merge_size,
+            cu_seqlens=self.cu_seqlens,
+            attention_mask=self.attention_mask,
+            seconds_per_frame=self.seconds_per_frame,
+            frames_apart=self.frames_apart,
+            row_token_id=self.row_token_id,
+            last_row_token_id=self.last_row_token_id,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A wish for ids instead of the table; the arguments of PositionTable.dense."""
+
+    dtype: npt.DTypeLike | None = None
+    axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            np.dtype(self.dtype)
+        except TypeError:
+            raise InvalidInputError(f"dtype: got {self.dtype!r}, want int32, int64, float64 or None") from None
+        if self.axes is not None:
+            object.__setattr__(self, "axes", tuple(int_array("axes", self.axes, (None,)).tolist()))
+            if not self.axes:  # a message without axes asks for all
+                raise InvalidInputError("axes: got none, want at least one, or None for all")
+
+
+@dataclass(frozen=True, eq=False)
+class PositionsResult:
+    """The answer to a PositionsQuery.
+
+    Args:
+        table: the positions, unless ids were asked for.
+        dense: (axes, tokens) ids, if they were asked for.
+        next_positions: (documents,) int64 id of the token after each document; None where the scheme has none.
+        deltas: (documents,) int64 next position − start − tokens without padding; None where the scheme has none.
+        cu_seqlens: (documents + 1,) int32 first token of each document, then the total.
+    """
+
+    table: PositionTable | None
+    dense: npt.NDArray[Any] | None
+    next_positions: IntArray | None
+    deltas: IntArray | None
+    cu_seqlens: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, positions: PositionTable, dense: Dense | None = None) -> PositionsResult:
+        """What is asked about these positions.
+
+        Raises:
+            LimitExceededError: 2**31 tokens or more.
+        """
+        known = not (positions.documents[NEXT_POSITION:] == NO_POSITION).any()
+        return cls(
+            table=positions if dense is None else None,
+            dense=None if dense is None else positions.dense(dtype=dense.dtype, axes=dense.axes),
+            next_positions=positions.documents[NEXT_POSITION] if known else None,
+            deltas=positions.documents[DELTA] if known else None,
+            cu_seqlens=positions.cu_seqlens,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PositionsQuery:
+    """Which documents to place, how, and what of them is wanted.
+
+    >>> PositionsQuery(Spans([11], [3], [[1, 2, 3]]), views=[Decode()]).run().table.dense().tolist()
+    [[16], [16]]
+
+    Args:
+        source: the documents.
+        scheme: as for ``mmpos.place``; None is the one of the profile at hand, else "rope-tie".
+        start: as for ``mmpos.place``.
+        strict: as for ``mmpos.place``.
+        views: what to make of the placed table, in this order.
+        dense: set for ids instead of the table.
+    """
+
+    source: SegmentTable | Spans | InputIds
+    scheme: str | Scheme | None = None
+    start: npt.ArrayLike = 0
+    strict: bool | None = None
+    views: Sequence[View] = ()
+    dense: Dense | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.source) not in (SegmentTable, Spans, InputIds):
+            raise InvalidInputError(f"source: got {type(self.source).__name__}, want a SegmentTable, Spans or InputIds")
+        start = self.start
+        if isinstance(start, int) or host_array("start", start).ndim == 0:
+            object.__setattr__(self, "start", integer("start", start, minimum=INT32_MIN, maximum=INT32_MAX))
+        if self.strict is not None:
+            object.__setattr__(self, "strict", boolean("strict", self.strict))
+        kinds = [type(view) for view in self.views]
+        for i, kind in enumerate(kinds):
+            if kind not in get_args(View):
+                raise InvalidInputError(f"views[{i}]: got {kind.__name__}, want Take, Window, Decode, Shard or Pad")
+
+    def segments(self) -> SegmentTable:
+        """The documents as segments."""
+        return self.source if isinstance(self.source, SegmentTable) else self.source.segments()
+
+    def place(self, segments: SegmentTable) -> PositionTable:
+        """These segments, placed, before any view."""
+        return place(segments, "rope-tie" if self.scheme is None else self.scheme, self.start, self.strict)
+
+    def run(self) -> PositionsResult:
+        """The answer.
+
+        Raises:
+            MmposError: whatever the calls raise that the query stands for.
+        """
+        positions = self.place(self.segments())
+        for view in self.views:
+            positions = view.view(positions)
+        return PositionsResult.of(positions, self.dense)

@@ -1,0 +1,108 @@
+"""Rotations, and the positions that they turn by, as messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmpos.errors import InvalidInputError
+from mmpos.positions.table import PositionTable
+from mmpos.rotary.config import Rotary
+from mmpos.rpc.fields import chosen, enum, path
+from mmpos.rpc.tables import get_table, put_table
+from mmpos.rpc.tensors import get_torch, put_tensor
+from mmpos.rpc.v1 import rotary_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmpos.rpc.memory import Memory
+
+_PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
+_PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
+_PLAIN = ("head_dim", "axes", "rotary_dim", "length")
+_LISTS = ("mrope_section", "inv_freq", "axes_dim")
+
+
+def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
+    """Fill a message with a rotation."""
+    values = rotary.to_dict()
+    for field in _PLAIN:
+        if values[field] is not None:
+            setattr(message, field, values[field])
+    for field in _LISTS:
+        getattr(message, field).extend(values[field] or ())
+    theta, allocation = values["theta"], values["allocation"]
+    if rotary.inv_freq is None:
+        message.theta.extend([theta] if isinstance(theta, float) else theta)
+    if isinstance(allocation, str):
+        message.allocation = allocation
+    else:
+        message.pair_axis.extend(allocation)
+    message.pairing = pb.PAIRING_ADJACENT if rotary.pairing == "adjacent" else pb.PAIRING_HALF
+    message.precision = pb.PRECISION_HF if rotary.precision == "hf" else pb.PRECISION_EXACT
+    for key, value in (values["scaling"] or {}).items():
+        if isinstance(value, list):
+            getattr(message.scaling, key).extend(value)
+        elif value is not None:
+            setattr(message.scaling, key, value)
+
+
+def get_rotary(name: str, message: pb.Rotary) -> Rotary:
+    """The rotation of a message.
+
+    Raises:
+        InvalidInputError: naming the field that is unknown, or the argument of Rotary that is wrong.
+    """
+    values: dict[str, Any] = {"head_dim": message.head_dim}
+    _check_lists(name, message)
+    given: Any = message  # whose HasField takes any name
+    values |= {field: getattr(message, field) for field in _PLAIN[1:] if given.HasField(field)}
+    values |= {field: list(getattr(message, field)) for field in _LISTS if getattr(message, field)}
+    if message.theta:
+        values["theta"] = message.theta[0] if len(message.theta) == 1 else list(message.theta)
+    if message.HasField("allocation") and message.pair_axis:
+        raise InvalidInputError(f"{path(name, 'allocation')}: got it and pair_axis, want one of them")
+    if message.HasField("allocation"):
+        values["allocation"] = message.allocation
+    elif message.pair_axis:
+        values["allocation"] = list(message.pair_axis)
+    values["pairing"] = enum(name, message, "pairing", _PAIRINGS)
+    values["precision"] = enum(name, message, "precision", _PRECISIONS)
+    if message.HasField("scaling"):
+        values["scaling"] = {
+            field.name: list(value) if field.name.endswith("_factor") and not isinstance(value, float) else value
+            for field, value in message.scaling.ListFields()
+        }
+    return Rotary.from_dict(values)
+
+
+def _check_lists(name: str, message: pb.Rotary) -> None:
+    """Refuse lists that no rotation of this size has, before anything is made of them."""
+    most = max(message.head_dim, 2)
+    lists = {field: getattr(message, field) for field in ("theta", "pair_axis", *_LISTS)}
+    lists |= {f"scaling.{field}": getattr(message.scaling, field) for field in ("short_factor", "long_factor")}
+    for field, numbers in lists.items():
+        if len(numbers) > most:
+            raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {most}")
+
+
+def put_rotary_positions(message: pb.RotaryPositions, positions: Any) -> None:
+    """Fill a message with a PositionTable, or with a torch tensor or an array of ids."""
+    if isinstance(positions, PositionTable):
+        put_table(message.table, positions)
+    elif hasattr(positions, "dtype") and hasattr(positions, "shape"):
+        put_tensor(message.ids, positions)
+    else:
+        raise InvalidInputError(
+            f"positions: got {type(positions).__name__}, want a PositionTable or a tensor of ids in a call of a service"
+        )
+
+
+def get_rotary_positions(
+    name: str, message: pb.RotaryPositions, memory: Memory | None = None
+) -> PositionTable | Tensor:
+    """The positions of a message, ids as a torch tensor; memory: as for ``get_tensor``."""
+    kind = chosen(name, message, "positions")
+    if kind == "table":
+        return get_table(path(name, "table"), message.table)
+    return get_torch(path(name, "ids"), message.ids, memory)

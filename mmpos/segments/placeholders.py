@@ -1,0 +1,262 @@
+"""From input ids to placeholder spans: runs of placeholder tokens are matched with the grids in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmpos.errors import InvalidInputError
+from mmpos.segments.placeholder_runs import Batch, BoolArray, Runs, read_batch
+from mmpos.segments.spans import span_tokens
+from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer
+
+
+class Modality(NamedTuple):
+    """One kind of placeholder: the argument's name, its grids before merging and its token id."""
+
+    name: str
+    grid_thw: Any
+    token_id: int | None
+    frames_apart: bool = False
+
+
+class RowEnds(NamedTuple):
+    """The tokens that end the rows of grids: all rows but the last, and the last."""
+
+    row: int
+    last: int
+
+    @classmethod
+    def of(cls, row_token_id: int | None, last_row_token_id: int | None, placeholders: Sequence[int]) -> RowEnds | None:
+        """The two, of which the last may be left out; None where rows follow each other."""
+        if row_token_id is None:
+            if last_row_token_id is not None:
+                raise InvalidInputError(f"last_row_token_id: got {last_row_token_id}, want row_token_id, too")
+            return None
+        row = integer("row_token_id", row_token_id)
+        ends = cls(row, row if last_row_token_id is None else integer("last_row_token_id", last_row_token_id))
+        for name, token in zip(("row_token_id", "last_row_token_id"), ends, strict=True):
+            if token in placeholders:
+                raise InvalidInputError(f"{name}: got {token}, want another than that of patches")
+        return ends
+
+
+@dataclass(frozen=True)
+class Found:
+    """Placeholder spans of a batch in token order, as SegmentTable.from_spans takes them.
+
+    ``videos`` is the index of the video of each span, -1 for images; ``padding`` the tokens left and
+    right of each document, or None when the batch has no mask.
+    """
+
+    lengths: IntArray
+    offsets: IntArray
+    grid_thw: IntArray
+    documents: IntArray
+    videos: IntArray
+    num_videos: int
+    padding: tuple[IntArray, IntArray] | None
+    row_separator: bool
+
+    def per_span(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
+        """A value per video, handed to the spans of that video."""
+        if len(values) != self.num_videos:
+            raise InvalidInputError(f"{name}: got {len(values)} values, want {self.num_videos}, one per video")
+        return [None if video < 0 else values[video] for video in self.videos]
+
+
+def find(
+    input_ids: Any,
+    *modalities: Modality,
+    spatial_merge_size: int,
+    cu_seqlens: Any,
+    attention_mask: Any,
+    row_token_id: int | None,
+    last_row_token_id: int | None,
+) -> Found:
+    """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
+    merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
+    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    wanted = [modality for modality in modalities if _wanted(modality)]
+    token_ids = [_token_id(modality) for modality in wanted]
+    if len(set(token_ids)) < len(wanted):
+        raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
+    ends = RowEnds.of(row_token_id, last_row_token_id, token_ids)
+    runs = batch.runs(token_ids) if token_ids else []
+    spans = [_match(batch, modality, found, merge, ends) for modality, found in zip(wanted, runs, strict=True)]
+    videos = sum(s.given for s in spans if s.name == "video_grid_thw")
+    both = spans[0] if len(spans) == 1 else _joined(spans)
+    return Found(
+        batch.stops - batch.starts,
+        both.first - batch.starts[both.document],
+        both.grid_thw,
+        both.document,
+        both.video,
+        videos,
+        batch.padding,
+        ends is not None,
+    )
+
+
+def _joined(spans: Sequence[_Spans]) -> _Spans:
+    """The spans of all modalities in token order."""
+    none = np.zeros(0, np.int64)
+    order = np.argsort(np.concatenate([none, *(s.first for s in spans)]), kind="stable")
+    first, document, video = (
+        np.concatenate([none, *(getattr(s, name) for s in spans)])[order] for name in ("first", "document", "video")
+    )
+    grid_thw = np.concatenate([np.zeros((0, 3), np.int64), *(s.grid_thw for s in spans)])[order]
+    return _Spans("grid_thw", 0, first, document, grid_thw, video)
+
+
+class _Spans(NamedTuple):
+    """Grids of one modality where they lie: video is the index of each one's video, -1 for images."""
+
+    name: str
+    given: int
+    first: IntArray
+    document: IntArray
+    grid_thw: IntArray
+    video: IntArray
+
+
+def _wanted(modality: Modality) -> bool:
+    if modality.token_id is None:
+        if modality.grid_thw is not None:
+            token = modality.name.replace("grid_thw", "token_id")
+            raise InvalidInputError(f"{token}: got None, want the placeholder id of {modality.name}")
+        return False
+    return True
+
+
+def _token_id(modality: Modality) -> int:
+    return integer(modality.name.replace("grid_thw", "token_id"), modality.token_id)
+
+
+def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEnds | None) -> _Spans:
+    name = modality.name
+    raw = int_array(name, () if modality.grid_thw is None else modality.grid_thw, (None, 3))
+    first_bad(name, raw, minimum=1, maximum=INT32_MAX)
+    grids, owner = raw, np.arange(len(raw))
+    if modality.frames_apart:
+        if raw[:, 0].sum() > runs.total:
+            raise InvalidInputError(
+                f"{name}: got {counted(int(raw[:, 0].sum()), 'frame')}, want at most {runs.total}, the placeholders"
+            )
+        owner = np.repeat(owner, raw[:, 0])
+        grids = raw[owner]
+        grids[:, 0] = 1
+    merged = _merged(name, raw, grids, owner, merge)
+    tokens = span_tokens(name, merged)
+    if ends is None:
+        fits, first, document = _fits(runs, tokens)
+        if not fits.all() or tokens.sum() != runs.total:
+            raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge))
+    else:
+        first, document = _match_rows(batch, runs, name, merged, owner, ends)
+    return _Spans(name, len(raw), first, document, merged, owner if name == "video_grid_thw" else owner * 0 - 1)
+
+
+def _merged(name: str, raw: IntArray, grids: IntArray, owner: IntArray, merge: int) -> IntArray:
+    if merge == 1:
+        return grids
+    merged, odd = np.divmod(grids, np.array([1, merge, merge]))
+    if odd.any():
+        g = int(owner[int(odd.any(axis=1).argmax())])
+        raise InvalidInputError(
+            f"{name}[{g}]: got {tuple(raw[g].tolist())}, want height and width divisible by spatial_merge_size={merge}"
+        )
+    return merged
+
+
+def _fits(runs: Runs, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
+    """Whether each grid covers consecutive placeholders of one document, its first token, and its document."""
+    stops = tokens.cumsum()
+    if not runs.total:
+        return np.zeros(tokens.shape, np.bool_), stops, stops
+    run = runs.of(stops - tokens)
+    return stops <= runs.stops[run], stops - tokens + runs.shift[run], runs.document[run]
+
+
+def _match_rows(
+    batch: Batch, runs: Runs, name: str, merged: IntArray, owner: IntArray, ends: RowEnds
+) -> tuple[IntArray, IntArray]:
+    """The first token and the document of each grid, every row of which is a run of its own before the row's end."""
+    heights = merged[:, 0] * merged[:, 1]
+    if heights.sum(dtype=np.float64) > runs.total:
+        raise InvalidInputError(f"{name}: got {heights.sum()} rows, want at most {runs.total}, the placeholders")
+    grid = np.arange(len(heights)).repeat(heights)
+    width = merged[grid, 2]
+    fits, first, document = _fits(runs, width)
+    stop = first + width
+    is_last = np.zeros(grid.size, np.bool_)
+    is_last[heights.cumsum() - 1] = True
+    end = np.where(is_last, ends.last, ends.row)
+    follows = np.ones(grid.size, np.bool_)
+    follows[1:] = is_last[:-1] | ((first[1:] == stop[:-1] + 1) & (document[1:] == document[:-1]))
+    inside = fits & (stop < batch.stops[document])
+    ended = inside & (batch.ids[np.where(inside, stop, 0)] == end)
+    good = fits & follows & ended
+    begin = heights.cumsum() - heights
+    if good.all():
+        if width.sum() != runs.total:
+            raise InvalidInputError(_surplus(batch, runs, name, int(width.sum()), owner))
+        return first[begin], document[begin]
+    r = int(good.argmin())
+    g = int(grid[r])
+    row = f"row {r - int(begin[g])} of {'x'.join(map(str, merged[g]))} after merging"
+    done = int(width[:r].sum())
+    place = batch.name(int(document[r]), int(first[r]))
+    if fits[r] and follows[r]:
+        got = f"token {batch.ids[stop[r]]}" if inside[r] else "the end of the document"
+        message = f"got {got} after the placeholders at {place}, want {end[r]}, the end of {row}"
+    elif fits[r]:
+        where = batch.name(int(document[r - 1]), int(stop[r - 1]))
+        message = f"got placeholders at {place}, want those of {row} right after {where}"
+    elif done >= runs.total:
+        message = f"got no placeholders left, want {width[r]} for {row}; a surplus grid?"
+    else:
+        run = int(runs.stops[runs.of(np.asarray([done]))[0]]) - done
+        message = f"got a run of {run} placeholders at {place}, want {width[r]} for {row}"
+    raise InvalidInputError(f"{name}[{owner[g]}]: {message}")
+
+
+def _surplus(batch: Batch, runs: Runs, name: str, done: int, owner: IntArray) -> str:
+    """The message of placeholders that no grid is left for."""
+    run = int(runs.of(np.asarray([done]))[0])
+    place = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
+    left = f"{counted(runs.total - done, 'placeholder')} from {place} on"
+    return f"{name}: got {counted(len(set(owner.tolist())), 'grid')}, want more for {left}"
+
+
+def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArray, merge: int) -> str:
+    merged = grids // np.array([1, merge, merge])
+    tokens = span_tokens(name, merged)
+    fits, first, document = _fits(runs, tokens)
+    hint = _merge_hint(runs, grids, merge)
+    if fits.all():
+        return _surplus(batch, runs, name, int(tokens.sum()), owner) + hint
+    g = int(fits.argmin())
+    want = f"want {tokens[g]} for {'x'.join(map(str, merged[g]))} after merging"
+    begin = int(tokens[:g].sum())
+    if begin >= runs.total:
+        return f"{name}[{owner[g]}]: got no placeholders left, {want}; a surplus grid?{hint}"
+    run = int(runs.stops[runs.of(np.asarray([begin]))[0]]) - begin
+    place = batch.name(int(document[g]), int(first[g]))
+    if not hint and run == merged[g, 2] < tokens[g]:
+        hint = "; where a token of its own ends each row, pass row_token_id"
+    return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {place}, {want}{hint}"
+
+
+def _merge_hint(runs: Runs, grids: IntArray, merge: int) -> str:
+    for other in (1, 2, 3, 4, 8):
+        if other == merge or not len(grids) or (grids[:, 1:] % other).any():
+            continue
+        tokens = (grids // np.array([1, other, other])).prod(axis=1, dtype=np.float64)
+        if tokens.sum() == runs.total and _fits(runs, tokens.astype(np.int64))[0].all():
+            return f" (fits with spatial_merge_size={other})"
+    return ""

@@ -1,0 +1,262 @@
+"""The shape of a packed batch of documents: text runs and grids of patches, before any scheme places them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError
+from mmpos.segments import placeholders, spans
+from mmpos.segments.checks import check_segments, foreign_part
+from mmpos.segments.parts import GRID, PAD, TEXT, Grid, Text, rationals
+from mmpos.support import native
+from mmpos.support.checks import IntArray, boolean, counted, first_bad, host_array, int_array
+from mmpos.support.ragged import insert_padding
+
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
+
+
+_DTYPES = {
+    "kind": np.dtype(np.uint8),
+    "extents": np.dtype(np.int64),
+    "segment_offsets": np.dtype(np.int64),
+    "seconds_per_frame": np.dtype(np.int64),
+    "row_separator": np.dtype(np.bool_),
+}
+
+# What csrc/segments.c reads off parts, in its order.
+_FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """The segments of a packed batch of documents, one column each; positions are not in it yet.
+
+    Args:
+        kind: (segments,) uint8: TEXT, GRID or PAD.
+        extents: (3, segments) int64: frames, height, width; text and padding: 1, 1, length.
+        segment_offsets: (documents + 1,) int64: the first segment of each document, then the total.
+        seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) where none is given; or None.
+        row_separator: (segments,) bool: the rows of this grid end in one more token; or None.
+    """
+
+    kind: npt.NDArray[np.uint8]
+    extents: IntArray
+    segment_offsets: IntArray
+    seconds_per_frame: IntArray | None = None
+    row_separator: npt.NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            array = getattr(self, name)
+            if array is not None:
+                if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                    got = getattr(array, "dtype", type(array).__name__)
+                    raise InvalidInputError(f"{name}: got {got}, want an array of {dtype}; from_arrays converts")
+                if array.flags.writeable:
+                    array = array.view()
+                    array.flags.writeable = False
+                    object.__setattr__(self, name, array)
+        check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
+
+    @classmethod
+    def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
+        """The table of documents given as lists of Text and Grid.
+
+        >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
+        [3, 6, 2]
+        """
+        found = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
+        if found is not None:
+            kind, extents, offsets = found
+            return cls(np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets))
+        try:
+            parts = list(chain.from_iterable(documents))
+            offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
+            foreign = not {Text, Grid}.issuperset(map(type, parts))
+        except TypeError:
+            foreign = True
+        if foreign:
+            raise foreign_part(documents)
+        extents = np.fromiter(chain.from_iterable([part.extents for part in parts]), np.int64, 3 * len(parts))
+        is_grid = [type(part) is Grid for part in parts]
+        grids = [(i, part) for i, part in enumerate(parts) if isinstance(part, Grid) and not part.plain]
+        seconds = separator = None
+        if any(grid.seconds_per_frame for _, grid in grids):
+            seconds = spans.seconds_columns(len(parts), ((i, grid.seconds_per_frame) for i, grid in grids))
+        if any(grid.row_separator for _, grid in grids):
+            separator = np.zeros(len(parts), np.bool_)
+            separator[[i for i, grid in grids if grid.row_separator]] = True
+        return cls(np.array(is_grid, np.uint8), extents.reshape(-1, 3).T, offsets, seconds, separator)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        kind: npt.ArrayLike,
+        extents: npt.ArrayLike,
+        segment_offsets: npt.ArrayLike,
+        *,
+        seconds_per_frame: npt.ArrayLike | None = None,
+        row_separator: npt.ArrayLike | None = None,
+    ) -> SegmentTable:
+        """The table from arrays as its fields describe them; copies, so that they may change."""
+        separator = None if row_separator is None else host_array("row_separator", row_separator)
+        if separator is not None and separator.dtype != np.bool_:
+            raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
+        kind = int_array("kind", kind, (None,))
+        first_bad("kind", kind, minimum=TEXT, maximum=PAD)
+        return cls(
+            kind.astype(np.uint8),
+            int_array("extents", extents, (3, None)).copy(),
+            int_array("segment_offsets", segment_offsets, (None,)).copy(),
+            None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)).copy(),
+            None if separator is None else separator.copy(),
+        )
+
+    @classmethod
+    def from_spans(
+        cls,
+        lengths: npt.ArrayLike,
+        offsets: npt.ArrayLike,
+        grid_thw: npt.ArrayLike,
+        documents: npt.ArrayLike | None = None,
+        *,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        row_separator: bool = False,
+    ) -> SegmentTable:
+        """The table from placeholder spans, as inference engines hold them: no token is read.
+
+        Args:
+            lengths: (documents,) tokens of each document.
+            offsets: (spans,) first token of each span, counted from its document's first token,
+                ascending within a document.
+            grid_thw: (spans, 3) frames, height, width after spatial merging.
+            documents: (spans,) ascending document of each span; may be left out for one document.
+            seconds_per_frame: one per span, or None.
+            row_separator: whether the rows of all these grids end in one more token.
+
+        Raises:
+            InvalidInputError: a span overlaps the one before it or does not fit its document.
+        """
+        separators = int(boolean("row_separator", row_separator))
+        layout = spans.layout(lengths, offsets, grid_thw, documents, separators=separators)
+        times = rationals("seconds_per_frame", seconds_per_frame)
+        if seconds_per_frame is not None and len(times) != len(layout.span_segments):
+            raise InvalidInputError(
+                f"seconds_per_frame: got {len(times)} values, want {len(layout.span_segments)}, one per span"
+            )
+        seconds = separator = None
+        if any(times):
+            pairs = zip(layout.span_segments.tolist(), times, strict=True)
+            seconds = spans.seconds_columns(layout.kind.size, pairs)
+        if row_separator:
+            separator = layout.kind == GRID
+        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator)
+
+    @classmethod
+    def from_input_ids(
+        cls,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        video_grid_thw: npt.ArrayLike | None = None,
+        *,
+        image_token_id: int | None,
+        video_token_id: int | None = None,
+        spatial_merge_size: int = 1,
+        cu_seqlens: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
+        seconds_per_frame: Sequence[Fraction | float | None] | None = None,
+        frames_apart: bool = False,
+        row_token_id: int | None = None,
+        last_row_token_id: int | None = None,
+    ) -> SegmentTable:
+        """The table of a tokenised batch, found by matching runs of placeholders with the grids in order.
+
+        Args:
+            input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
+            image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
+            video_grid_thw: (videos, 3) likewise.
+            image_token_id: the placeholder of image patches; None if there are none.
+            video_token_id: the placeholder of video patches; likewise.
+            spatial_merge_size: patches merged along each side; divides heights and widths.
+            cu_seqlens: (documents + 1,) first token of each packed document, then the total.
+            attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,
+                and a placeholder id under a 0 is padding.
+            seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
+            frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
+            row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
+                None where rows follow each other.
+            last_row_token_id: the token in its place after the last row of a grid ([IMG_END]); None is the same.
+
+        Raises:
+            InvalidInputError: the first grid that does not fit its run of placeholders, with both
+                counts; missing or surplus grids; a mask with holes.
+        """
+        found = placeholders.find(
+            input_ids,
+            placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
+            placeholders.Modality(
+                "video_grid_thw", video_grid_thw, video_token_id, boolean("frames_apart", frames_apart)
+            ),
+            spatial_merge_size=spatial_merge_size,
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+            row_token_id=row_token_id,
+            last_row_token_id=last_row_token_id,
+        )
+        times = rationals("seconds_per_frame", seconds_per_frame)
+        per_span = None if seconds_per_frame is None else found.per_span("seconds_per_frame", times)
+        table = cls.from_spans(
+            found.lengths,
+            found.offsets,
+            found.grid_thw,
+            found.documents,
+            seconds_per_frame=per_span,
+            row_separator=found.row_separator,
+        )
+        return table if found.padding is None else table._with_padding(*found.padding)
+
+    def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
+        seconds, separator = self.seconds_per_frame, self.row_separator
+        rows, pad = [self.kind.astype(np.int64)[None], self.extents], [PAD, 1, 1, 0]
+        if seconds is not None:
+            rows, pad = [*rows, seconds], [*pad, 0, 1]
+        if separator is not None:
+            rows, pad = [*rows, separator.astype(np.int64)[None]], [*pad, 0]
+        columns, offsets = insert_padding(
+            np.vstack(rows), self.segment_offsets, left, right, np.array(pad, np.int64), length_rows=(3,)
+        )
+        return SegmentTable(
+            columns[0].astype(np.uint8),
+            columns[1:4],
+            offsets,
+            None if seconds is None else columns[4:6],
+            None if separator is None else columns[-1].astype(np.bool_),
+        )
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.segment_offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """(segments,) tokens of each segment, row separators included."""
+        frames, height, width = self.extents
+        return frames * height * (width if self.row_separator is None else width + self.row_separator)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole batch, padding included."""
+        return int(self.lengths.sum())
+
+    def __repr__(self) -> str:
+        grids = int((self.kind == GRID).sum())
+        segments = f"{counted(self.kind.size, 'segment')} ({counted(grids, 'grid')})"
+        documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
+        return f"SegmentTable({documents}, {segments}, {tokens})"

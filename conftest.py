@@ -18,7 +18,7 @@ import mmpos  # noqa: F401
 collect_ignore = [
     "tests/through_service.py",
     "tests/native_choice.py",
-    "mmpos/bench/peers",
+    "benchmarks/mmpos_bench/peers",
     "mmpos/integrations/torchtitan/override.py",
     "mmpos/integrations/vllm/models.py",
 ]

@@ -18,12 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.bench.machine import stamp
-from mmpos.bench.serving.overload import Overload, Scale, overload
-from mmpos.bench.serving.soak import Soak, soak
-from mmpos.bench.serving.stalled import Stalled, stalled
 from mmpos.errors import MmposError
 from mmpos.support.files import write_text
+from mmpos_bench.machine import stamp
+from mmpos_bench.serving.overload import Overload, Scale, overload
+from mmpos_bench.serving.soak import Soak, soak
+from mmpos_bench.serving.stalled import Stalled, stalled
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

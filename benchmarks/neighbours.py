@@ -26,9 +26,9 @@ from neighbours_page import PAGE, PICTURE, RESULTS, Found, fill_in, guess, pictu
 from neighbours_task import Task
 from neighbours_training import NONE, Outcome, Setup, train
 
-from mmpos.bench.machine import stamp
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
+from mmpos_bench.machine import stamp
 
 PLACED = (
     "flatten",

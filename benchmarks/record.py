@@ -17,11 +17,11 @@ from pathlib import Path
 
 import compared
 
-from mmpos.bench.machine import MALLOCS
-from mmpos.bench.results import Entry, Measurement, Report, from_json, to_json
-from mmpos.bench.suites import SUITES
-from mmpos.bench.words import number_text, ratio_text, seconds_text
 from mmpos.support.files import write_text
+from mmpos_bench.machine import MALLOCS
+from mmpos_bench.results import Entry, Measurement, Report, from_json, to_json
+from mmpos_bench.suites import SUITES
+from mmpos_bench.words import number_text, ratio_text, seconds_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -16,7 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
-from mmpos.bench import (
+from mmpos.cli import app
+from mmpos.segments.parts import Grid, Text
+from mmpos_bench import (
     SUITES,
     Budget,
     Case,
@@ -33,14 +35,12 @@ from mmpos.bench import (
     plot,
     run,
 )
-from mmpos.bench.machine import Machine, stamp
-from mmpos.bench.peers import Peers
-from mmpos.bench.plot import plot_report
-from mmpos.bench.reference import loop_ids
-from mmpos.bench.results import from_json, to_json
-from mmpos.cli import app
-from mmpos.cli.bench_tables import print_report
-from mmpos.segments.parts import Grid, Text
+from mmpos_bench.machine import Machine, stamp
+from mmpos_bench.peers import Peers
+from mmpos_bench.plot import plot_report
+from mmpos_bench.reference import loop_ids
+from mmpos_bench.results import from_json, to_json
+from mmpos_bench.tables import print_report
 
 MACHINE = Machine(
     "AMD EPYC", 2, None, "Linux x86_64", "3.11.7", "0.1.0", "abc", True, "tuned", {}, 0.5, {"numpy": "2.4"}
@@ -137,7 +137,7 @@ def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None
 
     told: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmpos.bench.timing.time.perf_counter", lambda: now[0])
+        patch.setattr("mmpos_bench.timing.time.perf_counter", lambda: now[0])
         calls = {"fast": lambda: call("fast", 2**-10), "slow": lambda: call("slow", 2.0)}
         found = compare(calls, Budget(1.0, 5), lambda done, rounds: told.append((done, rounds)))
     assert {name: (t.median, t.turns) for name, t in found.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
@@ -203,7 +203,7 @@ def test_missing_peers_are_told_and_those_not_wanted_are_not_missing(monkeypatch
     peers = Peers(wanted=True)
     assert peers.get("loop per image", "engine_loop").engine_loop
     assert peers.get("Nonsense", "nonsense") is None
-    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'mmpos.bench.peers.nonsense'"}
+    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'mmpos_bench.peers.nonsense'"}
     unwanted = Peers(wanted=False)
     assert unwanted.get("loop per image", "engine_loop") is None
     assert unwanted.missing == {}
@@ -269,7 +269,7 @@ def test_the_command_prints_tables_writes_json_and_draws(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmpos.cli.bench.run", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match=f"{option}: got '/no/such/x.svg', want a file in a folder"):
         CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.svg"], catch_exceptions=False)
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from mmpos import UnsupportedError
-from mmpos.bench import Budget, NotEqualError, Options, layers, packing
-from mmpos.bench.examples import evenly, mix
-from mmpos.bench.layers import SHAPES, Layer, Pair, Shape, interleaved
-from mmpos.bench.peers import Peers
-from mmpos.bench.peers.collate_loop import collate_loop
-from mmpos.bench.peers.eager_rotation import rotate
-from mmpos.bench.serving.h2load import H2Load
-from mmpos.bench.serving.loads import Turn, by_cpu, by_latency, by_rate
-from mmpos.bench.serving.processes import ServerProcess
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
+from mmpos_bench import Budget, NotEqualError, Options, layers, packing
+from mmpos_bench.examples import evenly, mix
+from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
+from mmpos_bench.peers import Peers
+from mmpos_bench.peers.collate_loop import collate_loop
+from mmpos_bench.peers.eager_rotation import rotate
+from mmpos_bench.serving.h2load import H2Load
+from mmpos_bench.serving.loads import Turn, by_cpu, by_latency, by_rate
+from mmpos_bench.serving.processes import ServerProcess
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
 
@@ -172,15 +172,15 @@ def test_what_a_suite_lacks_names_the_pip_command(
     suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
-    monkeypatch.delitem(sys.modules, f"mmpos.bench.{suite}", raising=False)
+    monkeypatch.delitem(sys.modules, f"mmpos_bench.{suite}", raising=False)
     with pytest.raises(ImportError) as raised:
-        importlib.import_module(f"mmpos.bench.{suite}")
+        importlib.import_module(f"mmpos_bench.{suite}")
     want = f'want pip install "multimodal-positions[{extra}]"'
     assert str(raised.value) == f"the {suite} suite: {needs} is not installed, {want}"
 
 
 def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmpos.bench import service
+    from mmpos_bench import service
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):

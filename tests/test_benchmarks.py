@@ -8,12 +8,12 @@ import pytest
 import torch
 from record import RESULTS
 
-from mmpos.bench import NotEqualError, run
-from mmpos.bench.results import Report, from_json
-from mmpos.bench.serving.clients import Clients
-from mmpos.bench.serving.orders import Order
-from mmpos.bench.serving.processes import echo, started
 from mmpos.errors import ServiceError
+from mmpos_bench import NotEqualError, run
+from mmpos_bench.results import Report, from_json
+from mmpos_bench.serving.clients import Clients
+from mmpos_bench.serving.orders import Order
+from mmpos_bench.serving.processes import echo, started
 
 WORKLOADS = ["a", "b", "c", "d"]
 

@@ -19,12 +19,12 @@ from tolerance import assert_within, rounding
 from torch.utils.data import DataLoader
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
-from mmpos.bench.examples import labelled
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.rotary.device import DevicePositions
+from mmpos_bench.examples import labelled
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
 SECOND = labelled("b", [[7, 8, 9]])

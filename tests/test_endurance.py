@@ -11,8 +11,8 @@ from pathlib import Path
 import endurance
 import pytest
 
-from mmpos.bench.serving.overload import Overload
-from mmpos.bench.serving.soak import Soak, slope
+from mmpos_bench.serving.overload import Overload
+from mmpos_bench.serving.soak import Soak, slope
 
 ROOT = Path(__file__).parents[1]
 

@@ -27,8 +27,8 @@ from h2.events import (
 )
 from h2.settings import SettingCodes, Settings
 
-from mmpos.bench.serving.flood import Flood, Flooded, flood, flooding
 from mmpos.errors import ServiceError
+from mmpos_bench.serving.flood import Flood, Flooded, flood, flooding
 
 PATH = "/a.very.long.name.of.a.package." + "of.which.a.length.takes.more.than.seven.bits." * 3 + "Service/Method"
 
@@ -219,7 +219,7 @@ def test_the_limits_of_the_server_are_kept() -> None:
 
 
 def test_the_server_is_told_that_answers_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmpos.bench.serving.flood._LARGEST", 100_000)  # bytes, which are twenty answers
+    monkeypatch.setattr("mmpos_bench.serving.flood._LARGEST", 100_000)  # bytes, which are twenty answers
     with served("answer") as toy:
         toy.answer = bytes(5000)
         found = flood(load(toy.address, None, connections=1, in_flight=1))

@@ -11,19 +11,7 @@ import mmpos
 from mmpos.support.extras import pip_install
 
 ROOT = Path(__file__).parent.parent
-ROOMS = [
-    "bench",
-    "hf",
-    "megatron",
-    "plot",
-    "queries",
-    "schemes",
-    "sections",
-    "sglang",
-    "tokenizers",
-    "torchtitan",
-    "vllm",
-]
+ROOMS = ["analysis", "client", "data", "encodings", "integrations", "rotary", "schemes"]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -51,14 +39,15 @@ def test_the_public_names_are_these_and_all_are_there() -> None:
         "Text",
         "UnsupportedError",
         "Video",
+        "analysis",
         "block_keys",
         "client",
-        "compare",
         "data",
         "diagnose",
         "encodings",
         "from_hf_config",
         "info",
+        "integrations",
         "place",
         "rotary",
     ]

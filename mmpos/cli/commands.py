@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
 from mmpos.support import info as installation
 from mmpos.support.extras import needed_for
-from mmpos.support.program import EXIT_CODES, STDIN, write_output
+from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 
 _ORDER = (
     "demo",
@@ -37,23 +38,26 @@ _ORDER = (
 )
 
 
+_ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
+"""Commands of packages that know this one: the module of each, and the extra that it needs."""
+
+
 class _Group(TyperGroup):
-    """The commands, those first with which one begins; that of the server is imported when it is asked for."""
+    """The commands in the order in which one meets them; those of other packages are imported when asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if name == "serve":
+        if name in _ELSEWHERE:
+            module, extra = _ELSEWHERE[name]
             try:
-                with needed_for("mmpos serve", extra="server"):
-                    from mmpos_server.options import app as server
+                with needed_for(f"mmpos {name}", extra=extra):
+                    command = typer.main.get_command(import_module(module).app)
             except ImportError:
                 if not ctx.resilient_parsing:  # a shell that completes a line wants no error in it
                     raise
-            else:
-                command = typer.main.get_command(server)
         return name, command, rest
 
 
@@ -108,7 +112,7 @@ def demo(
     """Two photographs in a sentence: the sequence, its ids, and a picture of them."""
     from mmpos.cli.demo import run_demo
 
-    run_demo(report.console(), make_scheme(DEFAULT if scheme is None else scheme), output)
+    run_demo(console(), make_scheme(DEFAULT if scheme is None else scheme), output)
 
 
 @app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{JSON_FILE}")
@@ -140,7 +144,7 @@ def positions(
     if json:
         typer.echo(report.to_json_text(placed.documents, placed.positions, placed.scheme))
     else:
-        report.print_positions(report.console(), placed.segments, placed.positions)
+        report.print_positions(console(), placed.segments, placed.positions)
 
 
 @app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS}")
@@ -158,7 +162,7 @@ def explain(
 @app.command()
 def schemes() -> None:
     """List the schemes, and the ids that an image of 24×24 patches consumes in each."""
-    report.show(report.console(), report.schemes_table())
+    report.show(console(), report.schemes_table())
 
 
 @app.command()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmpos.cli import report
 from mmpos.cli.commands import app
 from mmpos.cli.scheme_options import complete_scheme, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import SCHEMES
+from mmpos.support.program import console
 
 if TYPE_CHECKING:
     from mmpos.analysis.compare import Matrix
@@ -44,7 +44,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps({f"{each.subject}s": each.to_dict() for each in found}, ensure_ascii=False, indent=1))
         return
-    out = report.console()
+    out = console()
     for i, matrix in enumerate(found):
         if i:
             out.print()

@@ -22,6 +22,7 @@ from mmpos.cli.scheme_options import DEFAULT, SchemeName, did_you_mean, make_sch
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
+from mmpos.support.program import console
 
 if TYPE_CHECKING:
     from mmpos.data.preprocess.summary import Progress, Summary
@@ -270,4 +271,4 @@ def _print(summary: Summary, folder: Path) -> None:
         ("speed", speed),
     ):
         table.add_row(name, said)
-    report.show(report.console(), table)
+    report.show(console(), table)

@@ -16,6 +16,7 @@ from mmpos.cli.scheme_options import Axes, make_scheme, scheme_option
 from mmpos.cli.specs import IMAGE_SUFFIXES, read_specs
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
+from mmpos.support.program import console
 
 if TYPE_CHECKING:
     from mmpos.client import Client
@@ -53,6 +54,11 @@ def serve() -> None:
     """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
 
 
+@app.command()
+def bench() -> None:
+    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
+
+
 @remote.callback()
 def root(context: typer.Context) -> None:
     """Ask a server started with [bold]mmpos serve[/bold]."""
@@ -88,7 +94,7 @@ def info(
     """Print the server's version, profiles and limits."""
     with _asking(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         found = client.info()
-    out = report.console()
+    out = console()
     out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
     profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
     for profile in found.profiles:
@@ -130,7 +136,7 @@ def positions(
     if json:
         typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if words is None else words))
     else:
-        report.print_positions(report.console(), segments, placed)
+        report.print_positions(console(), segments, placed)
 
 
 @remote.command()
@@ -151,7 +157,7 @@ def build(
     given = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
     with _asking(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
         sequence = client.build(given)
-    out = report.console()
+    out = console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)
 

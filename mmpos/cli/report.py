@@ -25,17 +25,9 @@ from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import whole_file
 
-_WIDTH = 100
 _SHORT = 24  # tokens whose ids are all printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
 _MAX_JSON_TOKENS = 2**22
-
-
-def console() -> Console:
-    """Where tables are printed; plain text of a fixed width where there is no terminal."""
-    found = Console()
-    width = min(found.width, _WIDTH) if found.is_terminal else _WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def show(out: Console, table: Table) -> None:

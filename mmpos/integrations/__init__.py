@@ -1,1 +1,1 @@
-"""Positions and rotations in Transformers, vLLM, SGLang, Megatron and torchtitan, and settings from a model's config."""
+"""Positions and rotations in Transformers, vLLM, SGLang, Megatron and torchtitan; settings from configs."""

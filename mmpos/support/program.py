@@ -9,15 +9,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceUnauthenticatedError
 from mmpos.support.extras import pip_install
 
-__all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "read_input", "run_program", "write_output"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["DIFFERENT", "EXIT_CODES", "STDIN", "console", "read_input", "run_program", "write_output"]
 
 STDIN = "-"
 """The name of standard input and standard output in place of a file's."""
+
+_WIDTH = 100
 
 MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -97,6 +102,15 @@ def read_input() -> bytes:
     if sys.stdin is None:
         raise InvalidInputError(f"{STDIN}: got no standard input, want one to read from")
     return sys.stdin.buffer.read()
+
+
+def console() -> Console:
+    """A console for tables, at most 100 columns wide; plain text of that width where there is no terminal."""
+    from rich.console import Console
+
+    found = Console()
+    width = min(found.width, _WIDTH) if found.is_terminal else _WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def write_output(data: bytes) -> None:

@@ -1,0 +1,140 @@
+"""Layers of models as tensors to rotate, and what their rotation should be: a formula in float64 from ids of a loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
+from mmpos.rotary import DevicePositions, Rotary
+from mmpos.segments.table import SegmentTable
+from mmpos_bench.proofs import holds
+from mmpos_bench.reference import loop_ids
+from mmpos_bench.workloads import Document, workload
+
+__all__ = ["ROUNDING", "SHAPES", "Layer", "Pair", "Shape", "interleaved"]
+
+Pair = tuple[Tensor, Tensor]
+
+_THETA, _SCHEME = 10000.0, "rope-tie"
+_BLOCK = 1024  # tokens that are judged at a time, in float64
+
+ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
+"""Greatest error, over the length of the pair that turns: of one rounding, and with cos and sin rounded before."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of a model: heads, their channels, and how the axes share them."""
+
+    q_heads: int
+    k_heads: int
+    head_dim: int
+    allocation: str = "interleaved"
+
+
+SHAPES = {
+    "7B layer": Shape(32, 8, 128),
+    "72B layer": Shape(64, 8, 128),
+    "vision encoder": Shape(16, 16, 80, "axial"),
+}
+
+
+def interleaved(tokens: int, documents: int = 1) -> list[Document]:
+    """Documents of equal length, an image of 16×16 in every 320 tokens, or of 2×2 where they are shorter."""
+    each = tokens // documents
+    side, every = (16, 320) if each >= 320 else (2, 8)
+    return workload(documents, each, each // every, side)
+
+
+class Layer:
+    """q and k of one layer, and their positions in the forms that contestants take.
+
+    Args:
+        shape: of the layer.
+        documents: what the tokens are, all together one row.
+        dtype: of q and k.
+        device: where everything lies.
+    """
+
+    def __init__(self, shape: Shape, documents: list[Document], dtype: torch.dtype, device: str) -> None:
+        self.shape, self.documents, self.dtype, self.device = shape, documents, dtype, device
+        self.rotary = Rotary(shape.head_dim, theta=_THETA, allocation=shape.allocation, axes=2)
+        self.positions: PositionTable = place(SegmentTable.from_documents(documents), _SCHEME)
+        self.tokens = self.positions.num_tokens
+        self.table = DevicePositions.from_table(self.positions, device)
+        self.dense = torch.from_numpy(self.positions.dense()).to(device)
+        self.q, self.k = self.random(0)
+
+    def random(self, seed: int) -> Pair:
+        """New tensors like q and k, (1, tokens, heads, head_dim)."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        q, k = (
+            torch.randn(1, self.tokens, heads, self.shape.head_dim, generator=generator, device=self.device)
+            for heads in (self.shape.q_heads, self.shape.k_heads)
+        )
+        return q.to(self.dtype), k.to(self.dtype)
+
+    @property
+    def work(self) -> dict[str, int]:
+        """Tokens, and the bytes that a rotation must read and write."""
+        moved = 2 * (self.q.nbytes + self.k.nbytes)
+        return {"tokens": self.tokens, "documents": len(self.documents), "bytes": moved}
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """(tokens, pairs) float64: every pair's position by its frequency."""
+        ids = torch.from_numpy(loop_ids(self.documents, _SCHEME)).to(self.device)
+        dim = self.shape.head_dim
+        pair = torch.arange(dim // 2, device=self.device, dtype=torch.float64)
+        if self.shape.allocation == "axial":  # the first half of the pairs turns by rows, the other by columns
+            axis, step, ladder = pair // (dim // 4), pair % (dim // 4), dim // 2
+        else:
+            axis, step, ladder = pair % 2, pair, dim
+        return ids[axis.long()].T * _THETA ** (-2 * step / ladder)
+
+    @cached_property
+    def tables(self) -> Pair:
+        """cos and sin as models hand them to their layers: (1, tokens, head_dim) in the dtype of q and k."""
+        cos, sin = (
+            torch.cat((table, table), dim=-1).to(self.dtype)[None] for table in (self.angles.cos(), self.angles.sin())
+        )
+        return cos, sin
+
+    def judge(self, got: Pair, before: Pair, *, rounded: bool = False, backwards: bool = False) -> None:
+        """A rotation is right, at every token and channel.
+
+        Args:
+            got: rotated q and k.
+            before: what was rotated.
+            rounded: whether by cos and sin in the dtype of q and k.
+            backwards: whether by the negative angles, as gradients are.
+
+        Raises:
+            NotEqualError: saying how far it is from the formula.
+        """
+        at_most = ROUNDING[self.dtype][rounded]
+        errors = [
+            _error(after[:, part], x[:, part], -angles if backwards else angles)
+            for after, x in zip(got, before, strict=True)
+            for part, angles in self._blocks()
+        ]
+        worst = float(torch.stack(errors).amax())  # NaN where one is, which Python's max would lose
+        holds(worst <= at_most, f"an error of {worst:.1e}", f"at most {at_most:.1e}")
+
+    def _blocks(self) -> list[tuple[slice, Tensor]]:
+        parts = [slice(at, min(at + _BLOCK, self.tokens)) for at in range(0, self.tokens, _BLOCK)]
+        return [(part, self.angles[part]) for part in parts]
+
+
+def _error(got: Tensor, x: Tensor, angles: Tensor) -> Tensor:
+    """The greatest difference from x turned by angles, over the length of the pair; NaN where anything is."""
+    cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
+    a, b = x.double().chunk(2, dim=-1)
+    found_a, found_b = got.double().chunk(2, dim=-1)
+    wrong = torch.hypot(a * cos - b * sin - found_a, b * cos + a * sin - found_b)
+    return (wrong / torch.hypot(a, b).clamp_min(1e-30)).amax()

@@ -27,13 +27,13 @@ slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
-	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
+	PYTHONPATH=tests/helpers:tests/server $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
 systemd: $(VENV)/dev  ## the unit of deploy/ under a systemd in namespaces; as root, on a quiet machine
-	$(BIN)/pytest -q -m systemd tests/test_deploy.py
+	$(BIN)/pytest -q -m systemd tests/server/test_deploy.py
 
 portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
-	$(BIN)/python tests/portable.py $(PORTABLE)
+	$(BIN)/python tests/helpers/portable.py $(PORTABLE)
 
 check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -75,7 +75,7 @@ dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare e
 	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/pytest -q -n 2 -m dist tests/test_dist.py
+	$(BIN)/pytest -q -n 2 -m dist tests/support/test_dist.py
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build out dist *.egg-info mmpos/_native*.so

@@ -23,7 +23,7 @@ def class_defaults() -> Mapping[str, Mapping[str, Any]]:
 
     ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
     hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it.
-    Model types that rotate have ``rope_theta``, null where their class has none. Made by tests/hf_classes.py.
+    Model types that rotate have ``rope_theta``, null where their class has none. Made by tests/helpers/hf_classes.py.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)

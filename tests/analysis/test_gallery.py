@@ -1,0 +1,52 @@
+"""The gallery: its pictures are those that its commands make, and none is missing or left over."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import pixels
+
+testing = pytest.importorskip("typer.testing")
+pytest.importorskip("matplotlib")
+app = pytest.importorskip("mmpos.cli").app
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "gallery.md").read_text(encoding="utf-8")
+COMMANDS = [shlex.split(line) for line in PAGE.splitlines() if line.startswith("mmpos plot ")]
+
+
+def test_every_command_is_followed_by_its_picture() -> None:
+    blocks = re.findall(r"^```sh\nmmpos plot .* -o (\S+)\n```\n\n!\[.+\]\(gallery/(\S+)\)$", PAGE, re.MULTILINE)
+    assert [made for made, _ in blocks] == [shown for _, shown in blocks]
+    assert len(blocks) == len(COMMANDS) == PAGE.count("```sh") == PAGE.count("![")
+    assert sorted(path.name for path in (DOCS / "gallery").iterdir()) == sorted(made for made, _ in blocks)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[-1]))
+def test_a_picture_is_the_one_that_its_command_makes(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert testing.CliRunner().invoke(app, command[1:]).exit_code == 0
+    drawn, kept = pixels(tmp_path / command[-1]), pixels(DOCS / "gallery" / command[-1])
+    # Cosines of other processors may move a shade; one letter more moves a hundred times as much.
+    assert drawn.shape == kept.shape
+    assert np.abs(drawn.astype(np.int16) - kept).mean() < 2e-4
+
+
+def test_pictures_are_small() -> None:
+    assert sum(path.stat().st_size for path in (DOCS / "gallery").iterdir()) < 1_500_000
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_runs_the_commands_of_the_page() -> None:
+    done = subprocess.run(["make", "--dry-run", "gallery"], cwd=DOCS.parent, capture_output=True, text=True, check=True)
+    (sed,) = [line.rpartition("|")[0] for line in done.stdout.splitlines() if line.startswith("sed ")]
+    listed = subprocess.run(["sh", "-c", sed], cwd=DOCS.parent, capture_output=True, text=True, check=True)
+    assert [shlex.split(line)[1:] for line in listed.stdout.splitlines()] == [command[1:] for command in COMMANDS]

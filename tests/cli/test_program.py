@@ -1,0 +1,312 @@
+"""The frame of the programs: input and output streams, exit codes, and what shells and terminals make of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import info
+from mmpos.__main__ import main
+from mmpos.errors import ServiceOverloadedError
+from mmpos.support.program import EXIT_CODES, run_program
+
+pytest.importorskip("typer")
+
+ROOT = Path(__file__).parents[2]
+PHOTO = Path(str(resources.files("mmpos"))) / "photos" / "chelsea.jpg"
+CAT_SPEC = "1,8x11,1"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, and no colours asked for by the surroundings."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> Any:
+    """The program in a process of its own."""
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **(env or {})}
+    command = [sys.executable, "-m", "mmpos", *arguments]
+    return subprocess.run(command, env=surroundings, **{"capture_output": True, "check": False} | options)
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Give the next command this standard input."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        (b"3,2x3,2\n\n 5 \n", ["3,2x3,2", "5"]),
+        (b'\n {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}', ["3,2x3"]),
+        (PHOTO.read_bytes(), [CAT_SPEC]),
+    ],
+)
+def test_documents_come_from_standard_input(
+    data: bytes, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(monkeypatch, data)
+    assert run(capsys, "positions", "-") == run(capsys, "positions", *arguments)
+
+
+def test_ids_come_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = io.BytesIO()
+    np.save(ids, [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
+    feed(monkeypatch, ids.getvalue())
+    assert run(capsys, "check", "-", "--spec", "1,2x2,1", "-s", "mrope") == (
+        0,
+        "All 6 tokens of 1 document have the ids of mrope.\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        (b"", "positions -", "standard input: got nothing, want specs, one a line, a JSON file or an image"),
+        (b"3,x\n", "positions -", None),
+        (b"{", "positions -", None),
+        (b"\xff\xd8\xff", "positions -", None),
+        (b"", "check - --spec 3", "standard input: got no .npy file, want an array saved with numpy.save"),
+        (b"\x93NUMPY\x01\x00", "check - --spec 3", None),
+    ],
+)
+def test_a_wrong_standard_input_is_one_line(
+    data: bytes,
+    arguments: str,
+    message: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    feed(monkeypatch, data)
+    code, out, err = run(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"mmpos: error: (SPEC|standard input)[^\n]+\n", err)
+    assert message is None or err == f"mmpos: error: {message}\n"
+
+
+def test_ids_and_pictures_go_to_standard_output() -> None:
+    ids = start("positions", "3,2x3,2", "-s", "mrope", "-o", "-")
+    assert (ids.returncode, ids.stderr) == (0, b"")
+    assert main(["positions", "3,2x3,2", "-s", "mrope", "-o", "ids.npy"]) == 0
+    assert ids.stdout == Path("ids.npy").read_bytes()
+    picture = start("plot", "ids", "3,2x3,2", "-o", "-")
+    assert (picture.returncode, picture.stderr) == (0, b"")
+    assert main(["plot", "ids", "3,2x3,2", "-o", "ids.png"]) == 0
+    assert picture.stdout == Path("ids.png").read_bytes()
+
+
+def test_standard_output_takes_one_thing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(capsys, "positions", "3", "--json", "-o", "-") == (
+        2,
+        "",
+        "mmpos: error: --output: got - beside --json, want one of them on standard output\n",
+    )
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    assert run(capsys, "positions", "3", "-o", "-") == (
+        2,
+        "",
+        "mmpos: error: -: got a terminal as standard output, want a pipe or a file\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", ["positions 3", "--help", "positions 3 -o -"])
+def test_a_reader_that_has_gone_ends_the_program_quietly(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = start(*arguments.split(), capture_output=False, stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
+def test_a_full_disk_is_one_line(arguments: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = start(*arguments.split(), capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"mmpos: error: No space left on device\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("positions 3 >&-", 0, ""),
+        ("positions - <&-", 2, "mmpos: error: -: got no standard input, want one to read from\n"),
+        ("positions 3 --bogus 2>&-", 2, ""),
+    ],
+)
+def test_streams_may_be_closed(words: str, code: int, message: str) -> None:
+    command = ["sh", "-c", f'"$0" -m mmpos {words}', sys.executable]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.decode()) == (code, b"", message)
+
+
+def ends(error: BaseException) -> Callable[..., Any]:
+    """What imports an app that ends so."""
+
+    def app(**options: object) -> None:
+        raise error
+
+    return lambda: app
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ServiceOverloadedError("max_pending: got too many", 1.0), 4, "error: max_pending: got too many\n"),
+        (PermissionError(13, "Permission denied", "here.png"), 1, "error: here.png: Permission denied\n"),
+        (OSError("no disk at all"), 1, "error: no disk at all\n"),
+        (MemoryError("Unable to allocate 8 EiB"), 1, "error: Unable to allocate 8 EiB\n"),
+        (MemoryError(), 1, "error: not enough memory\n"),
+        (
+            ImportError("colours need paint: pip install paint", name="rich"),
+            1,
+            "error: colours need paint: pip install paint\n",
+        ),
+    ],
+)
+def test_every_end_has_a_code_and_at_most_one_line(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program("mmpos", ends(error), []) == code
+    assert code in EXIT_CODES
+    assert capsys.readouterr() == ("", message and f"mmpos: {message}")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_program("mmpos", ends(ZeroDivisionError()), [])
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def app(**options: object) -> int:
+        warnings.simplefilter("always")
+        warnings.warn("a glyph\nis missing", UserWarning, stacklevel=1)
+        return 0
+
+    assert run_program("mmpos", lambda: app, []) == 0
+    assert capsys.readouterr() == ("", "mmpos: warning: a glyph is missing\n")
+
+
+def test_the_page_tells_every_exit_code() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE) == [(str(k), v) for k, v in EXIT_CODES.items()]
+
+
+@pytest.mark.parametrize("command", ["", "plot", "plot ids", "positions", "remote info"])
+def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "help", *command.split()) == run(capsys, *command.split(), "--help")
+
+
+def test_help_of_the_server_is_that_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mmpos_server.options")
+    code, out, err = run(capsys, "help", "serve")
+    assert (code, err) == (0, "")
+    assert "--drain-seconds" in out
+
+
+def test_the_version_has_a_short_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "-V") == run(capsys, "--version") == (0, f"mmpos {info()['mmpos']}\n", "")
+
+
+COMPLETIONS = [
+    ("mmpos pos", ["positions"]),
+    ("mmpos help pl", ["plot"]),
+    ("mmpos plot ", ["ids", "attention", "phase", "growth"]),
+    ("mmpos positions 3 --sch", ["--scheme"]),
+    ("mmpos positions 3 -s rope-tie-", ["rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]),
+    ("mmpos remote positions 3 --scheme mrope-q", ["mrope-qwen2.5", "mrope-qwen3"]),
+    ("mmpos plot attention 3 --allocation s", ["split", "sections"]),
+    ("mmpos compare al", ["alibi"]),
+    ("mmpos check ids.npy --padding l", ["left"]),
+    ("mmpos preprocess x -f ch", ["chat"]),
+    ("mmpos bench pos", ["positions"]),
+    ("mmpos bench positions --malloc t", ["tuned"]),
+    ("mmpos serve --log-level d", ["debug"]),
+    ("mmpos check id", []),  # nothing of ours: the shell goes on with its files
+]
+
+
+def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a shell is told as a line is completed."""
+    words = line.split(" ")
+    monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process that begins with it
+    with pytest.raises(SystemExit):
+        main([])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+@pytest.mark.parametrize(("line", "values"), COMPLETIONS, ids=[line for line, _ in COMPLETIONS])
+def test_a_line_is_completed(
+    line: str, values: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mmpos_server.options")
+    assert complete("bash", line, capsys, monkeypatch).split() == values
+    said = complete("fish", line, capsys, monkeypatch).splitlines()
+    assert [each.partition("\t")[0] for each in said if each] == values
+    said = re.findall(r'"([^"]+)"(?::"[^"]*")?', complete("zsh", line, capsys, monkeypatch))
+    assert said == values
+
+
+def test_help_beside_a_completion_is_one_line() -> None:
+    line = {"_MMPOS_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "mmpos positions 3 --sch"}
+    done = start(env={**line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    assert re.fullmatch(rb"--scheme\t[^\n]{200,}\n", done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_by_the_script_that_we_print(folder: Path) -> None:
+    program = folder / "mmpos"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mmpos "$@"\n')
+    program.chmod(0o755)
+    script = """
+        eval "$(mmpos --show-completion)"
+        COMP_WORDS=(mmpos positions 3 -s v2) COMP_CWORD=4
+        _mmpos_completion mmpos
+        echo "${COMPREPLY[@]}"
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("v2pe\n", "")
+
+
+def test_help_of_the_program_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from mmpos.__main__ import main; main(['--help']); "
+        "heavy = {'torch', 'matplotlib', 'PIL', 'grpc', 'pyarrow', 'transformers', 'mmpos.rotary', 'mmpos.encodings', "
+        "'mmpos.analysis.plot', 'mmpos.analysis.diagnosis', 'mmpos.integrations.models', 'mmpos_bench'}; "
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]\n")

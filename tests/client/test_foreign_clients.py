@@ -1,0 +1,183 @@
+"""Clients that share nothing with mmpos but the protocol: Node with .proto files, and buf through reflection."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
+from mmpos_server.config import ServerConfig
+from mmpos_server.testing import running
+
+ROOT = Path(__file__).parents[2]
+BIN = str(Path(sys.executable).parent)
+NODE = ROOT / "tests" / "foreign" / "node"
+PHOTO = ROOT / "mmpos" / "photos" / "coffee.jpg"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    # The same backend as below: torchvision rounds pixels otherwise.
+    with running(ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})) as address:
+        yield address
+
+
+def node(script: str, *arguments: object, text: str = "") -> Any:
+    command = [f"{BIN}/node", str(NODE / script), *map(str, arguments)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# Node.
+
+
+def install() -> None:
+    """Install what package.json names, once; other workers of pytest wait for it."""
+    wanted, done = NODE / "package.json", NODE / "node_modules" / ".package-lock.json"
+    with wanted.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists() or done.stat().st_mtime < wanted.stat().st_mtime:
+            flags = ["--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
+            subprocess.run([f"{BIN}/npm", "install", *flags], cwd=NODE, check=True, capture_output=True)
+            done.touch()
+
+
+@pytest.fixture(scope="module")
+def summary(server: str) -> Any:
+    install()
+    return node("client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json", PHOTO)
+
+
+def test_node_finds_the_server(summary: Any) -> None:
+    assert summary["schemes"] == list(SCHEMES)
+
+
+def test_node_expands_every_golden_table(summary: Any) -> None:
+    assert summary["golden"] == {"cases": 157, "wrong": []}
+
+
+def test_node_streams_batches_and_an_error_stays_in_its_place(summary: Any) -> None:
+    batches = summary["stream"]["right"]
+    bad = str(2**64 - 1)
+    message = "offsets[0]: the span of 4 tokens ends at 5, want <= 3, the length of document 0"
+    assert summary["stream"]["ids"] == ["1", "2", bad, *(str(i) for i in range(3, batches + 1))]
+    assert summary["stream"]["errors"] == [
+        {"id": bad, "error": {"code": "ERROR_CODE_INVALID_INPUT", "message": message}, "outcome": "error"}
+    ]
+    assert batches == 19
+
+
+def test_node_builds_the_sequences_of_the_library(summary: Any) -> None:
+    image = PHOTO.read_bytes()
+    builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
+    documents: list[list[Any]] = [["A cup: ", image, " é"], [Grid(2, 3)]]
+    wanted = [
+        {
+            "input_ids": sequence.input_ids.tolist(),
+            "position_ids": sequence.positions.dense().tolist(),
+            "next_positions": sequence.positions.next_positions.tolist(),
+            "grid_thw": sequence.grid_thw.ravel().tolist(),
+            "image_spans": sequence.image_spans.ravel().tolist(),
+            "image_hashes": hashes,
+        }
+        for sequence, hashes in zip(
+            map(builder.build, documents), ([hashlib.sha256(image).hexdigest()], [""]), strict=True
+        )
+    ]
+    error = {"code": "ERROR_CODE_INVALID_INPUT", "message": "parts[0].grid: Grid.height: got 0, want >= 1"}
+    assert summary["sequences"] == [wanted[0], {"error": error}, wanted[1]]
+
+
+def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
+    assert summary["refusal"] == {"code": "INVALID_ARGUMENT", "message": "extents[1, 0]: got 0, want >= 1"}
+
+
+def test_the_function_on_the_page_expands_a_table() -> None:
+    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(4, 1)]]))
+    message = {
+        "table": base64.b64encode(positions.table.astype("<i8").tobytes()).decode(),
+        "axes": positions.axes,
+        "num_tokens": str(positions.num_tokens),
+    }
+    assert node("page.js", ROOT / "docs" / "protocol.md", text=json.dumps(message)) == positions.dense().tolist()
+
+
+# buf curl.
+
+
+def curl(server: str, method: str, request: object) -> tuple[int, Any]:
+    command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", json.dumps(request)]
+    url = f"http://{server}/{method if method.startswith('inference.') else f'mmpos.rpc.v1.{method}'}"
+    done = subprocess.run([*command, url], capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, json.loads(done.stdout or done.stderr)
+
+
+SPANS = {"lengths": [11], "offsets": [3], "gridThw": [1, 2, 3]}
+
+
+def test_buf_places_spans(server: str) -> None:
+    code, answer = curl(server, "PositionService/Place", {"query": {"spans": SPANS, "dense": {}}})
+    dense = answer["positions"].pop("dense")
+    ids = np.frombuffer(base64.b64decode(dense["data"]), "<i4").reshape(2, 11)
+    assert (code, dense["dtype"], dense["shape"]) == (0, "DATA_TYPE_INT32", ["2", "11"])
+    assert ids.tolist() == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+    assert answer == {"positions": {"nextPositions": ["16"], "deltas": ["5"], "cuSeqlens": [0, 11]}}
+
+
+def test_buf_builds_a_text(server: str) -> None:
+    code, answer = curl(server, "SequenceService/Build", {"query": {"documents": [{"parts": [{"text": "Hé"}]}]}})
+    [result] = answer["sequences"]["results"]
+    ids = np.frombuffer(base64.b64decode(result["sequence"]["inputIds"]["data"]), "<i4")
+    assert (code, ids.tolist()) == (0, list("Hé".encode()))
+    assert result["sequence"]["positions"]["nextPositions"] == ["3"]
+
+
+def test_buf_asks_for_information(server: str) -> None:
+    code, answer = curl(server, "InfoService/GetInfo", {})
+    assert (code, [profile["name"] for profile in answer["profiles"]]) == (0, ["default"])
+    assert [scheme["name"] for scheme in answer["schemes"]] == list(SCHEMES)
+
+
+def test_buf_lists_the_services_of_both_protocols(server: str) -> None:
+    command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
+    done = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
+    ours = {f"mmpos.rpc.v1.{name}Service" for name in ("Info", "Position", "Rotary", "Sequence")}
+    assert {*ours, "inference.GRPCInferenceService"} <= set(done.stdout.split())
+
+
+def test_buf_asks_a_model_of_the_open_inference_protocol(server: str) -> None:
+    tensors = {"lengths": ["11"], "offsets": ["3"], "grid_thw": ["1", "2", "3"]}
+    inputs = [
+        {
+            "name": name,
+            "datatype": "INT64",
+            "shape": [1, 3] if name == "grid_thw" else [1],
+            "contents": {"int64Contents": values},
+        }
+        for name, values in tensors.items()
+    ]
+    request = {"modelName": "positions", "inputs": inputs, "outputs": [{"name": "position_ids"}]}
+    code, answer = curl(server, "inference.GRPCInferenceService/ModelInfer", request)
+    ids = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), "<i4").reshape(2, 11)
+    assert (code, answer["outputs"]) == (0, [{"name": "position_ids", "datatype": "INT32", "shape": ["2", "11"]}])
+    assert ids.tolist() == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+
+
+def test_buf_sees_errors(server: str) -> None:
+    code, answer = curl(server, "PositionService/Place", {"query": {"spans": {**SPANS, "offsets": [9]}}})
+    message = "offsets[0]: the span of 6 tokens ends at 15, want <= 11, the length of document 0"
+    assert (code, answer) == (24, {"code": "invalid_argument", "message": message})
+    code, answer = curl(server, "PositionService/Place", {"query": {"spans": SPANS, "scheme": {"name": "rope-tye"}}})
+    assert (code, answer["code"]) == (24, "invalid_argument")
+    assert answer["message"].startswith("scheme: got 'rope-tye', want a Scheme or one of rope-tie, ")

@@ -1,0 +1,736 @@
+"""The job: whole files or none, the same from every engine, continued by the next run; and its command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_corpus import OddError, end_process, fail_oddly
+from waiting import eventually
+
+from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
+from mmpos.__main__ import main
+from mmpos.cli.preprocess import FORMATS as NAMED
+from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Preprocess
+from mmpos.data.formats import FORMATS, Obelics
+from mmpos.data.formats.resolve import Images
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.preprocess.folder_lock import locked
+from mmpos.data.preprocess.job import write_sequences
+from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.preprocess.shard_job import Counts
+from mmpos.data.preprocess.storage import SequenceShard, ready
+from mmpos.data.preprocess.summary import Fill, Progress
+from mmpos.data.readers import shards
+
+PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
+BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
+PAGES = Preprocess(Obelics(images=Images(PHOTOS)), BUILDER)
+COUNTS = Counts(
+    documents=3, tokens=309, images=3
+)  # of three pages: two letters, and a photo of 11×9 patches with its markers
+
+
+def corpus(folder: Path, shards: int, pages: int, broken: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
+    """Shards of pages: a photo and a text."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for s in range(shards):
+        paths.append(str(folder / f"s{s}.jsonl"))
+        with Path(paths[-1]).open("w") as file:
+            for p in range(pages):
+                image = "none.jpg" if (s, p) in broken else "coffee.jpg"
+                file.write(json.dumps({"id": f"{s}-{p}", "images": [None, image], "texts": ["ab", None]}) + "\n")
+    return paths
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No colours asked for by the surroundings, and an empty folder to work in."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_shard_becomes_a_file_of_what_the_callable_makes(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 3))
+    summary = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=300)
+    assert [(Path(each.source).name, each.path.name, each.counts, each.reused) for each in summary.outputs] == [
+        ("s0.jsonl", "s0.parquet", COUNTS, False),
+        ("s1.jsonl", "s1.parquet", COUNTS, False),
+    ]
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+    assert summary.counts == COUNTS + COUNTS
+    assert summary.fill == Fill(max_tokens=300, packs=3, tokens=618, longer=0)
+    assert summary.fill.rate == 618 / 900
+    assert summary.tokens_per_second == 618 / summary.seconds
+    for reader, output in zip(readers, summary.outputs, strict=True):
+        want = [PAGES(raw, location) for location, raw in reader.records() if isinstance(raw, dict)]
+        got = list(SequenceShard(output.path).examples())
+        assert [each.key for each in got] == [each.key for each in want]
+        for ours, theirs in zip(got, want, strict=True):
+            assert (ours.labels == theirs.labels).all()
+            assert (ours.sequence.positions.dense() == theirs.sequence.positions.dense()).all()
+            assert ours.sequence.patches is not None
+            assert (ours.sequence.patches == theirs.sequence.patches).all()
+
+
+def test_documents_longer_than_a_pack_are_counted_apart(tmp_path: Path) -> None:
+    summary = write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, max_tokens=100)
+    assert summary.fill == Fill(max_tokens=100, packs=0, tokens=0, longer=3)
+    assert summary.fill.rate == 0.0
+
+
+def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 1, 1))
+    (path,) = (each.path for each in write_sequences(readers, tmp_path / "out", PAGES, patches=False).outputs)
+    (got,) = SequenceShard(path).examples()
+    ((location, raw),) = readers[0].records()
+    assert isinstance(raw, dict)
+    want = PAGES(raw, location)
+    assert got.sequence.patches is None
+    assert got.sequence.image_hashes == want.sequence.image_hashes
+    assert (got.sequence.input_ids == want.sequence.input_ids).all()
+    assert path.stat().st_size < 20_000
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 3, 2))
+    first = write_sequences(readers, tmp_path / "out", PAGES)
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "s1.parquet").unlink()
+    (tmp_path / "out" / ".s1.parquet.00000000.tmp").write_bytes(b"left by a killed run")
+    told: list[Progress] = []
+    again = write_sequences(readers, tmp_path / "out", PAGES, report=told.append)
+    assert [each.reused for each in again.outputs] == [True, False, True]
+    assert again.counts == first.counts
+    assert contents(tmp_path / "out") == whole
+    assert told[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
+    assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
+
+
+def test_packs_of_ready_sequences_are_those_of_the_corpus(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 6))
+    outputs = write_sequences(readers, tmp_path / "out", PAGES).outputs
+    stored = [SequenceShard(output.path) for output in outputs]
+    want, got = (
+        list(BatchDataset(given, make, Packer(400), seed=3, shuffle=4))
+        for given, make in ((readers, PAGES), (stored, ready))
+    )
+    assert [[each.key for each in pack.examples] for pack in got] == [
+        [each.key for each in pack.examples] for pack in want
+    ]
+    assert len(got) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to make it anew, or overwrite all"),
+        ("settings", r"s0\.parquet: got the output of preprocess\.train_markers False, want True; remove it"),
+        ("file", r"s0\.parquet: got no Parquet file"),
+    ],
+)
+def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    preprocess = PAGES
+    if change == "input":
+        corpus(tmp_path, 1, 2)
+    elif change == "settings":
+        preprocess = replace(PAGES, train_markers=True)
+    else:
+        (tmp_path / "out" / "s0.parquet").write_bytes(b"something else")
+    before = contents(tmp_path / "out")
+    with pytest.raises(InvalidInputError, match=message):
+        write_sequences(shards(paths), tmp_path / "out", preprocess)
+    assert contents(tmp_path / "out") == before
+    written = write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)
+    assert [each.reused for each in written.outputs] == [False, False]
+    assert [each.reused for each in write_sequences(shards(paths), tmp_path / "out", preprocess).outputs] == [True] * 2
+
+
+def correct(path: str) -> None:
+    """Change a file in place, and nothing that a folder shows of it."""
+    before = os.stat(path)
+    Path(path).write_text(Path(path).read_text().replace('"ab"', '"cd"'))
+    while (after := os.stat(path)).st_ctime_ns == before.st_ctime_ns or after.st_mtime_ns != before.st_mtime_ns:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # again until the clock of the file system ticks
+    assert after.st_size == before.st_size
+
+
+def test_an_input_that_was_corrected_in_place_is_another(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    before = contents(tmp_path / "out")
+    correct(paths[1])
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    out = tmp_path / "out" / "s1.parquet"
+    assert str(refused.value) == (
+        f"{out}: got the output of s1.jsonl with other content; remove it to make it anew, or overwrite all"
+    )
+    assert contents(tmp_path / "out") == before
+    out.unlink()
+    again = write_sequences(shards(paths), tmp_path / "out", PAGES)
+    assert [each.reused for each in again.outputs] == [True, False]
+    (got,) = SequenceShard(out).examples()
+    assert bytes(got.sequence.input_ids[:2].tolist()) == b"cd"
+
+
+def test_an_input_that_was_touched_or_copied_is_the_same(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    write_sequences(shards(paths), tmp_path / "out", PAGES)
+    os.utime(paths[0], (1, 1))
+    shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("out"))
+    for readers in (shards(paths), shards(f"{tmp_path}/copy/*.jsonl")):
+        again = write_sequences(readers, tmp_path / "out", PAGES)
+        assert [each.reused for each in again.outputs] == [True, True]
+
+
+def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    (path,) = corpus(tmp_path, 1, 2)
+
+    def meddling(record: Mapping[str, Any], location: Location) -> Any:
+        if location.index == 1:
+            correct(path)
+        return PAGES(record, location)
+
+    with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
+        write_sequences(shards(path), tmp_path / "out", meddling)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, engine: Any) -> None:
+    readers = shards(corpus(tmp_path, 2, 3))
+    refused: list[str] = []
+
+    def meanwhile(progress: Progress) -> None:
+        if not refused:
+            (tmp_path / "link").symlink_to("out")
+            with pytest.raises(InvalidInputError) as second:
+                write_sequences(readers, tmp_path / "link", PAGES, engine=engine, overwrite=True)
+            refused.append(str(second.value))
+
+    first = write_sequences(readers, tmp_path / "out", PAGES, report=meanwhile)
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert refused == [f"folder: got '{tmp_path}/link', to which {holder} is writing, want one run at a time"]
+    assert first.counts == COUNTS + COUNTS
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+    assert write_sequences(readers, tmp_path / "link", PAGES).counts == first.counts
+
+
+def test_a_run_that_was_killed_locks_nothing(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from mmpos.data.storing.folder_lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    pipe, arguments = subprocess.PIPE, [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(InvalidInputError, match=f"to which process {process.pid} on "), locked(tmp_path):
+            pass
+        process.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    with locked(tmp_path):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_locked_is_said_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.warns(RuntimeWarning, match=r"out cannot be locked \(No locks available\): see that no other run"):
+        write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_said_with_the_output_and_keeps_what_is_finished(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], workers: int
+) -> None:
+    readers = shards(corpus(tmp_path, 3, 1))
+    write_sequences(readers[:1], tmp_path / "out", PAGES)
+    before = contents(tmp_path / "out")
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(10_000):
+        write_sequences(readers, tmp_path / "out", PAGES, workers=workers)
+    assert raised.value.filename in (str(tmp_path / "out" / "s1.parquet"), str(tmp_path / "out" / "s2.parquet"))
+    assert contents(tmp_path / "out") == before
+    assert write_sequences(readers, tmp_path / "out", PAGES).counts == COUNTS
+
+
+def test_a_broken_record_stops_the_job_and_keeps_what_is_finished(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    with pytest.raises(RecordError, match=rf"1-1 \({re.escape(paths[1])}\[1\]\): images\[1\]: got the path 'none.jpg'"):
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+def test_broken_records_may_be_skipped_counted_and_written_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    with Path(paths[1]).open("a") as file:
+        file.write("{broken\n")
+    with caplog.at_level(logging.WARNING, "mmpos"):
+        summary = write_sequences(shards(paths), tmp_path / "out", PAGES, on_error="skip")
+    assert [each.counts for each in summary.outputs] == [COUNTS, Counts(2, 206, 2, 2)]
+    assert [each.key for each in SequenceShard(summary.outputs[1].path).examples()] == ["1-0", "1-2"]
+    lines = [json.loads(line) for line in summary.outputs[1].quarantine.read_text().splitlines()]
+    assert [(line["source"], line["index"], line["key"]) for line in lines] == [
+        (paths[1], 1, "1-1"),
+        (paths[1], 3, None),
+    ]
+    assert not summary.outputs[0].quarantine.exists()
+    assert len(caplog.records) == 2
+    with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or overwrite"):
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    corpus(tmp_path, 2, 3)
+    write_sequences(shards(paths), tmp_path / "out", PAGES, overwrite=True)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+
+
+def test_interruptions_leave_nothing_half_done(tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.counts.documents == 4:
+            raise KeyboardInterrupt
+
+    readers = shards(corpus(tmp_path, 2, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmpos.data.preprocess.job._PAUSE", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            write_sequences(readers, tmp_path / "out", PAGES, report=stop)
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
+
+
+def test_several_processes_make_the_same_files(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 3, 4, frozenset({(1, 1)})))
+    told: list[Progress] = []
+    alone = write_sequences(readers, tmp_path / "alone", PAGES, on_error="skip")
+    both = write_sequences(readers, tmp_path / "both", PAGES, on_error="skip", workers=2, report=told.append)
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
+    assert both.counts == alone.counts == told[-1].counts
+
+
+@pytest.mark.slow
+def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
+    readers = shards(corpus(tmp_path, 2, 200, frozenset({(1, 1)})))
+    with pytest.raises(RecordError, match=r"1-1 \(.+s1\.jsonl\[1\]\): images\[1\]: got the path 'none.jpg'"):
+        write_sequences(readers, tmp_path / "out", PAGES, workers=2)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match="a worker process was killed"):
+        write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: Path) -> None:
+    for workers, error in ((1, OddError), (2, RuntimeError)):
+        with pytest.raises(error, match="OddError: status 404" if workers == 2 else "status 404") as raised:
+            write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", fail_oddly, workers=workers)
+    (note,) = raised.value.__notes__
+    assert "in fail_oddly" in note
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "spark"}, "engine: got 'spark', want one of 'local', 'ray'"),
+        ({"workers": 0}, "workers: got 0, want >= 1"),
+        ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
+        ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
+        ({"preprocess": 3}, "preprocess: got int, want a callable of record and location"),
+        ({"patches": 1}, "patches: got 1, want True or False"),
+        ({"overwrite": 1}, "overwrite: got 1, want True or False"),
+        ({"readers": []}, "readers: got none, want at least one shard"),
+        ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    readers = shards(corpus(tmp_path, 1, 1))
+    given: dict[str, Any] = {"readers": readers, "folder": Path("out"), "preprocess": PAGES} | change
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(**given)
+    assert str(refused.value) == message
+    assert not Path("out").exists()
+
+
+def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        corpus(tmp_path / folder, 1, 1)
+    with pytest.raises(InvalidInputError) as refused:
+        write_sequences(shards(["a/s0.jsonl", "b/s0.jsonl"]), Path("out"), PAGES)
+    want = "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', which would both become 'out/s0.parquet', want different names"
+    assert str(refused.value) == want
+    write_sequences(shards(["a/s0.jsonl"]), Path("out"), PAGES)
+    with pytest.raises(InvalidInputError, match=r"folder: got 'out', where 'out/s0\.parquet' would overwrite an input"):
+        write_sequences(shards(["out/s0.parquet"]), Path("out"), PAGES, overwrite=True)
+
+
+def test_settings_are_described_alike_in_every_process() -> None:
+    settings = [
+        PAGES,
+        replace(PAGES, train_markers=True),
+        replace(PAGES, builder=replace(BUILDER, scheme="flatten")),
+        replace(PAGES, builder=replace(BUILDER, images=ImageProcessor("pillow", patch_size=16))),
+        partial(end_process, location=Location("a", 0)),
+        partial(end_process, location=Location("a", 1)),
+        end_process,
+        {"a": Fraction(1, 2), "b": b"bytes", "c": [Path("x"), None, 1.5, len]},
+        list(range(1000)),
+        list(range(1001)),
+        np.dtype(np.int64),
+    ]
+    described = [json.dumps(describe({"preprocess": each})) for each in settings]
+    assert len(set(described)) == len(settings)
+    assert max(map(len, described)) < 5000
+    imports = "import json; from test_data_preprocess import PAGES; from mmpos.data.preprocess.settings import describe"
+    code = f"{imports}; print(json.dumps(describe({{'preprocess': PAGES}})))"
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'helpers'}", "PYTHONHASHSEED": "7"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == described[0]
+
+
+def test_tokenizers_are_described_by_what_they_hold() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabularies = ({"a": 0, "b": 1}, {"a": 0, "b": 1}, {"b": 0, "a": 1})
+    words = [describe({"tokenizer": tokenizers.Tokenizer(tokenizers.models.WordLevel(each))}) for each in vocabularies]
+    assert differences(words[0], words[1]) == []
+    assert differences(words[0], words[2]) == ["another tokenizer.content"]
+
+
+def test_settings_that_differ_are_named_and_texts_are_not_repeated() -> None:
+    scheme = replace(PAGES, builder=replace(BUILDER, scheme="rope-tie-v2"))
+    images = ImageProcessor("pillow", patch_size=16, mean=(0.5, 0.5, 0.25))
+    other = replace(PAGES, format=Obelics(separator="secret"), builder=replace(BUILDER, images=images))
+    want = describe({"preprocess": PAGES, "patches": True})
+    assert differences(want, want) == []
+    assert differences(describe({"preprocess": scheme, "patches": True}), want) == [
+        "preprocess.builder.scheme 'mmpos.schemes.tie.RopeTieV2', want 'mmpos.schemes.tie.RopeTie'"
+    ]
+    record = describe({"preprocess": other, "patches": False})
+    assert differences(record, want) == [
+        "another preprocess.format.images.base",
+        "another preprocess.format.separator",
+        "preprocess.builder.images.patch_size 16, want 14",
+        "preprocess.builder.images.mean[0] 0.5, want 0.48145466",
+        "preprocess.builder.images.mean[1] 0.5, want 0.4578275",
+        "preprocess.builder.images.mean[2] 0.25, want 0.40821073",
+        "patches False, want True",
+    ]
+    assert "secret" not in json.dumps(record)
+    assert differences({}, {"a": "x.Y", "a.b": 1}) == ["a None, want 'x.Y'"]
+
+
+def command(*arguments: str, out: str = "out") -> list[str]:
+    """A command line for the corpus of these tests."""
+    own = ["-o", out, "-f", "obelics", "--images-from", str(PHOTOS), "--image-option", "backend=pillow"]
+    return ["preprocess", *own, *arguments]
+
+
+def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "300")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "2/2 shards  5 documents, 515 tokens, 5 images, 1 skipped\n"
+    lines = captured.out.splitlines()
+    assert lines[:-1] == [
+        "shards      2 in out",
+        "documents   5",
+        "tokens      515",
+        "images      5",
+        "skipped     1, see out/s1.quarantine.jsonl",
+        "fill rate   57.2% of 3 packs of 300 tokens",
+    ]
+    assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[-1])
+    whole = contents(tmp_path / "out")
+    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "100")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "2/2 shards  0 documents, 0 tokens, 0 images\n"
+    assert captured.out.splitlines()[0] == "shards      2 in out, 2 of them from an earlier run"
+    assert captured.out.splitlines()[-2:] == [
+        "fill rate   0.0% of 0 packs of 100 tokens; 5 longer documents left out",
+        "speed       nothing was left to do",
+    ]
+    assert contents(tmp_path / "out") == whole
+
+
+def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
+    arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
+    options = [
+        "template.user.before=<u>",
+        'template.user.after="\\n"',
+        "template.tool=null",
+        "template.assistant.before=",
+    ]
+    for option in options:
+        arguments += ["--format-option", option]
+    assert main(arguments) == 0
+    (got,) = SequenceShard("out/chat.parquet").examples()
+    assert bytes(got.sequence.input_ids.tolist()).decode() == "<u>hi\nho\n\n"
+    assert got.sequence.positions.scheme == "flatten"
+
+
+def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "ab": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    tokenizer.add_special_tokens(["[IMG]", "[/IMG]", "[PATCH]"])
+    tokenizer.save("t.json")
+    corpus(tmp_path, 1, 1)
+    assert main(command("s0.jsonl", "--tokenizer", "t.json")) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, 0, *[2] * 99, 1]
+    others = ["--marker", "begin=[/IMG]", "--marker", "end=[IMG]", "--marker", "patch=7"]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", *others)) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, 1, *[7] * 99, 0]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", *others, "--marker", "row=8")) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    [_, height, width] = got.sequence.grid_thw[0].tolist()
+    assert got.sequence.input_ids.tolist() == [3, 1, *([7] * width + [8]) * height, 0]
+    bare = ["--marker", "begin=", "--marker", "end=", "--marker", "row=8", "--marker", "last_row=9"]
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", "--scheme", "flatten", *bare)) == 0
+    (got,) = SequenceShard("out/s0.parquet").examples()
+    assert got.sequence.input_ids.tolist() == [3, *([2] * width + [8]) * (height - 1), *[2] * width, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that finds files"),
+        (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
+        (["s0.jsonl", "--format-option", "x=1"], "--format-option x=1: got 'x', want one of separator"),
+        (["s0.jsonl", "--format-option", "images=1"], "--format-option images=1: got 'images', want one of separator"),
+        (["s0.jsonl", "--format-option", "separator"], "--format-option: got 'separator', want NAME=VALUE"),
+        (
+            ["s0.jsonl", "--format-option", "separator.x=1"],
+            "--format-option separator.x=1: got 'x' of 'separator', want a name without it",
+        ),
+        (
+            ["s0.jsonl", "--image-option", "patch_size=big"],
+            "--image-option patch_size=big: got 'big', want JSON",
+        ),
+        (["s0.jsonl", "--image-option", "patch_size=0"], "patch_size: got 0, want >= 1"),
+        (["s0.jsonl", "--scheme", "tie"], None),
+        (["s0.jsonl", "--images-from", "none"], "--images-from: got 'none', want a folder"),
+        (
+            ["s0.jsonl", "--tokenizer", "none"],
+            "--tokenizer: got 'none', want bytes or the path of a tokenizer.json",
+        ),
+        (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
+        (["s0.jsonl", "--engine", "spark"], None),
+        (["s0.jsonl", "--workers", "0"], None),
+        ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
+        (["broken.jsonl"], None),
+        (["s0.jsonl", "-o", "s0.jsonl"], "folder: got 's0.jsonl', which is a file, want a folder"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
+) -> None:
+    corpus(tmp_path, 1, 1)
+    Path("broken.jsonl").write_text("{broken\n")
+    assert main(command(*arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
+    assert line is None or captured.err == f"mmpos: error: {line}\n"
+    assert not list(Path().glob("out/*"))
+
+
+def test_the_command_names_every_format() -> None:
+    assert tuple(FORMATS) == NAMED
+
+
+@pytest.mark.parametrize(("engine", "missing", "extra"), [("local", "pyarrow", "data"), ("ray", "ray", "ray")])
+def test_a_missing_extra_is_one_line_that_names_it(tmp_path: Path, engine: str, missing: str, extra: str) -> None:
+    corpus(tmp_path, 1, 1)
+    hidden = (
+        f"import sys; sys.modules[{missing!r}] = None; from mmpos.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = [sys.executable, "-c", hidden, *command("s0.jsonl", "--engine", engine)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    what = {"local": "mmpos.data.write_sequences", "ray": "the ray engine"}[engine]
+    want = f'want pip install "multimodal-positions[{extra}]"'
+    assert ended.stderr == f"mmpos: error: {what}: {missing} is not installed, {want}\n"
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    corpus(tmp_path, 1, 1)
+    monkeypatch.setattr("mmpos.data.preprocess.job.write_sequences", interrupt)
+    assert main(command("s0.jsonl")) == 130
+    assert capsys.readouterr().err == "mmpos: stopped; the same command goes on from here\n"
+
+
+HANGING = """
+import time
+from pathlib import Path
+from mmpos.data import shards, write_sequences
+
+def hang(record, location):
+    Path(f"{location.source}.begun").touch()
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    try:
+        write_sequences(shards("s*.jsonl"), Path("out"), hang, workers=2)
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+"""
+
+
+def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
+    """Press Ctrl-C, which the whole group of a terminal hears, when a program is ready for it; how it ends."""
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        while not ready(process.pid):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        group = [process.pid, *descendants(process.pid)]
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert eventually(lambda: not any(alive(each) for each in group)), "workers outlive their parent"
+    return process.returncode, out, err
+
+
+def test_an_interrupt_does_not_wait_for_records(tmp_path: Path) -> None:
+    corpus(tmp_path, 3, 2)
+    Path("hanging.py").write_text(HANGING)
+    begun = [Path(f"s{shard}.jsonl.begun") for shard in (0, 1)]
+    ended = interrupt([sys.executable, "hanging.py"], lambda pid: all(path.exists() for path in begun))
+    assert ended == (0, "stopped\n", "")
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("moment", ["workers start", pytest.param("workers write", marks=pytest.mark.slow)])
+def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: Path, moment: str) -> None:
+    corpus(tmp_path, 8, 200)
+    out = tmp_path / "out"
+
+    def ready(pid: int) -> bool:
+        if moment == "workers start":
+            return len(workers_of(pid)) == 2
+        return len(list(out.glob(".*.tmp"))) == 2
+
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
+    code, printed, said = interrupt(arguments, ready)
+    *progress, last = said.splitlines()
+    assert (code, printed, last) == (130, "", "mmpos: stopped; the same command goes on from here")
+    assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), said
+    assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
+
+
+def workers_of(pid: int) -> list[int]:
+    """Children that run tasks; another keeps count of what they share."""
+    return [each for each in descendants(pid) if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
+    corpus(tmp_path, 2, 1)
+    terminal, side = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    arguments = [sys.executable, "-m", "mmpos", *command("s0.jsonl", "s1.jsonl")]
+    with subprocess.Popen(arguments, stderr=side, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        os.close(side)
+        said = "".join(everything(terminal))
+        assert process.stdout is not None
+        assert process.stdout.read().startswith("shards      2 in out\n")
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "2/2" in said
+    assert "2 documents, 206 tokens, 2 images" in said
+
+
+def everything(terminal: int) -> Iterator[str]:
+    """What is written to a terminal until its last writer ends, which Linux tells by an error."""
+    with suppress(OSError):
+        while data := os.read(terminal, 2**16):
+            yield data.decode(errors="replace")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path: Path, workers: int) -> None:
+    corpus(tmp_path, 8, 40)
+    assert main(command("s*.jsonl", out="whole")) == 0
+    whole = contents(tmp_path / "whole")
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", str(workers))]
+    out = tmp_path / "out"
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp"))):
+            assert process.poll() is None
+            time.sleep(0.005)
+        children = descendants(process.pid)
+        process.kill()
+    assert eventually(lambda: not any(alive(child) for child in children)), "workers outlive their parent"
+    assert len(children) >= (workers if workers > 1 else 0)
+    finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    assert 0 < len(finished) < 8
+    for name in finished:
+        assert (out / name).read_bytes() == whole[name]
+    assert main(command("s*.jsonl", "--workers", str(workers))) == 0
+    assert contents(out) == whole
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()]
+    return found + [each for child in found for each in descendants(child)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that nobody buries does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,345 @@
+"""Encodings in attention: what enters where, what is learned, and what sources say of it."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import two_dogs
+from numpy.testing import assert_array_equal
+from tolerance import EXACT, FREQUENCY, assert_within, cos_sin, rotations, rounding
+from torch import Tensor
+
+from mmpos import InvalidInputError, encodings
+from mmpos.encodings import (
+    ENCODINGS,
+    Alibi,
+    ClippedRelative,
+    Encoding,
+    Integer,
+    LearnedAbsolute,
+    NoPE,
+    Rope1D,
+    Rope1DAdjacent,
+    Rope2D,
+    Rotation,
+    SelfAttention,
+    Sinusoidal,
+    T5Buckets,
+    expected_square,
+)
+from mmpos.rotary import Rotary, YaRN, apply_rotary
+
+ROOT = Path(__file__).parents[2]
+LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
+ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices of 48 channels gain nothing by threads, which wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def block(encoding: Encoding, positions: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(48, 4, encoding, positions, **arguments).to(dtype)
+
+
+def embeddings(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(0).normal(size=(*shape, 48))).to(dtype)
+
+
+def by_hand(attention: SelfAttention, x: Tensor, encoding: Any, positions: list[int], causal: bool) -> Any:
+    """One batch row by loops over heads and tokens in numpy, with the encoding's own table, bias or rotation."""
+    value: Any = x.detach().double().numpy()
+    if hasattr(encoding, "table"):
+        value = value + encoding.table(positions)
+    q, k, v = np.split(value @ attention.qkv.weight.detach().double().numpy().T, 3, axis=-1)
+    bias = encoding.bias(positions, positions) if hasattr(encoding, "bias") else np.zeros((4, len(x), len(x)))
+    seen = np.empty_like(v)
+    for h in range(4):
+        part = slice(12 * h, 12 * h + 12)
+        qh, kh = q[:, part], k[:, part]
+        if hasattr(encoding, "rotate"):
+            qh, kh = encoding.rotate(qh, positions), encoding.rotate(kh, positions)
+        for i in range(len(x)):
+            last = i + 1 if causal else len(x)
+            weight = np.exp(kh[:last] @ qh[i] / 12**0.5 + bias[h, i, :last])
+            seen[i, part] = weight / weight.sum() @ v[:last, part]
+    return seen @ attention.out.weight.detach().double().numpy().T
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_with_any_encoding_is_that_of_a_loop(name: str, causal: bool, dtype: torch.dtype) -> None:
+    encoding, positions = ENCODINGS[name](), [2, 3, 4, 7, 30]
+    attention, x = block(encoding, positions, torch.float64, causal=causal).to(dtype), embeddings(2, 5, dtype=dtype)
+    with torch.no_grad():
+        if attention.encoding.weights is not None:  # they were float32 before
+            attention.encoding.weights.copy_(torch.tensor(encoding.weights))  # type: ignore[attr-defined]
+        found, (bound,) = attention(x), rounding(lambda: attention(x), [x, *attention.parameters()])
+    assert found.dtype == dtype
+    for row in range(2):
+        expected = by_hand(attention, x[row], encoding, positions, causal)
+        assert_within(found[row], expected, bound)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_learned_gets_gradients_and_all_else_is_in_buffers(name: str, dtype: torch.dtype) -> None:
+    attention, x = block(ENCODINGS[name](), range(6), dtype), embeddings(2, 6, dtype=dtype).requires_grad_()
+    attention(x).square().sum().backward()
+    learned = ["encoding.weights"] if name in LEARNED else []
+    named = dict(attention.named_parameters())
+    assert list(attention.state_dict()) == list(named)
+    assert sorted(named) == sorted([*learned, "qkv.weight", "out.weight"])
+    for parameter in [*named.values(), x]:
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == dtype
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_only_rows_that_are_used_get_gradients() -> None:
+    for encoding, used in (
+        (LearnedAbsolute(), [3, 4, 6]),
+        (ClippedRelative(), [13, 14, 15, 16, 17, 18, 19]),
+        (T5Buckets(), [0, 1, 2, 3, 17, 18, 19]),
+    ):
+        attention = block(encoding, [3, 4, 6])
+        attention(embeddings(2, 3)).square().sum().backward()
+        weights = attention.encoding.weights
+        assert weights is not None
+        assert weights.grad is not None
+        assert weights.grad.abs().sum(dim=1).nonzero().ravel().tolist() == used
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_through_rotations_are_turned_back(name: str, dtype: torch.dtype) -> None:
+    encoding: Any = ENCODINGS[name]()
+    random, positions = np.random.default_rng(0), np.array([5, 900, -7])
+    q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, 1, 12))).to(dtype) for _ in range(3))
+    turned = block(encoding, positions, dtype).encoding.turn(q.requires_grad_(), k.requires_grad_())
+    off = cos_sin(dtype=dtype) + cos_sin(900.0, FREQUENCY + 1, np.float64)  # angles are float64 for all dtypes
+    back = encoding.rotate(towards[0, :, 0], -positions)
+    for x, y in zip((q, k), turned, strict=True):
+        (gradient,) = torch.autograd.grad(y, x, towards, retain_graph=True)
+        expected = encoding.rotate(x[0, :, 0].detach(), positions)
+        assert_within(y[0, :, 0], expected, rotations(y[0, :, 0], off))
+        assert_within(gradient[0, :, 0], back, rotations(gradient[0, :, 0], off))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_training_of_the_weights_alone_approaches_what_other_weights_do(name: str) -> None:
+    student, x = block(ENCODINGS[name](), range(8)), embeddings(4, 8)
+    teacher = copy.deepcopy(student)
+    weights, wanted = student.encoding.weights, teacher.encoding.weights
+    assert weights is not None
+    assert wanted is not None
+    with torch.no_grad():
+        wanted.copy_(torch.from_numpy(np.random.default_rng(1).normal(size=tuple(wanted.shape))))
+        target = teacher(x)
+    losses = []
+    for _ in range(30):
+        loss = (student(x) - target).square().sum()
+        losses.append(loss.item())
+        (gradient,) = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            weights.sub_(gradient, alpha=0.1)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_cast_of_the_model_makes_tables_anew_and_spares_positions_of_rotations() -> None:
+    table = block(Sinusoidal(), [100_000]).to(torch.bfloat16).to(torch.float64)
+    assert_array_equal(table.encoding.values, Sinusoidal().table([100_000]))
+    bias = block(Alibi(), range(300)).to(torch.bfloat16).double()
+    assert_array_equal(bias.encoding.values, Alibi().bias(range(300), range(300)))
+    turn = block(Rope1D(), [0.25, 100_001.5]).to(torch.bfloat16)
+    assert turn.encoding.values.view(torch.float64).tolist() == [[0.25, 100_001.5]]
+    found = turn(embeddings(1, 2, dtype=torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+
+
+def test_other_positions_can_be_placed_and_length_changes_with_them() -> None:
+    for name, kind in ENCODINGS.items():
+        attention = block(kind(), range(3), torch.float64, causal=True)
+        attention.place(range(4, 9))
+        found = attention(embeddings(1, 5, dtype=torch.float64))
+        fresh = block(kind(), range(4, 9), torch.float64, causal=True)(embeddings(1, 5, dtype=torch.float64))
+        assert torch.equal(found, fresh), name
+
+
+def test_positions_that_are_refused_leave_those_before() -> None:
+    attention, x = block(LearnedAbsolute(), [3, 1]), embeddings(1, 2)
+    found = attention(x)
+    with pytest.raises(InvalidInputError, match=r"positions\[0\]: got 600, want < 512"):
+        attention.place([600])
+    assert torch.equal(attention.double().float()(x), found)
+
+
+def test_positions_of_several_axes_turn_their_own_channels() -> None:
+    positions = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
+    x = embeddings(1, 4, dtype=torch.float64)
+    attention = block(Rope2D(), positions, torch.float64)
+    found, turned = attention(x), block(Rope2D(), positions[::-1], torch.float64)(x)
+    same = block(Rope2D(), positions + np.array([[5], [-3]]), torch.float64)(x)
+    assert_within(found, same, rounding(lambda: attention(x), [x, *attention.parameters()]))
+    assert (found - turned).abs().max() > 1e-3
+
+
+@dataclass(frozen=True)
+class Scaled(Rotation):
+    """A rotation of one's own: two axes, channels that do not turn, and a factor of attention."""
+
+    name: ClassVar[str] = "scaled"
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(12, axes=2, rotary_dim=8, scaling=YaRN(4, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rotation_of_ones_own_is_turned_as_by_apply_rotary(dtype: torch.dtype) -> None:
+    positions, q = (
+        np.array([[0, 5, 70], [1, 2, -3]]),
+        torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 12))),
+    )
+    assert Scaled().rotary.attention_factor > 1.1
+    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), Scaled().rotary)[0]
+    assert_within(Scaled().rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
+    turned, _ = block(Scaled(), positions, dtype).encoding.turn(q[None].to(dtype), q[None].to(dtype))
+    assert_within(turned[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
+
+
+# What the sources say
+
+
+def test_corrected_the_dogs_are_at_1_and_4() -> None:
+    assert [place for place, word in enumerate(two_dogs.SENTENCE) if word == "dog"] == [1, 4] == list(two_dogs.DOGS)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_every_encoding_tells_the_dogs_apart_but_none_at_all(name: str) -> None:
+    found = two_dogs.find(ENCODINGS[name]())
+    apart = {key: value > two_dogs.EQUAL for key, value in vars(found).items()}
+    knows = name != "nope"
+    direction = knows and name != "alibi"  # which is the same to the left and to the right
+    assert apart == {"dogs": knows, "dogs_causal": True, "order": knows, "direction": direction}
+
+
+def test_attention_without_positions_knows_no_order_until_a_second_causal_layer() -> None:
+    apart = [figure > two_dogs.EQUAL for figure in two_dogs.without_positions().values()]
+    assert apart == [False, False, False, True, True]
+
+
+def test_the_example_prints_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    two_dogs.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[4 : 4 + len(ENCODINGS)]] == list(ENCODINGS)
+    assert lines[4 + list(ENCODINGS).index("nope")].split() == ["nope", "equal", "0.92", "equal", "equal"]
+
+
+def test_uniform_causal_attention_hides_the_position_in_the_variance() -> None:
+    """A mean of squares of N normal numbers strays from its expectation by a share of √(2/N)."""
+    attention = block(NoPE(), range(64), causal=True)
+    with torch.no_grad():
+        attention.qkv.weight.zero_()
+        attention.qkv.weight[96:] = attention.out.weight.copy_(torch.eye(48))
+        found = attention(1.5 * embeddings(100, 64)).square().mean(dim=(0, 2)).double().numpy()
+    share = found / expected_square(range(1, 65), 2.25)
+    assert np.abs(share - 1).max() < 5 * (2 / 4800) ** 0.5
+    assert found[63] < found[0] / 50
+
+
+def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
+    """Rotated x under W_q and W_k gives scores that know where the sentence begins; rotated q and k do not."""
+    x, encoding = embeddings(1, 5, dtype=torch.float64), Rope1DAdjacent(head_dim=48)
+
+    def turned_before(start: int) -> Tensor:
+        turned = torch.from_numpy(encoding.rotate(x[0], range(start, start + 5)))[None]
+        # v is taken from x itself, so that only scores may differ.
+        attention = block(NoPE(), range(5), torch.float64)
+        q, k = (attention.qkv(turned)[0, :, part] for part in (slice(12), slice(48, 60)))
+        return q @ k.T
+
+    def rope(start: int) -> Tensor:
+        return block(Rope1D(), range(start, start + 5), torch.float64)(x)
+
+    assert (turned_before(0) - turned_before(9)).abs().max() > 1e-2
+    attention = block(Rope1D(), range(5), torch.float64)
+    assert_within(rope(0), rope(9), rounding(lambda: attention(x), [x, *attention.parameters()]))
+
+
+def test_corrected_a_table_of_angles_goes_along_the_sequence_and_not_along_the_batch() -> None:
+    encoding, seq = Rope1D(head_dim=8), 3
+    angles = encoding.angles(range(seq))
+    cos, sin = np.cos(angles), np.sin(angles)
+
+    def layer(x: Any, cos: Any, sin: Any) -> Any:
+        a, b = x[..., :4], x[..., 4:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    x = np.random.default_rng(0).normal(size=(3, seq, 8))
+    right = np.stack([encoding.rotate(row, range(seq)) for row in x])
+    bound = rotations(right, cos_sin(3.0, FREQUENCY + 1, np.float64))
+    assert_within(layer(x, cos[None], sin[None]), right, bound)
+    by_batch = layer(x, cos[:, None], sin[:, None])  # as the source has it: fits when batch is seq, by accident
+    assert_within(by_batch[2], encoding.rotate(x[2], [2, 2, 2]), bound[2].max())
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        layer(x[:2], cos[:, None], sin[:, None])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SelfAttention(50, 4, NoPE(), [0]), "dim: got 50, want a multiple of num_heads=4"),
+        (lambda: SelfAttention(48, 0, NoPE(), [0]), "num_heads: got 0, want >= 1"),
+        (lambda: SelfAttention(48, 3, NoPE(), [0]), "encoding.num_heads: got 4, want 3 as in the block"),
+        (lambda: SelfAttention(48, 3, Rope1D(), [0]), "encoding.head_dim: got 12, want 16 as in the block"),
+        (lambda: SelfAttention(48, 4, Integer(3), [0]), "encoding.dim: got 3, want 48 as in the block"),
+        (lambda: SelfAttention(48, 4, "rope-1d", [0]), "encoding: got 'rope-1d', want an AdditiveTable, an "),  # type: ignore[arg-type]
+        (lambda: SelfAttention(48, 4, NoPE(), [0], causal=1), "causal: got 1, want True or False"),  # type: ignore[arg-type]
+        (lambda: block(LearnedAbsolute(), [0, 512]), r"positions\[1\]: got 512, want < 512"),
+        (lambda: block(Sinusoidal(), [[0], [1]]), r"positions: got shape \(2, 1\), want \(seq,\)"),
+        (lambda: block(NoPE(), 3), r"positions: got shape \(\), want \(seq,\)"),
+        (lambda: block(Rope2D(), [[0], [1], [2]]), r"positions: got shape \(3, 1\), want \(n,\) or \(2, n\)"),
+        (lambda: block(Rope1D(), range(3))(embeddings(1, 2)), r"x: got shape \(1, 2, 48\), want \(batch, 3, 48\)"),
+    ],
+)
+def test_errors_say_what_came_and_what_is_wanted(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        call()
+
+
+def test_encodings_need_numpy_alone_and_attention_names_what_it_needs() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import mmpos
+print(mmpos.encodings.Sinusoidal(4).table(0).tolist())
+try:
+    mmpos.encodings.SelfAttention
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    want = 'want pip install "multimodal-positions[all]"'
+    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed, {want}\n"
+    assert set(encodings.__all__) <= set(dir(encodings)) | {"SelfAttention"}

@@ -1,0 +1,89 @@
+"""Small corpora of photos with captions, the same records in every format; and callables that fail, for workers."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import os
+import signal
+import tarfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+PHOTOS = Path(__file__).parents[2] / "mmpos" / "photos"
+
+Record = dict[str, Any]
+
+
+@cache
+def photo(i: int) -> bytes:
+    """A JPEG of 16 to 40 pixels a side, of one of six sizes."""
+    name = ("chelsea.jpg", "coffee.jpg")[i % 2]
+    with Image.open(PHOTOS / name) as whole:
+        small = whole.resize((16 + 8 * (i % 3), 40 - 8 * (i % 2)))
+    out = io.BytesIO()
+    small.save(out, "jpeg", quality=80)
+    return out.getvalue()
+
+
+def caption(i: int) -> str:
+    return f"record {i}: " + "la " * (i * 7 % 23)
+
+
+def records(start: int, stop: int) -> list[Record]:
+    """Records as Parquet and datasets have them."""
+    return [
+        {"id": str(i), "image": {"bytes": photo(i % 6), "path": None}, "text": caption(i)} for i in range(start, stop)
+    ]
+
+
+def write_parquet(path: Path, rows: Sequence[Record], group: int = 8) -> Path:
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    schema = pa.schema({"id": pa.string(), "image": struct, "text": pa.string()})
+    table = pa.Table.from_pylist(list(rows), schema)
+    pq.write_table(
+        table, path, row_group_size=group, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    return path
+
+
+def write_jsonl(path: Path, rows: Sequence[Record], opened: Callable[..., Any] | None = None) -> Path:
+    opened = opened or (gzip.open if path.suffix == ".gz" else open)
+    with opened(path, "wb") as file:
+        for row in rows:
+            url = "data:image/jpeg;base64," + base64.b64encode(row["image"]["bytes"]).decode()
+            file.write((json.dumps({**row, "image": url}) + "\n").encode())
+    return path
+
+
+def write_tar(path: Path, rows: Sequence[Record]) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for row in rows:
+            for extension, data in (("jpg", row["image"]["bytes"]), ("txt", row["text"].encode())):
+                member = tarfile.TarInfo(f"{row['id']}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+class OddError(Exception):
+    """An error that cannot be unpickled, as those of some packages."""
+
+    def __init__(self, *, status: int) -> None:
+        super().__init__(f"status {status}")
+
+
+def end_process(record: Any, location: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_oddly(record: Any, location: Any) -> Any:
+    raise OddError(status=404)

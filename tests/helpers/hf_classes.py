@@ -1,0 +1,194 @@
+"""The config classes of the installed Transformers, the modules that rotate by them, and the table of their defaults.
+
+``python tests/helpers/hf_classes.py`` writes the table anew: mmpos/rotary/hf_defaults.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from mmpos.rotary.hf_models import OTHER_ROTATIONS
+
+TABLE = Path(__file__).parents[2] / "mmpos" / "rotary" / "hf_defaults.json"
+MODELS = Path(transformers.__file__).parent / "models"
+
+FIELDS = (
+    *("boi_token_id", "eoi_token_id", "image_end_token_id", "image_start_token_id", "image_token_id", "patch_size"),
+    *("spatial_merge_size", "temporal_merge_size", "temporal_patch_size", "tokens_per_second", "video_end_token_id"),
+    *("video_start_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"),
+)
+"""Fields of whole models and of encoders that are read here."""
+
+ROTATION_FIELDS = (
+    *("embed_dim", "head_dim", "hidden_size", "max_position_embeddings", "num_attention_heads"),
+    *("original_max_position_embeddings", "qk_rope_head_dim", "rope_interleave", "rotary_dim"),
+)
+"""Fields of rotations that are read here, beside those of RoPE."""
+
+TAKEN = {
+    "IdeficsRotaryEmbedding": ["IdeficsConfig"],
+    "MimiRotaryEmbedding": ["MimiDecoderConfig", "MimiEncoderConfig"],
+    "PocketTTSAudioTokenizerRotaryEmbedding": [
+        "PocketTTSAudioTokenizerDecoderConfig",
+        "PocketTTSAudioTokenizerEncoderConfig",
+    ],
+    "T5GemmaRotaryEmbedding": ["T5GemmaModuleConfig"],
+}
+"""Config classes that a module is given, where the code does not name them."""
+
+OLD_NAMES = {
+    "dots3_note_vision_encoder": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"},
+    "falcon": {"hidden_size": "n_embed"},
+}
+"""Names of fields that classes still read."""
+
+PLAIN = ("default", "axial")
+"""Rope types that need no parameters."""
+
+ROTARY = r"\w*(?:Rotary\w*|Rope)(?:Position)?Embedding"
+
+WITHOUT_MODULE = ("codegen", "gptj", "roformer")
+"""Model types that rotate by functions alone."""
+
+
+@cache
+def config_classes() -> dict[str, Any]:
+    """All config classes by their names."""
+    classes = {}
+    for path in sorted(MODELS.glob("*/configuration_*.py")):
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for name, value in vars(module).items():
+            if isinstance(value, type) and issubclass(value, PreTrainedConfig) and value.__module__ == module.__name__:
+                classes[name] = value
+    return classes
+
+
+@cache
+def rotations() -> dict[Any, Any]:
+    """Every config class that a model rotates by, and the module that does it."""
+    pairs: dict[Any, Any] = {}
+    for path in sorted(MODELS.glob("*/modeling_*.py")):
+        for name, config in _made(path):
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            for each in TAKEN.get(name, [config]):
+                taken = config_classes().get(each)
+                if taken is not None and "text_config" not in taken.sub_configs_defaults:  # whose rotation is asked for
+                    pairs.setdefault(taken, getattr(module, name))
+    for model, architecture in MODEL_MAPPING_NAMES.items():  # models that are those of another model type
+        for twin, other in MODEL_MAPPING_NAMES.items():
+            if other == architecture and CONFIG_MAPPING[twin] in pairs:
+                pairs.setdefault(CONFIG_MAPPING[model], pairs[CONFIG_MAPPING[twin]])
+    return pairs
+
+
+def _made(path: Path) -> list[tuple[str, str]]:
+    """The rotary modules that classes of a file make by their own config, and the name of the class of that."""
+    code = path.read_text(encoding="utf-8")
+    if not re.search(rf"class {ROTARY}", code):
+        return []
+    made = []
+    for kind in ast.parse(code).body:
+        for init in kind.body if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(init, ast.FunctionDef) and init.name == "__init__":
+                config = next(
+                    (ast.unparse(a.annotation) for a in init.args.args if a.arg == "config" and a.annotation), ""
+                )
+                found = re.findall(rf"\b({ROTARY})\((?:config=)?(?:self\.)?config\b(?!\.)", ast.unparse(init))
+                made += [(name, config) for name in found]
+    return made
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """What the classes set, by model type, as far as mmpos reads it."""
+    rotating = {config.model_type: config for config in rotations() if config.model_type}
+    rotating |= {model: CONFIG_MAPPING[model] for model in WITHOUT_MODULE}
+    rows = {model: _rotation(config) for model, config in rotating.items() if model not in OTHER_ROTATIONS}
+    wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
+    known = {*rows, *OTHER_ROTATIONS}
+    for config in wholes * 3:  # parts have parts
+        if any(spec.model_type in known for spec in config.sub_configs_defaults.values()):
+            known.add(config.model_type)
+    for config in wholes:
+        if config.model_type in known:
+            row = rows.setdefault(config.model_type, {})
+            row |= _fields(config, FIELDS)
+            for name, spec in config.sub_configs_defaults.items():
+                if spec.model_type in known or name == "vision_config":
+                    fixed = issubclass(spec.config_class, PreTrainedConfig)
+                    row.setdefault("parts" if fixed else "auto_parts", {})[name] = spec.model_type
+                    if merged := _merged(config, name, spec):
+                        row.setdefault("part_defaults", {})[name] = merged
+                    if spec.model_type not in known:
+                        rows[spec.model_type] = _fields(CONFIG_MAPPING[spec.model_type], FIELDS)
+    return dict(sorted(rows.items()))
+
+
+def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Defaults of these fields, under the names that the class has for them."""
+    others = {name: config.attribute_map[name] for name in names if name in config.attribute_map}
+    others |= OLD_NAMES.get(config.model_type, {})
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    found = {}
+    for name in names:
+        own = config.attribute_map.get(name, name)
+        own = own if own in defaults else name
+        if own in defaults:
+            found[own] = defaults[own]
+    assert dataclasses.MISSING not in found.values()
+    return {**found, **({"names": others} if others else {})}
+
+
+def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
+    """What a class puts under a config inside that leaves it out."""
+    names = (*FIELDS, *ROTATION_FIELDS, "rope_theta")
+    defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
+    if not defaults or config.model_type == "fun_asr_nano":  # which refuses what does not fit its other parts
+        return {}
+    inside = getattr(config(**{name: {"model_type": spec.model_type}}), name)
+    merges = all(getattr(inside, name, None) == value for name, value in defaults.items() if name != "rope_theta")
+    return defaults if merges else {}
+
+
+def _rotation(config: Any) -> dict[str, Any]:
+    row = _fields(config, ROTATION_FIELDS + FIELDS)
+    if not hasattr(config(), "rope_parameters"):
+        return row | {"rope_theta": getattr(config, "rope_theta", None)}
+    default = config().rope_parameters
+    if any(isinstance(value, dict) for value in default.values()):
+        return row | {"rope_theta": None, "rope_parameters": default}
+    try:
+        told = config(rope_parameters={"rope_type": "default"}).rope_parameters
+    except KeyError:  # its class asks for more
+        told = default
+    row["rope_theta"] = told.get("rope_theta", default.get("rope_theta"))
+    if told.get("partial_rotary_factor") is not None:
+        row["partial_rotary_factor"] = told["partial_rotary_factor"]
+    plain = default.get("rope_type") in PLAIN and told is not default
+    if not plain or {**default, "rope_type": "default"} != {**told, "rope_type": "default"}:
+        row["rope_parameters"] = dict(default)
+        if config(rope_theta=2.0).rope_parameters.get("rope_theta") == 2.0:  # one beside them
+            row["rope_theta"] = row["rope_parameters"].pop("rope_theta")
+    if types := getattr(config(), "layer_types", None):
+        row["layer_types"] = sorted(set(types))
+    return row
+
+
+def written(rows: dict[str, dict[str, Any]]) -> str:
+    """The table as the file has it: a line for each model type."""
+    lines = [f"{json.dumps(model)}: {json.dumps(row, sort_keys=True)}" for model, row in rows.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(written(table()), encoding="utf-8")

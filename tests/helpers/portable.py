@@ -1,0 +1,98 @@
+"""Run the tests as other machines would: with other vectors, other numbers of threads, and while others compute.
+
+python tests/helpers/portable.py               every setting
+python tests/helpers/portable.py avx2 busy     these only
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+SUITES = {"test": ["-n", "2", "--dist", "worksteal"], "slow": ["-n", "2", "--dist", "loadgroup", "-m", "slow"]}
+"""Those of the Makefile."""
+
+FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+"""Vectors that numpy uses here and not everywhere."""
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "as-it-is": {},
+    "torch-default": {"ATEN_CPU_CAPABILITY": "default"},
+    "torch-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "mkl-sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    # A processor without AVX512, and one without AVX: torch, MKL, oneDNN, numpy and its OpenBLAS at once.
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "NPY_DISABLE_CPU_FEATURES": " ".join(name for name in FOUND if name != "X86_V3"),
+        "OPENBLAS_CORETYPE": "Haswell",
+    },
+    "sse4.2": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "NPY_DISABLE_CPU_FEATURES": " ".join(FOUND),
+        "OPENBLAS_CORETYPE": "Nehalem",
+    },
+    "one-thread": {"OMP_NUM_THREADS": "1"},
+    # Without the second one MKL allows no more threads than there are cores, and torch follows it.
+    "four-threads": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
+    "busy": {},
+}
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Processes that compute while inside."""
+    found = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+def run(setting: str, suite: str) -> tuple[bool, str]:
+    """Run a suite, and give whether it is green, and what pytest counts; the output of one that is not is printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]]
+    begun = time.monotonic()
+    # A cache of its own: kernels that torch.compile wrote for other vectors have the same key, and other numbers.
+    with TemporaryDirectory() as cache, busy((os.cpu_count() or 1) if setting == "busy" else 0):
+        environment = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    counted = re.findall(r"\d+ (?:failed|passed|skipped|error)", done.stdout.rstrip().rpartition("\n")[2])
+    if done.returncode:
+        print(done.stdout)
+    return not done.returncode, f"{', '.join(counted)} in {time.monotonic() - begun:.0f} s"
+
+
+def main() -> int:
+    """Run what is asked for, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"some of {', '.join(SETTINGS)}")
+    settings = parser.parse_args().settings or list(SETTINGS)
+    if unknown := set(settings) - SETTINGS.keys():
+        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(SETTINGS)}")
+    green = True
+    for setting in settings:
+        for suite in SUITES:
+            passed, counted = run(setting, suite)
+            green &= passed
+            print(f"{setting:14}{suite:6}{counted}", flush=True)
+    return 0 if green else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

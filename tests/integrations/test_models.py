@@ -1,0 +1,301 @@
+"""Settings from configs: whole values for every model type, what a user does with them, refusals by their words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_configs import CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
+from tolerance import EXACT, assert_within
+
+import mmpos
+from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.rotary.hf_models import OTHER_ROTATIONS
+from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
+
+
+@pytest.mark.parametrize("model", MODEL_TYPES)
+def test_a_config_and_its_mapping_give_these_settings(model: str) -> None:
+    scheme, rotary, rest = EXPECTED[model]
+    expected = ModelSettings(model, scheme, rotary, **rest)
+    assert settings_of(model) == expected
+    config = config_of(model)
+    told = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
+    assert mmpos.from_hf_config(told, layer_type=LAYER_TYPES.get(model)) == expected
+
+
+def test_every_model_type_has_a_case_here() -> None:
+    assert EXPECTED.keys() == MODEL_TYPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [
+        ("qwen2_vl", MRope()),
+        ("qwen2_5_vl", MRopeQwen25(4)),
+        ("qwen3_vl", MRopeQwen3()),
+        ("ernie4_5_vl_moe", MRope()),
+        ("paddleocr_vl", MRope()),
+        ("hunyuan_image_3_moe", RopeTieV2(rounding="floor")),
+        ("llava", Flatten()),
+    ],
+)
+def test_serving_engines_have_schemes_of_their_own_for_videos_alone(model: str, scheme: Any) -> None:
+    assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
+
+
+def row_of(model: str) -> str:
+    scheme, rotary, _ = EXPECTED[model]
+    known = MODEL_TYPES[model]
+    schemes = f"`{scheme.name}`" + (f"; serving: `{known.serving}`" if known.serving != known.scheme else "")
+    allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
+    turns = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
+    return f"| `{model}` | {schemes} | {turns} | {known.note} |"
+
+
+def test_the_page_lists_every_model_type() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    alone = TEXT_TYPES - {"emu3_text_model", "gemma3_text"}
+    table = [
+        "| model_type | scheme | rotation | what is special |",
+        "|---|---|---|---|",
+        *(row_of(model) for model in MODEL_TYPES if model not in alone),
+        f"| {', '.join(f'`{model}`' for model in sorted(alone))} | `flatten` | one axis | text alone |",
+    ]
+    assert page.partition("<!-- models -->\n")[2].partition("<!-- /models -->")[0].splitlines() == table
+    refused = [f"- `{model}`: {reason}." for model, reason in UNSUPPORTED_TYPES.items()]
+    assert page.partition("<!-- refused -->\n")[2].partition("<!-- /refused -->")[0].splitlines() == refused
+    others = [f"- `{model}`: {reason}." for model, reason in sorted(OTHER_ROTATIONS.items())]
+    assert page.partition("<!-- rotations -->\n")[2].partition("<!-- /rotations -->")[0].splitlines() == others
+
+
+def test_seconds_reach_the_scheme() -> None:
+    ids = [TEXT, *[151656] * 3, TEXT]
+    by_engine = {}
+    for engine in ("transformers", "serving"):
+        settings = settings_of("qwen2_5_vl", engine=engine)
+        segments = settings.segments(ids, video_grid_thw=[[3, 2, 2]], seconds_per_frame=[2])
+        by_engine[engine] = settings.place(segments, start=10).dense()[0].tolist()
+    assert by_engine == {"transformers": [10, 11, 19, 27, 12], "serving": [10, 11, 19, 27, 28]}
+
+
+def test_packed_documents_with_images_and_videos_of_glm() -> None:
+    settings = settings_of("glm4v")
+    (image, begin, end), text = (151343, 151341, 151342), TEXT
+    first = [begin, image, text, image, end, image, image, begin]  # ends inside a video
+    second = [image, text, begin, image, end]
+    segments = settings.segments(
+        first + second,
+        [[1, 2, 4], [1, 2, 2]],
+        [[2, 2, 2], [1, 2, 2]],
+        cu_seqlens=[0, 8, 13],
+    )
+    grids = segments.extents.T[segments.kind == 1].tolist()
+    assert grids == [[1, 1, 1], [1, 1, 1], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
+    assert segments.lengths.tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+def test_glm_leaves_the_ids_of_the_caller_as_they_are() -> None:
+    ids = np.array([151341, 151343, 151342])
+    settings_of("glm4v").segments(ids, video_grid_thw=[[1, 2, 2]])
+    assert ids.tolist() == [151341, 151343, 151342]
+
+
+def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
+    settings = settings_of("qwen3_vl")
+    builder = mmpos.SequenceBuilder(
+        images=settings.image_processor(max_tokens=16, backend="pillow"),
+        scheme=settings.scheme,
+        markers=settings.markers,
+    )
+    sequence = builder.build(["a", np.zeros((64, 96, 3), np.uint8)])
+    assert sequence.input_ids.tolist() == [97, 151652, *[151655] * 6, 151653]
+    again = settings.segments(sequence.input_ids, sequence.grid_thw * [1, 2, 2])
+    np.testing.assert_array_equal(settings.place(again).dense(), sequence.positions.dense())
+    assert builder.images == mmpos.ImageProcessor(
+        "pillow", patch_size=16, spatial_merge_size=2, order="merged", max_tokens=16
+    )
+
+
+def test_what_a_config_does_not_say_is_unsupported() -> None:
+    with pytest.raises(mmpos.UnsupportedError, match="markers: got a config of 'llava' that does not name"):
+        _ = settings_of("llava").markers
+    with pytest.raises(mmpos.UnsupportedError, match="image_processor: got 'llava', want a model whose config says"):
+        settings_of("llava").image_processor()
+
+
+def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
+    settings = mmpos.from_hf_config(HUNYUAN)
+    ids = [TEXT] * 3 + [128006] * 6 + [TEXT] * 2
+    positions = settings.place(settings.segments(ids, [[1, 2, 3]]))
+    # By hand: the image begins at 3, so rows at ⌊3 + (6−2)/2⌋ and columns at ⌊3 + (6−3)/2⌋; text goes on at 3 + 6.
+    expected = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
+    assert positions.dense().tolist() == expected
+    theta = [10000.0 ** (-2 * j / 128) for j in range(64)]
+    angles = [[expected[j % 2][token] * theta[j] for j in range(64)] for token in range(11)]
+    cos, sin = settings.rotary.cos_sin(positions)
+    assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("model", UNSUPPORTED_TYPES)
+def test_model_types_without_a_scheme_are_refused_with_the_reason(model: str) -> None:
+    with pytest.raises(mmpos.UnsupportedError) as caught:
+        mmpos.from_hf_config({"model_type": model})
+    assert str(caught.value) == f"config.model_type: got {model!r}, want another: {UNSUPPORTED_TYPES[model]}"
+
+
+def test_unknown_model_types_are_refused_with_all_that_are_known() -> None:
+    with pytest.raises(mmpos.UnsupportedError) as caught:
+        mmpos.from_hf_config({"model_type": "qwen2_vl_text"})
+    known = ", ".join(sorted(EXPECTED))
+    assert str(caught.value) == f"config.model_type: got 'qwen2_vl_text', want one of {known}"
+
+
+def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
+    """The mapping of a config without one field, or with others."""
+    told: dict[str, Any] = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
+    inner = told
+    for name in path[:-1]:
+        inner = inner[name]
+    if path:
+        del inner[path[-1]]
+    return {**told, **instead}
+
+
+def ernie_with(section: Any) -> dict[str, Any]:
+    """The mapping of a config of ERNIE-4.5-VL with another mrope_section."""
+    told = without("ernie4_5_vl_moe")
+    told["text_config"]["rope_parameters"]["mrope_section"] = section
+    return told
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "config.model_type: got none, want the name of a model type"),
+        ({**HUNYUAN, "image_token_id": None}, "config.image_token_id: got none, want an integer"),
+        (
+            {**HUNYUAN, "attention_head_dim": None},
+            "config.attention_head_dim: got none, want an integer",
+        ),
+        (without("llava", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
+        (without("llava", "text_config"), "config.text_config: got none, want the config of the language model"),
+        (without("qwen2_vl", "vision_config"), "config.vision_config: got none, want the config of the encoder"),
+        (
+            without("qwen2_vl", text_config={"model_type": "llama"}),
+            "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text",
+        ),
+        (without("qwen2_vl", video_token_id=151655), "video_token_id: got 151655, want another than image_token_id"),
+        (
+            without("qwen2_vl", vision_end_token_id=151652),
+            "config.vision_end_token_id: got 151652, want another than vision_start_token_id",
+        ),
+        (without("qwen2_vl", image_token_id="<image>"), "config.image_token_id: got '<image>', want an integer"),
+        (without("llava", image_token_index=-200), "config.image_token_id: got -200, want >= 0"),
+        (
+            without("mistral", rope_parameters={"rope_theta": 1e4, "mrope_section": [16, 24, 24]}),
+            "rotary: got 3 axes, want 1 for scheme 'flatten'",
+        ),
+        (without("gemma3"), "layer_type: got None, want one of 'full_attention', 'sliding_attention'"),
+        (
+            {**without("qwen2_vl"), "vision_config": {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}},
+            "config.vision_config.patch_size: got [14, 16], want an integer",
+        ),
+        (without("llava", image_token_index=[[1]]), "config.image_token_id: got [1], want an integer"),
+        (without("mistral", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
+        (without("mistral", head_dim="128"), "head_dim: got '128', want an integer"),
+        (without("mistral", head_dim=2**31), "head_dim: got 2147483648, want <= 65536"),
+        (without("mistral", head_dim=None, hidden_size=2**40), "head_dim: got 34359738368, want <= 65536"),
+        (without("mistral", head_dim=None, num_attention_heads=0), "num_attention_heads: got 0, want >= 1"),
+        (
+            without("mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0}, max_position_embeddings="long"),
+            "max_position_embeddings: got 'long', want a finite number",
+        ),
+        (
+            without("mistral", rope_parameters={"rope_theta": 10**400}),
+            "rope_theta: got 1000",
+        ),
+        (
+            ernie_with([24, 16, 24]),
+            "mrope_section: got [24, 16, 24], want as many rows as columns, then frames",
+        ),
+        (ernie_with([2**40, 2**40, 0]), "mrope_section[0]: got 1099511627776, want <= 65536"),
+        (ernie_with(7), "mrope_section: got 7, want a sequence of numbers"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_the_field(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(mmpos.MmposError) as caught:
+        mmpos.from_hf_config(config)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_field_that_cannot_be_read_is_named() -> None:
+    class Config:
+        model_type = "llama"
+
+        @property
+        def head_dim(self) -> int:
+            raise KeyError("hidden_size")
+
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        mmpos.from_hf_config(Config())
+    assert str(caught.value) == "head_dim: got KeyError ('hidden_size') from the config, want a field that can be read"
+
+
+def test_an_engine_that_is_not_known_is_refused() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match="engine: got 'vllm', want one of 'transformers', 'serving'"):
+        mmpos.from_hf_config(HUNYUAN, engine="vllm")  # type: ignore[arg-type]
+
+
+def test_frames_that_do_not_merge_are_refused() -> None:
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        settings_of("ernie4_5_vl_moe").segments([103367], video_grid_thw=[[2, 2, 2], [3, 2, 2]])
+    assert str(caught.value) == "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2"
+
+
+def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
+    told = without("qwen2_vl", "text_config")
+    del told["vision_config"]["model_type"]
+    told |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
+    told["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    assert mmpos.from_hf_config(told) == settings_of("qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "same"),
+    [
+        ("qwen2_vl", ("image_token_id",), {}),
+        ("qwen2_vl", ("text_config", "model_type"), {}),
+        ("qwen2_vl", ("vision_config", "spatial_merge_size"), {}),
+        ("qwen2_5_vl", ("vision_config", "tokens_per_second"), {}),
+        ("mistral3", ("spatial_merge_size",), {"spatial_merge_size": 2}),
+        ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
+    ],
+)
+def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: Any, same: dict[str, Any]) -> None:
+    assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
+
+
+def test_a_mapping_needs_neither_transformers_nor_torch() -> None:
+    told = without("qwen3_vl")
+    code = f"""
+import sys
+for name in ("torch", "transformers"):
+    sys.modules[name] = None
+import mmpos
+settings = mmpos.from_hf_config({told!r})
+segments = settings.segments([5, 151655, 151655, 5], [[1, 2, 4]])
+print(settings.place(segments).dense().tolist(), settings.markers.patch, settings.rotary.axes)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert (done.stdout, done.stderr) == ("[[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]] 151655 3\n", "")

@@ -1,0 +1,200 @@
+"""The kernels compiled ahead of time for three GPUs: wide loads and stores, exact arithmetic, no spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def each_on_one(names: list[str]) -> list[str]:
+    """Every case on one of the GPUs, in turns: what takes its shape hardly depends on the GPU."""
+    return [f"{name}, sm_{(80, 90, 100)[i % 3]}" for i, name in enumerate(names)]
+
+
+QUICK = ["table integer half, sm_90", "norm half, sm_90"]
+REST = [
+    "table integer adjacent",
+    "table fractional half",
+    "dense integer half",
+    "head_dim 80 half",
+    "table fractional adjacent",
+    "dense integer adjacent",
+    "dense fixed half",
+    "head_dim 80 adjacent",
+    "table integer half, few tokens",
+    "table fractional adjacent, few tokens",
+]
+NORM_REST = [
+    "norm adjacent",
+    "norm fractional half",
+    "norm half, few tokens",
+    "norm of q half",
+    "norm head_dim 80 half",
+    "backward adjacent",
+    "backward fractional half",
+    "backward half, few tokens",
+    "backward of q half",
+    "backward head_dim 80 half",
+]
+NORM_PARTIAL = ["norm partial half", "backward partial half", "norm partial adjacent", "backward partial adjacent"]
+PLAIN_OTHER = [
+    "partial half",
+    "partial adjacent",
+    "table integer half, fused",
+    "table integer half, one token",
+    "table fractional half, one token",
+    "dense fixed half, one head",
+]
+
+REGISTERS = {"integer": 64, "fractional": 72}
+"""Most registers: 56 and 64 are seen with Triton 3.9; at 64, eight programs of 128 threads share a multiprocessor."""
+
+NORM_REGISTERS = {"norm": 80, "backward": 128}
+"""With norms 72 and 128 are seen: six and four programs of 128 threads share a multiprocessor."""
+
+
+def recorded() -> dict[str, int]:
+    """Which instructions plain rotations were compiled to before norms came; of this Triton alone."""
+    record = json.loads((HELPERS / "aot_digests.json").read_text())
+    if record["triton"] != version("triton"):
+        pytest.skip(f"recorded with Triton {record['triton']}: python tests/helpers/aot_compile.py --record")
+    found: dict[str, int] = record["digests"]
+    return found
+
+
+def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> dict[str, dict[str, int]]:
+    """What a script counts, by case and architecture."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, str(HELPERS / script), *names]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    facts: dict[str, dict[str, int]] = json.loads(found.stdout)
+    assert len(facts) == sum(1 if ", sm_" in name else 3 for name in names)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Facts that quick tests share."""
+    return facts_of(QUICK, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Facts that slow tests of plain rotations share."""
+    names = ["table integer half", *each_on_one(REST + PLAIN_OTHER)]
+    return facts_of(names, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Facts that slow tests of norms share."""
+    names = ["norm half", "backward half", *each_on_one(NORM_REST + NORM_PARTIAL)]
+    return facts_of(names, tmp_path_factory.mktemp("triton"))
+
+
+def those(names: list[str], cases: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Facts of some cases."""
+    found = {case: facts for case, facts in cases.items() if case.split(", sm_")[0] in names}
+    assert len(found) >= len(names)
+    return found
+
+
+def test_the_kernel_compiles_to_wide_exact_code_without_spills(quick: dict[str, dict[str, int]]) -> None:
+    assert_wide_and_exact(those(["table integer half"], quick))
+
+
+@pytest.mark.slow
+def test_it_does_in_every_other_case(rest: dict[str, dict[str, int]]) -> None:
+    assert_wide_and_exact(those(["table integer half", *REST], rest))
+
+
+def assert_wide_and_exact(cases: dict[str, dict[str, int]]) -> None:
+    for case, facts in cases.items():
+        fractional = "fractional" in case
+        # Two halves of q and of k, or both vectors of a row of adjacent pairs: 16 bytes at a time.
+        assert (facts["loads_128"], facts["stores_128"], facts["machine_stores_128"]) == (4, 4, 4), case
+        assert facts["machine_loads_128"] >= 4, case  # the frequencies too, where a thread has several
+        # Nothing that is stored, is stored in smaller pieces.
+        assert facts["narrow_stores"] == 0, case
+        # Products and sums are rounded one by one, as in the reference; nothing is computed in float64.
+        assert (facts["fma"], facts["float64"]) == (0, 0), case
+        # Only fractions divide 64 bits: twice on each of two axes.
+        assert facts["divisions_64"] == (4 if fractional else 0), case
+        assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+        assert facts["registers"] <= REGISTERS["fractional" if fractional else "integer"], case
+
+
+def test_plain_rotations_are_compiled_to_the_instructions_of_a_kernel_that_knows_no_norm(
+    quick: dict[str, dict[str, int]],
+) -> None:
+    facts = those(["table integer half"], quick)
+    assert {case: found["digest"] for case, found in facts.items()}.items() <= recorded().items()
+
+
+@pytest.mark.slow
+def test_so_are_those_of_other_shapes(rest: dict[str, dict[str, int]]) -> None:
+    facts = those(["table integer half", *REST, *PLAIN_OTHER], rest)
+    assert {case: found["digest"] for case, found in facts.items()}.items() <= recorded().items()
+
+
+def assert_fused(case: str, facts: dict[str, int]) -> None:
+    """What holds of norms and their gradients in every shape."""
+    # Products and sums are rounded one by one; nothing is computed in float64.
+    assert (facts["fma"], facts["float64"]) == (0, 0), case
+    assert facts["divisions_64"] == (4 if "fractional" in case else 0), case
+    assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+
+
+def test_norms_compile_to_wide_code_whose_loops_wait_for_no_other_thread(quick: dict[str, dict[str, int]]) -> None:
+    assert_norms(those(["norm half"], quick))
+
+
+@pytest.mark.slow
+def test_so_do_their_gradients_and_norms_of_other_shapes(norms: dict[str, dict[str, int]]) -> None:
+    assert_norms(those(["norm half", "backward half", *NORM_REST], norms))
+
+
+def assert_norms(cases: dict[str, dict[str, int]]) -> None:
+    for case, facts in cases.items():
+        assert_fused(case, facts)
+        backward, sums = case.startswith("backward"), 1 if " of q" in case else 2
+        # x and, backward, the gradient: two vectors of q and two of k; weights too, where a thread has whole vectors.
+        assert facts["machine_loads_128"] >= (4 + 2 * sums if backward else 4), case
+        assert (facts["stores_128"], facts["machine_stores_128"]) == (4, 4), case
+        # Only the sums of the weights' gradients are smaller, once a program.
+        assert facts["narrow_stores"] == (sums * (1 if "adjacent" in case else 2) if backward else 0), case
+        # A row's mean is made by threads of one warp.
+        assert facts["heads_shared"] == 0, case
+        assert facts["registers"] <= NORM_REGISTERS["backward" if backward else "norm"], case
+
+
+@pytest.mark.slow
+def test_norms_of_heads_that_turn_in_part_compile_without_spills(norms: dict[str, dict[str, int]]) -> None:
+    for case, facts in those(NORM_PARTIAL, norms).items():
+        assert_fused(case, facts)
+
+
+@pytest.mark.slow
+def test_with_fusion_the_count_of_fused_instructions_is_not_zero(rest: dict[str, dict[str, int]]) -> None:
+    for case, facts in those(["table integer half, fused"], rest).items():
+        assert facts["fma"] > 0, case
+
+
+@pytest.mark.slow
+def test_arguments_that_are_one_compile_too(rest: dict[str, dict[str, int]]) -> None:
+    names = ["table integer half, one token", "table fractional half, one token", "dense fixed half, one head"]
+    for case, facts in those(names, rest).items():
+        assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case

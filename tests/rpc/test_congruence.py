@@ -1,0 +1,399 @@
+"""What a client gets is what the same call gives in process, errors included: results, types and words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmpos import (
+    Grid,
+    ImageProcessor,
+    ImageSize,
+    InvalidInputError,
+    LimitExceededError,
+    Markers,
+    MmposError,
+    PositionTable,
+    SegmentTable,
+    SequenceBuilder,
+    Text,
+    UnsupportedError,
+    Video,
+    place,
+)
+from mmpos.client import AsyncClient, Client
+from mmpos.rotary import Rotary, YaRN, apply_rotary
+from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos_server.config import ServerConfig
+from mmpos_server.testing import running
+
+TESTS = Path(__file__).parents[1]
+COFFEE = Path(str(resources.files("mmpos"))) / "photos" / "coffee.jpg"
+PROFILES = """
+[limits]
+tokens = 100_000
+[profiles.default]
+images = { backend = "pillow" }
+[profiles.halves]
+scheme = { name = "rope-tie-v2", axes = 3 }
+images = { backend = "pillow", spatial_merge_size = 1, dtype = "float32", max_source_pixels = 1000 }
+rotary = { head_dim = 32, axes = 3 }
+[profiles.breaks]
+markers = { row = 300 }
+images = { backend = "pillow" }
+[profiles.pixtral]
+scheme = "flatten"
+markers = { begin = "", end = "", patch = "[PATCH]", row = 300, last_row = 301 }
+images = { backend = "pillow", spatial_merge_size = 1 }
+"""
+LOCAL = {
+    None: SequenceBuilder(images=ImageProcessor("pillow")),
+    "halves": SequenceBuilder(
+        images=ImageProcessor("pillow", spatial_merge_size=1, dtype="float32", max_source_pixels=1000),
+        scheme="rope-tie-v2",
+    ),
+    "breaks": SequenceBuilder(images=ImageProcessor("pillow"), markers=Markers(row=300)),
+    "pixtral": SequenceBuilder(
+        images=ImageProcessor("pillow", spatial_merge_size=1),
+        scheme="flatten",
+        markers=Markers(None, None, row=300, last_row=301),
+    ),
+}
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
+
+Ask = Callable[..., Any]
+
+
+class Both:
+    """Calls by the sync and by the async client, whose answers must be one."""
+
+    def __init__(self, address: str) -> None:
+        self.sync, self.address = Client(address, timeout=60), address
+
+    def __call__(self, name: str, *arguments: Any, profile: str | None = None, **options: Any) -> Any:
+        async def there() -> Any:
+            async with AsyncClient(self.address, profile=profile, timeout=60) as client:
+                return await getattr(client, name)(*arguments, **options)
+
+        here, other = (
+            _outcome(lambda: getattr(self.sync.with_options(profile=profile), name)(*arguments, **options)),
+            _outcome(lambda: asyncio.run(there())),
+        )
+        same(here, other)
+        if isinstance(here, MmposError):
+            raise here
+        return here
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    path = tmp_path_factory.mktemp("config") / "server.toml"
+    with running(ServerConfig.read(PROFILES, path)) as address:
+        both = Both(address)
+        yield both
+        both.sync.close()
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except MmposError as error:
+        return error
+
+
+def same(one: Any, other: Any) -> None:
+    """Equal results: types, values, dtypes and words."""
+    assert type(one) is type(other), (one, other)
+    if isinstance(one, MmposError):
+        assert str(one) == str(other)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    elif hasattr(one, "__dict__"):
+        same([*vars(one).items()], [*vars(other).items()])
+    else:
+        assert one == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["sync", "async"])
+def test_every_test_of_the_rooms_passes_through_a_server(client: str) -> None:
+    rooms = ("tie", "golden", "schemes", "engine_identities", "positions", "errors", "sequence", "placeholders")
+    files = [str(next(TESTS.rglob(f"test_{room}.py"))) for room in (*rooms, "segments")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "through_service", "-p", "no:xdist", *files],
+        env=os.environ | {"PYTHONPATH": str(TESTS / "helpers"), "THROUGH": client},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TESTS.parent,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    asked = {name: int(count) for name, count in re.findall(r"'(\w+)': (\d+)", done.stdout)}
+    assert asked["place"] > 3000
+    assert asked["build"] > 30
+    assert asked["build_batch"] > 1
+
+
+QUERIES = [
+    PositionsQuery(Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]), "rope-tie-fractional"),
+    PositionsQuery(InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5), "mrope", start=[7]),
+    PositionsQuery(SEGMENTS, start=-4, views=[Window([1, 0], [2, 9], [20, 1]), Decode([1, 2])]),
+    PositionsQuery(SEGMENTS, views=[Pad(12), Shard(1, 3, "contiguous")]),
+    PositionsQuery(SEGMENTS, views=[Take([0, 12], [4, 15])], dense=Dense("int64", (1, 0, 0))),
+    PositionsQuery(SEGMENTS, "rope-tie-v2", dense=Dense()),
+    PositionsQuery(SEGMENTS, "rows"),
+    PositionsQuery(SegmentTable.from_documents([])),
+]
+WRONG = [
+    PositionsQuery(SEGMENTS, "nonsense"),
+    PositionsQuery(Spans([4], [3], [[1, 2, 3]])),
+    PositionsQuery(Spans([4, 4], [3], [[1, 2, 3]])),
+    PositionsQuery(InputIds([1, 5, 1], [[1, 1, 2]], image_token_id=5)),
+    PositionsQuery(InputIds([1.5], image_token_id=5)),
+    PositionsQuery(InputIds([[1, 2]], image_token_id=5, attention_mask=[[0, 2]])),
+    PositionsQuery(SEGMENTS, views=[Shard(0, 2)]),
+    PositionsQuery(SEGMENTS, views=[Window([2], [0], [1])]),
+    PositionsQuery(SEGMENTS, views=[Take([3], [1])]),
+    PositionsQuery(SEGMENTS, "rows", views=[Decode()]),
+    PositionsQuery(SEGMENTS, "v2pe", dense=Dense("int32")),
+    PositionsQuery(SEGMENTS, dense=Dense(axes=(2,))),
+    PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])),
+    PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]])),
+    PositionsQuery(SEGMENTS, start=2**31 - 5),
+    PositionsQuery(SEGMENTS, start=[1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries(ask: Ask, query: PositionsQuery) -> None:
+    same(ask("query", query), query.run())
+
+
+@pytest.mark.parametrize("query", WRONG)
+def test_wrong_queries(ask: Ask, query: PositionsQuery) -> None:
+    same(_outcome(lambda: ask("query", query)), _outcome(query.run))
+
+
+def test_a_wrong_table_of_segments(ask: Ask) -> None:
+    wrong: Any = [[Text(1)]]
+    same(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
+
+
+def test_streams_in_order_with_errors_in_their_places(ask: Ask) -> None:
+    queries = [*QUERIES, *WRONG]
+    found = list(ask.sync.stream(queries, errors="return"))  # type: ignore[attr-defined]
+    same(found, [_outcome(query.run) for query in queries])
+
+
+def test_the_profile_gives_scheme_placeholders_and_merging(ask: Ask) -> None:
+    found = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], [[1, 2, 4]])), profile="default")
+    want = InputIds([1, 258, 258, 1], [[1, 2, 4]], image_token_id=258, spatial_merge_size=2)
+    same(found, PositionsQuery(want).run())
+    scheme = ask("place", SEGMENTS, profile="halves").scheme
+    assert scheme == "rope-tie-v2(axes=3)"
+    with pytest.raises(InvalidInputError, match="profile: got 'x', want one of 'default', 'halves'"):
+        ask("place", SEGMENTS, profile="x")
+
+
+PHOTO = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+PARTS: list[Any] = [
+    ["A photo of ", COFFEE, " at dusk [IMG]"],
+    ["é", [1, 2], Grid(2, 3), np.array([7])],
+    [PHOTO, "and", torch.from_numpy(PHOTO).permute(2, 0, 1)],
+    [ImageSize(300, 400)],
+    ["a", Video([PHOTO, PHOTO[:30], COFFEE], times=[0, 0.5, 2]), "b", PHOTO],
+    [Video([Grid(1, 2), ImageSize(90, 60)], seconds_per_frame=1, timestamp="")],
+]
+WRONG_PARTS: list[Any] = [
+    [],
+    "text",
+    ["a", None],
+    ["a", b"not a photo"],
+    ["a", [258]],
+    ["a", [-1]],
+    ["a", "\ud800"],
+    [PHOTO, ImageSize(30, 40)],
+    [np.zeros((10, 10, 2), np.uint8)],
+    ["a", Video([PHOTO, b"not a photo"], times=[0, 1]), "b"],
+    ["a", Video([PHOTO, np.zeros((10, 10, 2), np.uint8)], times=[0, 1]), "b"],
+    ["a", Video([PHOTO], times=[0], timestamp="\ud800")],
+    ["a", Video([PHOTO, PHOTO], times=[0, 1]), b"not a photo"],
+    ["a", Grid(1, 2, row_separator=True)],
+]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_sequences(ask: Ask, parts: Any) -> None:
+    same(ask("build", parts), LOCAL[None].build(parts))
+
+
+@pytest.mark.parametrize("parts", WRONG_PARTS)
+def test_wrong_sequences(ask: Ask, parts: Any) -> None:
+    same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
+
+
+BROKEN: list[Any] = [
+    # Only a server finds what is wrong with these …
+    b"not a photo",
+    [258],
+    [-1],
+    Grid(1, 2, row_separator=True),
+    Video([PHOTO, b"not a photo"], times=[0, 1]),
+    # … and these cannot be sent.
+    "\ud800",
+    None,
+    [1.5],
+    Path("nowhere.png"),
+    np.zeros((10, 10, 2), np.uint8),
+    Video([PHOTO], times=[0], timestamp="\ud800"),
+]
+
+
+def test_of_two_broken_parts_the_first_is_named(ask: Ask) -> None:
+    documents = [["a", one, "b", other] for one in BROKEN for other in BROKEN]
+    documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
+    want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
+    assert all(isinstance(outcome, MmposError) for outcome in want)
+    found = ask("build_batch", documents, errors="return")
+    for d, (one, other) in enumerate(zip(found, want, strict=True)):
+        assert (type(one), str(one)) == (type(other), f"documents[{d}].{other}")
+    for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
+        same(_outcome(partial(ask, "build", parts)), outcome)
+    for first in (4, 30, 60):
+        some = [["a"], *documents[first : first + 5]]
+        same(
+            _outcome(partial(ask, "build_batch", some)),
+            _outcome(partial(LOCAL[None].build_batch, some)),
+        )
+
+
+@pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
+def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
+    local = replace(LOCAL["breaks"], scheme=scheme)
+    for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
+        want, asked = (partial(call, parts) for call in (local.build, partial(ask, "build")))
+        same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
+
+
+def test_rows_as_pixtral_writes_them(ask: Ask) -> None:
+    for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
+        want = LOCAL["pixtral"].build(parts)
+        same(ask("build", parts, profile="pixtral"), want)
+        ids = InputIds(want.input_ids, want.grid_thw, image_token_id=258, row_token_id=300, last_row_token_id=301)
+        of_profile = InputIds(want.input_ids, want.grid_thw)
+        for source, profile in ((ids, None), (of_profile, "pixtral")):
+            found = ask("query", PositionsQuery(source, "flatten"), profile=profile)
+            same(found.table.dense(), want.positions.dense())
+    wrong = PositionsQuery(InputIds([258, 300], [[1, 1, 1]], image_token_id=258, last_row_token_id=301))
+    same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
+
+
+def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> None:
+    names = ("begin_token_id", "end_token_id", "row_token_id", "last_row_token_id")
+    found = [[getattr(profile, name) for name in names] for profile in ask("info").profiles]
+    marked = [256, 257, None, None]
+    assert found == [marked, marked, [256, 257, 300, None], [None, None, 300, 301]]
+    with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
+        ask("build", [Grid(99_999, 1)], profile="breaks")
+    with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):
+        ask("build", [Grid(100, 1)] * 501, profile="breaks")
+
+
+def test_a_batch_with_errors_in_their_places(ask: Ask) -> None:
+    documents = [*PARTS, *WRONG_PARTS]
+    found = ask("build_batch", documents, errors="return")
+    assert [type(item) for item in found[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
+    for d, error in enumerate(found[len(PARTS) :], len(PARTS)):
+        same(error, _outcome(lambda d=d: LOCAL[None].build_batch([["a"]] * d + [documents[d]])))  # type: ignore[misc]
+    same(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
+
+
+def test_the_limits_of_a_profile_and_of_the_server(ask: Ask) -> None:
+    parts = ["x", PHOTO]
+    same(
+        _outcome(lambda: ask("build", parts, profile="halves")),
+        _outcome(lambda: LOCAL["halves"].build(parts)),
+    )
+    with pytest.raises(LimitExceededError, match="tokens: got 100001, want at most 100000 in one request"):
+        ask("place", SegmentTable.from_documents([[Text(100_001)]]))
+
+
+def test_patches_are_left_out_on_request_and_nothing_else_changes(ask: Ask) -> None:
+    want, found = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
+    assert found.patches is None
+    assert found.image_hashes == want.image_hashes
+    same(found.positions, want.positions)
+    same(found.input_ids, want.input_ids)
+
+
+TABLE = place(SEGMENTS, "rope-tie-v2")
+ROTARIES = [
+    Rotary(16),
+    Rotary(16, allocation="split", pairing="adjacent", rotary_dim=8),
+    Rotary(16, allocation="axial", axes_dim=[4, 12]),
+    Rotary(16, scaling=YaRN(4, 128), precision="hf"),
+]
+
+
+@pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
+@pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
+def test_tables_of_cos_and_sin(ask: Ask, rotary: Rotary, positions: Any) -> None:
+    layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
+    for layout in layouts:
+        call = lambda layout=layout: rotary.cos_sin(positions, layout)  # noqa: E731
+        same(_outcome(lambda layout=layout: ask("cos_sin", rotary, positions, layout)), _outcome(call))  # type: ignore[misc]
+    same(_outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: rotary.angles(positions)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotations(ask: Ask, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(TABLE.num_tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 1))
+    for options in ({}, {"conjugate": True}, {"layout": "thd"}):
+        want = apply_rotary(q, k, TABLE, ROTARIES[1], **options)
+        same(ask("apply_rotary", q, k, TABLE, ROTARIES[1], **options), want)
+    assert ask("apply_rotary", q, None, TABLE, ROTARIES[0])[1] is None
+    same(
+        _outcome(lambda: ask("apply_rotary", q[1:], k, TABLE, ROTARIES[0])),
+        _outcome(lambda: apply_rotary(q[1:], k, TABLE, ROTARIES[0])),
+    )
+
+
+def test_a_profile_has_a_rotation_or_says_so(ask: Ask) -> None:
+    positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
+    same(ask("cos_sin", None, positions, profile="halves"), Rotary(32, axes=3).cos_sin(positions))
+    with pytest.raises(InvalidInputError, match="rotary: got none, and profile 'default' has none"):
+        ask("angles", None, positions)
+
+
+def test_errors_keep_their_types(ask: Ask) -> None:
+    with pytest.raises(UnsupportedError):
+        ask("place", SegmentTable.from_documents([[Grid(2, 2, frames=2)]]))
+
+
+def test_a_table_from_the_wire_goes_on_like_any_other(ask: Ask) -> None:
+    found, want = ask("place", SEGMENTS), place(SEGMENTS)
+    assert isinstance(found, PositionTable)
+    same(found.decode(3).dense(), want.decode(3).dense())
+    same(found.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())

@@ -1,0 +1,144 @@
+"""The protocol: generated code is fresh, every name has a comment, and nothing that was promised is taken back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+BASELINE = ROOT / "proto" / "baseline.binpb"
+GENERATED = {"mmpos/rpc/v1": ROOT, "inference": ROOT / "server" / "mmpos_server"}
+"""Folders of proto, and what the folders of the same names lie in that hold their code."""
+
+OWN_POOL = ("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
+OWN_NAME = ("'inference.", "'mmpos_server.inference.")
+
+
+def buf(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BIN / "buf", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with the same protocol, to be changed."""
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    return tmp_path
+
+
+def change(copy: Path, name: str, old: str, new: str) -> None:
+    path = copy / "proto" / "mmpos" / "rpc" / "v1" / name
+    text = path.read_text()
+    assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
+    path.write_text(text.replace(old, new))
+
+
+def breaking(copy: Path) -> str:
+    return buf("breaking", "--against", str(BASELINE), cwd=copy).stdout
+
+
+@pytest.mark.parametrize("folder", GENERATED)
+def test_generated_code_is_that_of_the_protocol(folder: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        "-Iproto",
+        f"--python_out={tmp_path}",
+        f"--mypy_out={tmp_path}",
+    ]
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto" / folder).glob("*.proto"))]
+    subprocess.run([*command, *sources], cwd=ROOT, env=environment, check=True, capture_output=True)
+    fresh = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
+    if folder == "inference":
+        fresh = {name: text.replace(*OWN_POOL).replace(*OWN_NAME) for name, text in fresh.items()}
+        assert sum(OWN_POOL[1] in text for text in fresh.values()) == len(sources), "names would meet those of others"
+    committed = {path.name: path.read_text() for path in (GENERATED[folder] / folder).glob("*_pb2.py*")}
+    assert len(fresh) == 2 * len(sources)
+    assert sorted(committed) == sorted(fresh)
+    assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"
+
+
+def test_all_of_the_protocol_is_generated() -> None:
+    folders = {str(path.parent.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto")}
+    assert folders == set(GENERATED)
+
+
+def test_the_style_is_that_of_buf_and_every_name_has_a_comment() -> None:
+    done = buf("lint")
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_name_without_a_comment_is_found(copy: Path) -> None:
+    change(copy, "error.proto", "  // Its kind.\n", "")
+    done = buf("lint", cwd=copy)
+    assert done.returncode != 0
+    assert 'Field "code" should have a non-empty comment' in done.stdout
+
+
+def test_the_format_is_that_of_buf() -> None:
+    done = buf("format", "--diff", "--exit-code")
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_nothing_of_the_baseline_is_taken_back() -> None:
+    done = buf("breaking", "--against", str(BASELINE))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_an_addition_breaks_nothing(copy: Path) -> None:
+    change(
+        copy,
+        "error.proto",
+        "  string message = 2;\n",
+        "  string message = 2;\n\n  // More about it.\n  string detail = 3;\n",
+    )
+    change(
+        copy,
+        "positions.proto",
+        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n",
+        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n  SHARD_LAYOUT_X = 5;\n",
+    )
+    assert breaking(copy) == ""
+
+
+BREAKS = {
+    "a field deleted": ("error.proto", "  string message = 2;\n", "", 'field "2" with name "message"'),
+    "a number used again": ("error.proto", "string message = 2", "string reason = 2", 'from "message" to "reason"'),
+    "a number changed": ("error.proto", "string message = 2", "string message = 3", 'field "2" with name "message"'),
+    "a type changed": ("tensor.proto", "repeated int64 shape", "repeated sint64 shape", 'from "int64" to "sint64"'),
+    "presence taken away": ("scheme.proto", "optional int64 axes", "int64 axes", 'cardinality from "optional with'),
+    "an enum value deleted": (
+        "positions.proto",
+        "  SHARD_LAYOUT_CONTIGUOUS = 2;\n",
+        "",
+        'enum "ShardLayout" was deleted',
+    ),
+    "an enum value renamed": ("positions.proto", "SIDE_LEFT = 1", "SIDE_START = 1", '"SIDE_LEFT" to "SIDE_START"'),
+    "a call deleted": ("info.proto", "rpc GetInfo(GetInfoRequest)", "rpc Get(GetInfoRequest)", "GetInfo"),
+    "a stream made unary": (
+        "positions.proto",
+        "returns (stream StreamPlaceResponse)",
+        "returns (StreamPlaceResponse)",
+        "from server streaming to server unary",
+    ),
+    "a field moved into a oneof": (
+        "error.proto",
+        "  string message = 2;\n",
+        "  oneof what {\n    string message = 2;\n  }\n",
+        '"message"',
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "old", "new", "found"), BREAKS.values(), ids=BREAKS)
+def test_a_promise_taken_back_is_found(copy: Path, name: str, old: str, new: str, found: str) -> None:
+    change(copy, name, old, new)
+    assert found in breaking(copy)

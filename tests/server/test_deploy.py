@@ -1,0 +1,271 @@
+"""The files of deploy/: linted, of one mind with the program, and the unit run by systemd where it can be."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from server_program import metrics_of
+from waiting import eventually, free_port
+
+from mmpos.client import Client
+from mmpos_server.config import ServerConfig
+from mmpos_server.metrics import About, Metrics
+from mmpos_server.options import app
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+HADOLINT = Path(sysconfig.get_path("scripts")) / "hadolint"
+KUBERNETES = "1.37"
+ALERT = re.compile(r"^\| [a-z ]+ \| `([^`]*mmpos_[^`]*)` \|", re.MULTILINE)
+
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+KINDS: dict[str, dict[str, Any]] = {manifest["kind"]: manifest for manifest in MANIFESTS}
+POD = KINDS["Deployment"]["spec"]["template"]
+(CONTAINER,) = POD["spec"]["containers"]
+
+
+def lines_of(unit: str, setting: str) -> list[str]:
+    return [
+        line.partition("=")[2] for line in (DEPLOY / unit).read_text().splitlines() if line.startswith(f"{setting}=")
+    ]
+
+
+def options_of(arguments: list[str]) -> dict[str, Any]:
+    """The arguments of the program, as it understands them."""
+    return typer.main.get_command(app).make_context("mmpos_server", arguments).params
+
+
+def unit_arguments() -> list[str]:
+    (line,) = lines_of("mmpos.service", "ExecStart")
+    python, *arguments = shlex.split(line)
+    assert (python, arguments[:2]) == ("/opt/mmpos/bin/python", ["-m", "mmpos_server"])
+    return arguments[2:]
+
+
+def image_arguments() -> list[str]:
+    (line,) = (line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("CMD "))
+    arguments: list[str] = json.loads(line.removeprefix("CMD "))
+    return arguments
+
+
+def hadolint(text: str) -> list[str]:
+    """The rules that a Dockerfile breaks."""
+    command = [str(HADOLINT), "--format", "json", "-"]
+    found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    return [rule["code"] for rule in json.loads(found.stdout)]
+
+
+def test_the_dockerfile_breaks_no_rule() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert hadolint(text) == []
+    assert "DL3002" in hadolint(text.replace("USER 10001:10001", "USER root"))
+
+
+def test_the_image_holds_what_the_package_is_built_from() -> None:
+    let_in = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert all((ROOT / name).exists() for name in let_in)
+    assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(let_in)
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
+def test_a_manifest_has_the_fields_of_its_kind_and_no_others(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**manifest, "spce": {}}, KUBERNETES, strict=True)
+
+
+def test_the_manifests_are_of_one_mind() -> None:
+    labels = POD["metadata"]["labels"]
+    selectors = [KINDS[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
+    assert [*selectors, KINDS["Service"]["spec"]["selector"]] == [labels] * 3
+    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
+    options = options_of(CONTAINER["args"])
+    assert ports == {"grpc": 50051, "page": options["metrics_port"]}
+    assert options["port"] is None  # 50051
+    probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    ready, live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
+    assert probes == {"startup": ready, "readiness": ready, "liveness": live}
+    grace = POD["spec"]["terminationGracePeriodSeconds"]
+    assert grace > options["notice_seconds"] + options["drain_seconds"]
+    readiness = CONTAINER["readinessProbe"]
+    assert options["notice_seconds"] > readiness["periodSeconds"] * readiness["failureThreshold"]
+    (scaled,) = KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
+
+
+def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> None:
+    config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
+    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * config.concurrency.stream_bytes
+    assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
+    assert held <= 2 * 2**30
+
+
+def test_alerts_name_metrics_that_there_are() -> None:
+    named = set(re.findall(r"mmpos_[a-z_]+", "".join(ALERT.findall((ROOT / "docs" / "service.md").read_text()))))
+    registry = Metrics().registry
+    registry.register(About(None))
+    there = {"mmpos_certificate_not_after_seconds"}  # where there is TLS
+    for family in registry.collect():
+        there |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
+    assert named <= there
+    assert len(named) == 8
+
+
+def test_the_unit_ends_after_its_notice_and_its_drain() -> None:
+    options = options_of(unit_arguments())
+    (patience,) = map(int, lines_of("mmpos.service", "TimeoutStopSec"))
+    assert patience > options["notice_seconds"] + options["drain_seconds"]
+
+
+def test_the_image_listens_where_it_says() -> None:
+    text, options = (DEPLOY / "Dockerfile").read_text(), options_of(image_arguments())
+    assert (options["host"], options["port"]) == ("0.0.0.0", None)
+    assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
+    assert f"127.0.0.1:{options['metrics_port']}/livez" in text
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="units are verified where systemd is installed")
+def test_the_units_are_right_and_closed(tmp_path: Path) -> None:
+    service = (DEPLOY / "mmpos.service").read_text().replace("/opt/mmpos/bin/python", sys.executable)
+    (tmp_path / "mmpos.service").write_text(service)
+    shutil.copy(DEPLOY / "mmpos.socket", tmp_path)
+    for command in (["verify"], ["security", "--offline=yes", "--threshold=20"]):
+        checked = [*command, str(tmp_path / "mmpos.service")]
+        found = subprocess.run(["systemd-analyze", *checked], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert command != ["verify"] or found.stderr == ""
+
+
+# As systemd starts a service: a socket as descriptor 3, and the number of the process in the environment.
+HANDS_OVER = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ["LISTEN_PID"], os.environ["LISTEN_FDS"] = str(os.getpid()), "1"
+os.execv(sys.executable, [sys.executable, "-m", "mmpos_server", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_service_takes_its_socket_and_says_when_it_is_ready_and_stops(
+    torchless: dict[str, str], tmp_path: Path, workers: str
+) -> None:
+    notified = str(tmp_path / "notify")
+    with socket.create_server(("127.0.0.1", 0)) as page, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(notified)
+        manager.settimeout(60)
+        environment = {**torchless, "NOTIFY_SOCKET": notified}
+        command = [sys.executable, "-c", HANDS_OVER, str(page.fileno()), "--port", "0", "--workers", workers]
+        with subprocess.Popen(
+            command, env=environment, pass_fds=[page.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as server:
+            assert manager.recv(100) == b"READY=1"
+            assert metrics_of(page.getsockname()[1])["mmpos_start_time_seconds"] > 0
+            server.terminate()
+            assert manager.recv(100) == b"STOPPING=1"
+            assert server.wait(60) == 0
+
+
+# In namespaces of its own: nothing of this machine is seen by its systemd, and nothing of it changed.
+SYSTEM = """
+set -e
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /opt
+mkdir /opt/python /opt/packages /opt/source /opt/torchless
+mount --bind {python} /opt/python
+mount --bind {packages} /opt/packages
+mount --bind {source} /opt/source
+echo "import sys; sys.modules['torch'] = sys.modules['torchvision'] = None" > /opt/torchless/sitecustomize.py
+exec env -i PATH="$PATH" container=test SYSTEMD_UNIT_PATH={units} {systemd} --system --unit=test.target
+"""
+SYSTEMD = next((path for path in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd") if Path(path).exists()), None)
+NAMESPACES = ["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", "--ipc", "--cgroup"]
+
+
+def can_run_systemd() -> bool:
+    """Whether this machine has it, and lets it have namespaces."""
+    if SYSTEMD is None or shutil.which("nsenter") is None or os.geteuid() != 0:
+        return False
+    mount = [*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/run"]
+    return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
+    """A systemd that has started the unit: the words before systemctl, the port of gRPC and that of the page."""
+    if not can_run_systemd():
+        pytest.skip("systemd runs for who is root and may have namespaces")
+    port, page, units = free_port(), free_port(), tmp_path / "units"
+    units.mkdir()
+    # What a service wants of a machine; the others of this one stay out.
+    for target in ("sysinit", "basic", "sockets", "shutdown", "network-online"):
+        (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+    (units / "test.target").write_text("[Unit]\nDefaultDependencies=no\nRequires=mmpos.service\n")
+    (units / "mmpos.socket").write_text((DEPLOY / "mmpos.socket").read_text().replace("9090", str(page)))
+    path = "PYTHONPATH=/opt/torchless:/opt/source/server:/opt/source:/opt/packages LD_LIBRARY_PATH=/opt/python/lib"
+    python = f"/opt/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    service = (DEPLOY / "mmpos.service").read_text()
+    for old, new in (
+        ("/opt/mmpos/bin/python", python),
+        ("--config /etc/mmpos/mmpos.toml", f"--port {port}"),
+        ("[Install]", f"Environment={path}\n[Install]"),
+    ):
+        assert service.count(old) == 1
+        service = service.replace(old, new)
+    (units / "mmpos.service").write_text(service)
+    start = SYSTEM.format(
+        python=sys.base_prefix, packages=sysconfig.get_path("purelib"), source=ROOT, units=units, systemd=SYSTEMD
+    )
+    with subprocess.Popen([*NAMESPACES, "sh", "-c", start], stdout=subprocess.DEVNULL) as outside:
+        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
+        assert eventually(lambda: bool(children.read_text()))
+        inside = ["nsenter", "--target", children.read_text().strip(), "--mount", "--pid", "--uts", "--ipc", "--cgroup"]
+        yield inside, port, page
+        outside.kill()
+
+
+@pytest.mark.systemd
+def test_systemd_runs_the_unit_and_a_restart_refuses_no_probe(systemd: tuple[list[str], int, int]) -> None:
+    inside, port, page = systemd
+
+    def systemctl(*words: str) -> str:
+        found = subprocess.run([*inside, "systemctl", *words], capture_output=True, text=True, check=False)
+        return found.stdout.strip()
+
+    def status() -> int:
+        with closing(http.client.HTTPConnection("127.0.0.1", page, timeout=60)) as connection:
+            connection.request("GET", "/readyz")
+            with connection.getresponse() as response:
+                return response.status
+
+    assert eventually(lambda: systemctl("is-active", "mmpos") == "active")
+    assert status() == 200
+    with Client(f"127.0.0.1:{port}", timeout=120) as client:
+        assert [profile.name for profile in client.info().profiles] == ["default"]
+        systemctl("reload", "mmpos")
+        restart = subprocess.Popen([*inside, "systemctl", "restart", "mmpos"])
+        seen = [status()]
+        while restart.poll() is None:
+            seen.append(status())
+        assert set(seen) <= {200, 503}
+        assert status() == 200
+        assert [profile.name for profile in client.info().profiles] == ["default"]
+    systemctl("stop", "mmpos.socket", "mmpos")
+    assert systemctl("show", "mmpos", "-p", "Result", "-p", "ExecMainStatus") == "Result=success\nExecMainStatus=0"

@@ -1,0 +1,51 @@
+"""The attacks of fuzz.py for some seconds; how late health may be meanwhile is for ``make fuzz`` to judge."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fuzz import ATTACKS, Tally, Verdict, Witness, fuzz
+from waiting import without_torch
+
+MEMORY = 400
+"""MiB that the server may hold beyond its first ones: in so few seconds its caches and arenas still fill."""
+
+
+def verdict(**changes: object) -> Verdict:
+    """A run in which nothing was wrong, but for these."""
+    rest = {"MiB": 100.0}
+    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=0, alive=True)
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_what_must_not_be_is_named() -> None:
+    bad = Tally()
+    bad.add("OK", "a")
+    bad.add("UNKNOWN", "a", "how")
+    bad.merge(bad)
+    wrong = Witness([150.0, float("inf")])
+    wrong.polite.update(["right", "wrong"])
+    faults = {
+        (): verdict(),
+        ("2 UNKNOWN of a, first how",): verdict(tally=bad),
+        ("3 tracebacks in the log",): verdict(tracebacks=3),
+        ("the server has died",): verdict(alive=False),
+        ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
+        ("103.0 MiB in the end, want <= 102.0",): verdict(after={"MiB": 103.0}),
+    }
+    assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
+
+
+@pytest.mark.slow
+def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = without_torch(tmp_path)
+    found = asyncio.run(fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment))
+    with capsys.disabled():
+        print(f"\n{found.told()}")
+    assert found.faults(float("inf"), float("inf")) == []
+    assert found.after["MiB"] < found.before["MiB"] + MEMORY
+    assert found.witness.polite["right"] > 0

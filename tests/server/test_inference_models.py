@@ -1,0 +1,291 @@
+"""Models of the Open Inference Protocol: what they answer is what the library answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from open_inference import ask, config, refusal, stub
+from test_golden import GOLDEN, THREE_AXES
+
+from mmpos import Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
+from mmpos.positions.table import PositionTable
+from mmpos.rotary import Rotary, apply_rotary
+from mmpos.schemes import RopeTieFractional
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.testing import running
+
+PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running(config()) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Any]:
+    with triton.InferenceServerClient(address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def infer(address: str) -> Iterator[Any]:
+    """Messages as no client writes them."""
+    with grpc.insecure_channel(address) as channel:
+        yield stub(channel)
+
+
+# Positions.
+
+
+def test_golden_cases_placed_from_spans(client: Any) -> None:
+    for case in GOLDEN:
+        axes = {"axes": 3} if case["scheme"] in THREE_AXES and case["axes"] == 3 else {}
+        sizes = [part[1] if part[0] == "text" else int(np.prod(part[1:])) for part in case["document"]]
+        starts = np.cumsum([0, *sizes])
+        grids = [i for i, part in enumerate(case["document"]) if part[0] != "text"]
+        spans = {
+            "lengths": starts[-1:],
+            "offsets": starts[grids],
+            "grid_thw": np.array([case["document"][i][1:] for i in grids], np.int64).reshape(-1, 3),
+            "start": [case["start"]],
+        }
+        scheme = json.dumps({"name": case["scheme"], **axes})
+        found = ask(client, "positions", spans, parameters={"scheme": scheme, "strict": False})
+        assert found["position_ids"].tolist() == [[float(Fraction(i)) for i in axis] for axis in case["position_ids"]]
+        if case["next_position"] is None:
+            assert {"next_positions", "deltas"}.isdisjoint(found)
+        else:
+            assert found["next_positions"].tolist() == [int(case["next_position"])]
+
+
+def same(found: dict[str, Any], wanted: PositionTable) -> None:
+    """Whether an answer tells these positions, and in the types that it should."""
+    arrays = {
+        "position_ids": wanted.dense(),
+        "cu_seqlens": wanted.cu_seqlens,
+        "table": wanted.table,
+        "table_documents": wanted.documents,
+    }
+    if wanted.documents[2].min(initial=0) > -(2**63):
+        arrays |= {"next_positions": wanted.next_positions, "deltas": wanted.deltas}
+    assert set(found) == set(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+def test_random_batches_of_spans_and_of_ids(client: Any) -> None:
+    random = np.random.default_rng(7)
+    for _ in range(10):
+        documents: list[list[Text | Grid]] = []
+        for _ in range(random.integers(1, 5)):
+            grids = [Grid(*map(int, random.integers(1, 6, 2))) for _ in range(random.integers(0, 4))]
+            pieces: list[list[Text | Grid]] = [[Text(int(random.integers(1, 9))), grid] for grid in grids]
+            documents.append([*(part for piece in pieces for part in piece), Text(2)])
+        segments = SegmentTable.from_documents(documents)
+        starts = random.integers(0, 1000, len(documents))
+        wanted = place(segments, start=starts)
+        is_grid = segments.kind == 1
+        first = np.cumsum(segments.lengths) - segments.lengths
+        of = np.repeat(np.arange(len(documents)), np.diff(segments.segment_offsets))
+        spans = {
+            "lengths": np.diff(wanted.cu_seqlens).astype(np.int64),
+            "offsets": (first - wanted.cu_seqlens[of])[is_grid],
+            "grid_thw": segments.extents.T[is_grid],
+            "documents": of[is_grid],
+            "start": starts,
+        }
+        same(ask(client, "positions", spans), wanted)
+        ids = {
+            "input_ids": np.repeat(np.where(is_grid, 7, 1), segments.lengths).astype(np.int32),
+            "cu_seqlens": wanted.cu_seqlens,
+            "image_grid_thw": segments.extents.T[is_grid] * [1, 2, 2],
+            "start": starts,
+        }
+        parameters = {"image_token_id": 7, "spatial_merge_size": 2}
+        same(ask(client, "positions", ids, parameters=parameters), wanted)
+
+
+def test_a_padded_batch_and_a_document_are_different_shapes(client: Any) -> None:
+    padded = ask(
+        client,
+        "positions",
+        {
+            "input_ids": [[9, 5, 5, 9], [0, 0, 9, 9]],
+            "image_grid_thw": [[1, 1, 2]],
+            "attention_mask": [[1] * 4, [0, 0, 1, 1]],
+        },
+        parameters={"image_token_id": 5},
+    )
+    one = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])).dense()
+    assert padded["position_ids"][:, :4].tolist() == one.tolist()
+    assert padded["position_ids"][:, 4:].tolist() == [[0, 0, 0, 1]] * 2
+    assert padded["cu_seqlens"].tolist() == [0, 4, 8]
+
+
+def test_views_are_those_of_our_own_protocol(client: Any) -> None:
+    wanted = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
+    spans = {"lengths": [11, 4], "offsets": [3], "grid_thw": [[1, 2, 3]], "documents": [0]}
+    views = [
+        (
+            {"window": {"documents": [1, 0], "starts": ["0", "2"], "lengths": [6, 4]}},
+            wanted.window([1, 0], [0, 2], [6, 4]),
+        ),
+        ({"decode": {"stepsPerDocument": [2, 1]}}, wanted.decode([2, 1])),
+        ({"shard": {"rank": 1, "worldSize": 2, "layout": "SHARD_LAYOUT_CONTIGUOUS"}}, None),
+        ({"pad": {"side": "SIDE_LEFT", "length": 12}}, wanted.pad(12, "left")),
+        ({"take": {"starts": [2, 12], "stops": [5, 14]}}, wanted.take([2, 12], [5, 14])),
+    ]
+    for view, table in views:
+        if table is not None:
+            same(ask(client, "positions", spans, parameters={"views": json.dumps([view])}), table)
+    both = json.dumps([views[3][0], {"shard": {"rank": 1, "worldSize": 2, "layout": "SHARD_LAYOUT_ZIGZAG"}}])
+    same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
+
+
+def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Any) -> None:
+    contents = {
+        "input_ids": ("INT32", [4], pb.InferTensorContents(int_contents=[1, 5, 5, 1])),
+        "image_grid_thw": ("INT64", [1, 3], pb.InferTensorContents(int64_contents=[1, 2, 1])),
+        "video_grid_thw": ("INT64", [0, 3], None),
+    }
+    request = pb.ModelInferRequest(model_name="positions")
+    request.outputs.add(name="position_ids")
+    for name, (datatype, shape, numbers) in contents.items():
+        request.inputs.add(name=name, datatype=datatype, shape=shape, contents=numbers)
+    request.parameters["image_token_id"].int64_param = 5
+    request.parameters["video_token_id"].int64_param = 6
+    answer = infer(request)
+    wanted = place(SegmentTable.from_documents([[Text(1), Grid(2, 1), Text(1)]])).dense()
+    assert [(o.name, o.datatype, list(o.shape), o.HasField("contents")) for o in answer.outputs] == [
+        ("position_ids", "INT32", [2, 4], False)
+    ]
+    assert list(answer.raw_output_contents) == [wanted.astype("<i4").tobytes()]
+
+
+def test_a_named_version_tells_its_placeholder_and_its_merging(client: Any) -> None:
+    ids = {"input_ids": [1, 258, 1], "image_grid_thw": [[1, 2, 2]]}
+    wanted = place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), RopeTieFractional(axes=3))
+    same(ask(client, "positions", ids, model_version="halves"), wanted)
+    message = "image_token_id: got None, want the id of image placeholders"
+    assert refusal(lambda: ask(client, "positions", ids)) == ("INVALID_ARGUMENT", message)
+
+
+# Sequences.
+
+
+def test_sequences_are_those_of_the_builder_packed(client: Any) -> None:
+    builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
+    documents: list[list[str | bytes]] = [["A cup: ", PHOTO, " é"], ["b"], [PHOTO, "c", PHOTO]]
+    parts = [part.encode() if isinstance(part, str) else part for document in documents for part in document]
+    found = ask(
+        client,
+        "sequences",
+        {
+            "parts": parts,
+            "kinds": [b"text" if isinstance(part, str) else b"image" for document in documents for part in document],
+            "parts_per_document": [3, 1, 3],
+        },
+        parameters={"start": 5, "scheme": "mrope"},
+    )
+    builder = SequenceBuilder(images=builder.images, start=5, scheme="mrope")
+    built = [builder.build(document) for document in documents]
+    positions = PositionTable.concatenate([sequence.positions for sequence in built])
+    starts = positions.cu_seqlens[:-1].astype(np.int64)
+    arrays = {
+        "input_ids": np.concatenate([sequence.input_ids for sequence in built]),
+        "grid_thw": np.concatenate([sequence.grid_thw for sequence in built]),
+        "image_spans": np.concatenate([s.image_spans + start for s, start in zip(built, starts, strict=True)]),
+        "patches": np.concatenate([s.patches for s in built if s.patches is not None]),
+    }
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.pop(name), array, err_msg=name, strict=True)
+    same(found, positions)
+
+
+def test_parts_alone_are_the_texts_of_one_document(client: Any) -> None:
+    found = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
+    assert {name: array.tolist() for name, array in found.items()} == {
+        "input_ids": list("abé".encode()),
+        "cu_seqlens": [0, 4],
+        "patches": [],
+    }
+    assert found["patches"].shape == (0, 14, 14, 3)
+
+
+def test_no_documents_are_a_batch(client: Any) -> None:
+    nothing = {"parts": np.empty(0, object), "parts_per_document": np.empty(0, np.int64)}
+    found = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
+    assert {name: array.shape for name, array in found.items()} == {
+        "input_ids": (0,),
+        "cu_seqlens": (1,),
+        "position_ids": (2, 0),
+    }
+
+
+def test_pixels_are_decoded_only_where_they_are_wanted(client: Any) -> None:
+    half = {"parts": [b"a", PHOTO[:1000]], "kinds": [b"text", b"image"]}
+    assert ask(client, "sequences", half, ["grid_thw"])["grid_thw"].shape == (1, 3)
+    status, message = refusal(lambda: ask(client, "sequences", half, ["patches"]))
+    assert status == "INVALID_ARGUMENT"
+    assert message.startswith("documents[0].parts[1]: image: got a truncated or corrupt JPEG")
+
+
+# Rotations.
+
+TABLE = place(SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)]]), "rope-tie-fractional")
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
+@pytest.mark.parametrize("by", ["table", "ids"])
+def test_rotations_are_those_of_the_library(infer: Any, datatype: str, by: str) -> None:
+    dtype = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[datatype]
+    torch.manual_seed(3)
+    tensors = {"q": torch.randn(7, 4, 16).to(dtype), "k": torch.randn(7, 2, 16).to(dtype)}
+    request = pb.ModelInferRequest(model_name="rotate")
+    request.parameters["conjugate"].bool_param = True
+    for name, tensor in tensors.items():
+        request.inputs.add(name=name, datatype=datatype, shape=tensor.shape)
+        request.raw_input_contents.append(tensor.view(torch.uint8).numpy().tobytes())
+    arrays = (
+        {"table": TABLE.table, "table_documents": TABLE.documents} if by == "table" else {"position_ids": TABLE.dense()}
+    )
+    for name, array in arrays.items():
+        request.inputs.add(name=name, datatype="FP64" if name == "position_ids" else "INT64", shape=array.shape)
+        request.raw_input_contents.append(array.tobytes())
+    answer = infer(request)
+    wanted = apply_rotary(tensors["q"], tensors["k"], TABLE, Rotary(head_dim=16), conjugate=True)
+    assert [(output.name, output.datatype, list(output.shape)) for output in answer.outputs] == [
+        ("q", datatype, [7, 4, 16]),
+        ("k", datatype, [7, 2, 16]),
+    ]
+    assert list(answer.raw_output_contents) == [
+        tensor.view(torch.uint8).numpy().tobytes() for tensor in wanted if tensor is not None
+    ]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_a_rotation_that_is_written_out_of_a_batch(client: Any, layout: str) -> None:
+    rotary = Rotary(head_dim=8, theta=500.0, pairing="adjacent")
+    positions = place(SegmentTable.from_documents([[Text(1), Grid(1, 2)], [Text(3)]]))
+    q = np.random.default_rng(3).standard_normal((2, 3, 5, 8) if layout == "bshd" else (2, 5, 3, 8)).astype(np.float32)
+    for source in (
+        {"table": positions.table, "table_documents": positions.documents},
+        {"position_ids": positions.dense().reshape(2, 2, 3)},
+        {"position_ids": positions.dense(dtype=np.int64).reshape(2, 2, 3)},
+    ):
+        parameters = {"layout": layout, "rotary": json.dumps(rotary.to_dict())}
+        found = ask(client, "rotate", {"q": q, **source}, parameters=parameters)
+        wanted, _ = apply_rotary(torch.from_numpy(q), None, positions, rotary, layout=layout)  # type: ignore[arg-type]
+        assert list(found) == ["q"]
+        np.testing.assert_array_equal(found["q"], wanted.numpy(), strict=True)

@@ -1,0 +1,327 @@
+"""The services behind the ingress of Ray Serve, on a real local Ray: answers and errors are those of the server."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from waiting import eventually, free_port
+
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.client import Client, rotations, sequences
+from mmpos.client import calls as client_calls
+from mmpos.client.options import Options
+from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
+from mmpos.rotary import Rotary
+from mmpos.rpc.queries import PositionsQuery
+from mmpos_server.config import load
+from mmpos_server.profiles import Profiles
+from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application
+from mmpos_server.services import methods
+from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.testing import running
+
+ray = pytest.importorskip("ray")
+
+# Ray warns of its own defaults.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),  # two of them starting at once are more than two cores can do in their time
+    pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
+]
+
+SETTINGS = """
+[limits]
+request_bytes = 1_000_000
+
+[concurrency]
+max_in_flight_rotary = 1
+max_streams = 1
+"""
+FILE = "settings.toml"
+PLACE = "/mmpos.rpc.v1.PositionService/Place"
+STREAM = "/mmpos.rpc.v1.PositionService/StreamPlace"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The ingress and a server with the same settings."""
+
+    ingress: str
+    server: str
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    from ray import serve
+    from ray.serve.config import gRPCOptions
+
+    path, port = tmp_path_factory.mktemp("settings") / FILE, free_port()
+    path.write_text(SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.chdir(path.parent)
+        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+        try:
+            serve.start(
+                http_options={"port": free_port()},
+                grpc_options=gRPCOptions(port=port, grpc_servicer_functions=[SERVICER]),
+            )
+            serve.run(app({"config": FILE, "num_replicas": "1"}))
+            with running(load(path)) as server:
+                yield Pair(f"localhost:{port}", server)
+        finally:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+
+
+def documents(rng: random.Random) -> SegmentTable:
+    parts = [part for _ in range(4) for part in (Text(rng.randint(1, 9)), Grid(rng.randint(1, 9), 4))]
+    return SegmentTable.from_documents([[*parts, Text(1)], [Text(rng.randint(1, 99))]])
+
+
+def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
+    """What a client would send, of any content."""
+    options, table, rotary = Options.checked(None, 30, (), 8), documents(rng), Rotary(head_dim=8)
+    if kind == "Place":
+        return client_calls.place(options, table, rng.choice(["rope-tie", "mrope", "none"]))
+    if kind == "Build":
+        image = np.full((rng.randint(1, 99), 50, 3), 9, np.uint8)
+        return sequences.build_batch(options, [["a" * rng.randint(1, 9), image], [b"no image"]], "return")
+    positions = place(table)
+    if kind == "CosSin":
+        return rotations.cos_sin(options, rotary, positions)
+    if kind == "Rotate":
+        q = torch.tensor([rng.random() for _ in range(8 * positions.num_tokens)]).reshape(-1, 1, 8)
+        return rotations.apply_rotary(options, q, None, positions, rotary)
+    return client_calls.info(options)
+
+
+def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:
+    """The bytes of the answer; or status, details and the id of the request, which is sent along."""
+    method: Any = channel.unary_unary(path)
+    try:
+        return method(request, metadata=[("x-request-id", "mine")], timeout=60)
+    except grpc.RpcError as error:
+        failed: Any = error
+        return failed.code(), failed.details(), dict(failed.trailing_metadata())["x-request-id"]
+
+
+def stream(channel: grpc.Channel) -> Any:
+    return channel.stream_stream(STREAM)
+
+
+@pytest.mark.parametrize("kind", ["Place", "Build", "CosSin", "Rotate", "GetInfo"])
+def test_answers_and_refusals_are_those_of_the_server_byte_by_byte(kind: str, pair: Pair) -> None:
+    with grpc.insecure_channel(pair.ingress) as ingress, grpc.insecure_channel(pair.server) as server:
+        rng = random.Random(kind)
+        for _ in range(20):
+            call = request(kind, rng)
+            assert call.path.endswith(f"/{kind}")
+            assert outcome(ingress, call.path, call.request) == outcome(server, call.path, call.request)
+
+
+def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> None:
+    with grpc.insecure_channel(pair.ingress) as channel:
+        assert outcome(channel, PLACE, b"\xff") == (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "request: got bytes that are not such a message, want valid protobuf",
+            "mine",
+        )
+        assert outcome(channel, PLACE, bytes(1_000_001)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "request: got 1000001 bytes, want <= 1000000",
+            "mine",
+        )
+
+
+def test_a_client_sees_no_difference(pair: Pair) -> None:
+    table = documents(random.Random(1))
+    with Client(pair.ingress, timeout=60) as client:
+        assert np.array_equal(client.place(table).dense(), place(table).dense())
+        with pytest.raises(InvalidInputError, match="scheme: got 'none'"):
+            client.place(table, "none")
+        built = client.build_batch([["a"], [b"no picture"]], errors="return")
+        assert [type(each).__name__ for each in built] == ["InterleavedSequence", "InvalidInputError"]
+        assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
+
+
+def test_addresses_in_a_list_take_their_turns(pair: Pair) -> None:
+    port = pair.ingress.rpartition(":")[2]
+    with Client([f"127.0.0.1:{port}", f"127.0.0.2:{port}"], timeout=60) as client:
+        for _ in range(4):
+            client.info()
+
+
+def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> None:
+    tables = [documents(random.Random(seed)) for seed in range(30)]
+    queries = [PositionsQuery(table, "none" if i == 7 else "rope-tie") for i, table in enumerate(tables)]
+    with Client(pair.ingress, timeout=60) as client:
+        answers = list(client.stream(queries, errors="return"))
+    assert [isinstance(each, MmposError) for each in answers] == [i == 7 for i in range(30)]
+    found: list[Any] = [each for i, each in enumerate(answers) if i != 7]
+    wanted = [place(table) for i, table in enumerate(tables) if i != 7]
+    assert all(np.array_equal(g.table.dense(), w.dense()) for g, w in zip(found, wanted, strict=True))
+
+
+def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
+    with grpc.insecure_channel(pair.ingress) as channel:
+        for wrong, status, said in (
+            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf"),
+            (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
+        ):
+            broken = stream(channel)(iter([b"", wrong]), timeout=60)
+            assert len(next(broken)) > 0
+            with pytest.raises(grpc.RpcError) as raised:
+                next(broken)
+            failed: Any = raised.value
+            assert (failed.code().name, failed.details()) == (status, said)
+            assert eventually(lambda: _answers(channel))
+        left = threading.Event()
+        held = stream(channel)(_held(left), timeout=60)
+        next(held)
+        # The only place is taken; the ingress sends no metadata of a stream that fails, so no time to come back.
+        second = stream(channel)(iter([b""]), timeout=60)
+        with pytest.raises(grpc.RpcError) as raised:
+            next(second)
+        failed = raised.value
+        assert (failed.code(), failed.details()) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "max_streams: got 1 taken of 1",
+        )
+        held.cancel()
+        left.set()
+        assert eventually(lambda: _answers(channel))
+
+
+def _held(left: threading.Event) -> Iterator[bytes]:
+    yield b""
+    left.wait()
+
+
+def _answers(channel: grpc.Channel) -> bool:
+    try:
+        return len(list(stream(channel)(iter([b""]), timeout=60))) == 1
+    except grpc.RpcError:
+        return False
+
+
+def test_who_finds_no_place_is_told_when_to_come_back(pair: Pair) -> None:
+    positions, refused = place(SegmentTable.from_documents([[Text(4000)]])), list[ServiceOverloadedError]()
+    q, rotary, enough = torch.randn(4000, 4, 8), Rotary(head_dim=8), threading.Event()
+
+    def ask() -> None:
+        while not enough.is_set():
+            try:
+                client.apply_rotary(q, None, positions, rotary)
+            except ServiceOverloadedError as error:
+                refused.append(error)
+                enough.set()
+
+    with Client(pair.ingress, timeout=60) as client, ThreadPoolExecutor(8) as pool:
+        for asking in [pool.submit(ask) for _ in range(8)]:
+            asking.result(timeout=120)
+    assert str(refused[0]) == "max_in_flight_rotary: got 1 taken of 1"
+    assert 0 < refused[0].retry_after <= 30
+
+
+def test_a_call_whose_deadline_has_passed_gives_its_place_back(pair: Pair) -> None:
+    positions, rotary = place(SegmentTable.from_documents([[Text(4000)]])), Rotary(head_dim=8)
+    with Client(pair.ingress, timeout=60) as client:
+        with pytest.raises(ServiceTimeoutError):
+            client.with_options(timeout=0.002).apply_rotary(torch.randn(4000, 4, 8), None, positions, rotary)
+
+        def answers() -> bool:
+            try:
+                client.apply_rotary(torch.randn(4000, 4, 8), None, positions, rotary)
+            except ServiceOverloadedError:
+                return False
+            return True
+
+        assert eventually(answers)
+
+
+def test_the_ingress_lists_the_services(pair: Pair) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2 as pb
+    from grpc_reflection.v1alpha import reflection_pb2_grpc
+
+    with grpc.insecure_channel(pair.ingress) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = stub.ServerReflectionInfo(iter([pb.ServerReflectionRequest(list_services="")]), timeout=60)
+    names = {service.name for service in answer.list_services_response.service}
+    assert names >= {f"mmpos.rpc.v1.{name}Service" for name in ("Position", "Sequence", "Rotary", "Info")}
+
+
+def test_the_ingress_has_every_method_of_the_server_and_health() -> None:
+    replica, added = Replica(load(), "error"), dict[str, list[str]]()
+
+    class Server:
+        def add_generic_rpc_handlers(self, handlers: Any) -> None:
+            (handler,) = handlers
+            added[handler.service_name()] = [path.rpartition("/")[2] for path in handler._method_handlers]
+
+    add_services(replica, Server())
+    wanted: dict[str, list[str]] = {"grpc.health.v1.Health": ["Check"]}
+    for method in methods(Profiles.from_config(load()), load().limits, SharedMemory()):
+        names = wanted.setdefault(method.service, [])
+        names.extend([method.name, *([method.twin.name] if method.twin else [])])
+    assert {name: sorted(found) for name, found in added.items()} == {name: sorted(w) for name, w in wanted.items()}
+    # Serve routes by the last part of the path alone.
+    names = [name for found in added.values() for name in found]
+    assert len(set(names)) == len(names)
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError) as raised:
+        application()
+    want = 'want pip install "multimodal-positions[serve]"'
+    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
+
+
+def test_the_file_in_the_documents_is_one_of_serve() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    yaml: Any = pytest.importorskip("yaml")
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0]))
+    (made,), (deployment,) = schema.applications, schema.applications[0].deployments
+    assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
+    assert made.import_path == f"{app.__module__}:{app.__name__}"
+    assert deployment.name == application()._bound_deployment.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"replicas": 2}, "replicas: got an unknown argument, want one of config, num_replicas, log_level"),
+        ({"num_replicas": "none"}, "num_replicas: got 'none', want a number >= 1 or \"auto\""),
+        ({"num_replicas": 0}, 'num_replicas: got 0, want a number >= 1 or "auto"'),
+        ({"log_level": "loud"}, "log_level: got 'loud', want one of debug, info, warning, error"),
+        ({"config": "/none.toml"}, "/none.toml: got No such file or directory, want a file that can be read"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_replica(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        app(arguments)
+    assert str(raised.value) == said
+
+
+def test_a_replica_takes_one_call_more_than_its_gates(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(SETTINGS)
+    config = load(tmp_path / FILE)
+    deployment = application(config, num_replicas=3)._bound_deployment
+    assert (deployment.name, deployment.num_replicas) == ("mmpos", 3)
+    assert deployment.max_ongoing_requests == 1024 + 64 + 16 + 1 + 1 + 1
+    assert application(config, max_ongoing_requests=5)._bound_deployment.max_ongoing_requests == 5

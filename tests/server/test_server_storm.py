@@ -1,0 +1,138 @@
+"""Calls of all kinds that are answered, refused, broken, late or cancelled at any moment leave nothing taken."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from open_inference import config
+from shared_objects import PREFIX, shared
+from waiting import eventually
+
+from mmpos_server import testing
+from mmpos_server.app import Server
+from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.methods import SERVICE
+from mmpos_server.shared_memory import SharedMemory
+
+PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
+LIMITS: dict[str, Any] = {
+    "concurrency": {"max_wait": 2, "max_streams": 4, "max_in_flight_bytes": 100_000_000},
+    "clients": {
+        "max_in_flight": 20,
+        "max_streams": 2,
+        "requests_per_second": 5000.0,
+        "max_in_flight_bytes": 80_000_000,
+    },
+}
+
+WANTED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+
+
+def asked(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=model)
+    for name, datatype, shape, raw in inputs:
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def requests(key: str) -> list[tuple[str, bytes]]:
+    """Methods and requests of every kind: in the loop, in each pool, in shared memory, and some that are refused."""
+    lengths = np.full(4000, 500, np.int64).tobytes()
+    picture = asked("sequences", ("parts", "BYTES", [1], len(PHOTO).to_bytes(4, "little") + PHOTO))
+    picture.inputs.add(name="kinds", datatype="BYTES", shape=[1])
+    picture.raw_input_contents.append(b"\5\0\0\0image")
+    tokens = 100_000
+    turned = asked(
+        "rotate",
+        ("q", "FP32", [tokens, 2, 16], bytes(tokens * 128)),
+        ("position_ids", "INT32", [2, tokens], bytes(tokens * 8)),
+    )
+    held = pb.ModelInferRequest(model_name="positions")
+    tensors: list[Any] = [held.inputs.add(name="lengths", datatype="INT64", shape=[4000])]
+    tensors.append(held.outputs.add(name="position_ids"))
+    for tensor, size in zip(tensors, (32_000, 1 << 19), strict=True):
+        tensor.parameters["shared_memory_region"].string_param = "r"
+        tensor.parameters["shared_memory_byte_size"].int64_param = size
+    region = pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=1 << 20)
+    infer = [asked("positions", ("lengths", "INT64", [4000], lengths)), picture, turned, held, asked("nothing")]
+    return [
+        *(("ModelInfer", message.SerializeToString()) for message in infer),
+        ("SystemSharedMemoryRegister", region.SerializeToString()),
+        ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name="r").SerializeToString()),
+        ("ModelStatistics", b""),
+    ]
+
+
+async def call(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
+    """The status of a call."""
+    method, raw = chance.choice(found)
+    kind = chance.choice(["whole", "cancelled", "late", "broken"])
+    raw = b"\xff" + raw if kind == "broken" else raw
+    made = channel.unary_unary(f"/{SERVICE}/{method}")(raw, timeout=chance.random() / 50 if kind == "late" else 30)
+    if kind == "cancelled":
+        await asyncio.sleep(chance.random() / 20)
+        made.cancel()
+    try:
+        return str((await made.code()).name)
+    except asyncio.CancelledError:
+        return "CANCELLED"
+
+
+async def stream(channel: Any, found: list[tuple[str, bytes]], chance: random.Random) -> str:
+    """The status of a stream, which may be left."""
+
+    async def items() -> AsyncIterator[bytes]:
+        for _ in range(chance.randrange(20)):
+            yield chance.choice(
+                [raw for method, raw in found if method == "ModelInfer"] + [b"\xff"] * chance.randrange(2)
+            )
+
+    made = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(items(), timeout=chance.choice([0.02, 30]))
+    try:
+        async for _ in made:
+            if chance.random() < 0.1:
+                made.cancel()
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        pass
+    return str((await made.code()).name)
+
+
+@pytest.mark.slow
+def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Server] = []
+
+    def server(*arguments: Any, **options: Any) -> Server:
+        servers.append(Server(*arguments, **options))
+        return servers[-1]
+
+    async def storm(address: str, key: str) -> set[str]:
+        chance, found, seen = random.Random(7), requests(key), set[str]()
+        async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+            start = time.monotonic()
+            while (passed := time.monotonic() - start) < 6 or (passed < 60 and not seen >= WANTED):
+                calls = [call(channel, found, chance) for _ in range(50)]
+                seen |= set(await asyncio.gather(*calls, *(stream(channel, found, chance) for _ in range(8))))
+        return seen
+
+    def taken() -> list[int]:
+        admission, clients = servers[0]._admission, servers[0]._unary[0]._around.clients
+        gates = [*admission.gates.values(), admission.bytes, admission.streams]
+        lines = [line.tasks for line in admission.lines.values()]
+        return [gate.taken for gate in gates] + lines + [len(clients._here)]
+
+    monkeypatch.setattr(testing, "Server", server)
+    memory = SharedMemory(PREFIX)
+    with shared(bytes(1 << 20)) as key, testing.running(config(**LIMITS), shared_memory=memory) as address:
+        seen = asyncio.run(storm(address, key))
+        assert seen >= WANTED
+        assert "UNKNOWN" not in seen
+        assert eventually(lambda: not any(taken())), taken()

@@ -1,0 +1,96 @@
+"""The name under which mmpos is distributed: in pip commands, errors and pages, and beside others with its import."""
+
+import re
+import tomllib
+import warnings
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+
+import mmpos
+from mmpos.__main__ import main
+from mmpos.support.extras import needed_for
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = [*(ROOT / "mmpos").rglob("*.py"), *(ROOT / "server").rglob("*.py")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
+
+
+def test_a_missing_package_is_an_error_with_its_name_and_the_pip_command() -> None:
+    with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
+        import_module("no_such_package")
+    assert str(raised.value) == 'ducks: no_such_package is not installed, want pip install "multimodal-positions[pond]"'
+    assert raised.value.name == "no_such_package"
+    assert type(raised.value) is ImportError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcudart.so: no such file", name="torch"),  # there, but broken
+        ModuleNotFoundError("could not import", name=None),  # in the words of the package
+        ModuleNotFoundError("No module named 'mmpos.nothing'", name="mmpos.nothing"),  # a mistake of ours
+        ModuleNotFoundError("No module named 'mmpos_server.nothing'", name="mmpos_server.nothing"),
+    ],
+    ids=str,
+)
+def test_other_errors_of_an_import_stay_as_they_are(error: ImportError) -> None:
+    with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
+        raise error
+    assert raised.value is error
+
+
+def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
+    assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
+    named = re.findall(r"""(?:needed_for\(.*|missing\(.*|pip_install)[(=]["'](\w+)["']""", "\n".join(texts.values()))
+    assert set(named) == set(PROJECT["optional-dependencies"])
+
+
+def test_the_readme_lists_every_extra() -> None:
+    table = (ROOT / "README.md").read_text().partition("| extra | gives |")[2].partition("\n\n")[0]
+    listed = [extra for row in table.splitlines()[2:] for extra in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path) -> None:
+    text = path.read_text()
+    found = re.findall(r"([\w.-]+)\[([a-z,]+)\]", " ".join(re.findall(r"pip install [^`#\n]*", text)))
+    for name, extras in found:
+        assert name in (PROJECT["name"], ".", "tritonclient"), name
+        assert name == "tritonclient" or set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), extras
+    assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
+    heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \(\d{{4}}-\d\d-\d\d\)", heading)
+
+
+def test_another_distribution_with_the_same_import_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = mmpos.info()
+    other = tmp_path / "mmpos-0.2.3.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: mmpos\nVersion: 0.2.3\n")
+    (other / "top_level.txt").write_text("mmpos\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = (
+        "import mmpos: got it from mmpos, multimodal-positions, want multimodal-positions alone: "
+        "pip uninstall mmpos multimodal-positions, then install multimodal-positions again"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$"):
+        assert mmpos.info() == alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["info"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"mmpos: warning: {said}\n"
+    assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]

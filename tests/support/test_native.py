@@ -1,0 +1,370 @@
+"""The extension in C says what the rooms say in numpy, to the last number, and nothing where they have words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from oracle import CASES, Case, Document, batches
+
+import mmpos
+from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos.positions import columns
+from mmpos.positions.columns import AXES
+from mmpos.positions.placing_parts import BLOCK_ROWS
+from mmpos.segments import table
+from mmpos.support import native
+
+assert native.core is not None, "the extension was not built"
+CORE = native.core
+
+BIG = st.sampled_from([0, 1, 2, 3, 7, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
+GUARD = 0x5A
+
+
+class Narrow:
+    """The extension, without the vectors that not every CPU has."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(CORE, name)
+        return (lambda *given: function(*given[:-1], False)) if name == "expand" else function
+
+
+@contextmanager
+def instead(core: Any) -> Iterator[None]:
+    native.core = core
+    try:
+        yield
+    finally:
+        native.core = CORE
+
+
+def numpy_alone() -> AbstractContextManager[None]:
+    return instead(None)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call gives, as something that can be compared: arrays with their dtypes, or the words of its error."""
+    try:
+        return _plain(call())
+    except MmposError as error:
+        return type(error), str(error)
+
+
+def both(call: Callable[[], Any]) -> Any:
+    """The outcome of a call, which must be the same with the extension and without."""
+    with numpy_alone():
+        want = outcome(call)
+    with instead(Narrow()):
+        assert outcome(call) == want
+    assert outcome(call) == want
+    return want
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, SegmentTable):
+        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator")
+        return [_plain(getattr(value, name)) for name in fields]
+    if isinstance(value, PositionTable):
+        ids = [_plain(value.dense()), *map(_plain, value.rationals())]
+        return [_plain(value.table), _plain(value.documents), value.num_tokens, value.fractional, value.scheme, *ids]
+    return value
+
+
+def cases() -> st.SearchStrategy[tuple[Case, list[Document]]]:
+    return st.sampled_from(CASES).flatmap(lambda case: st.tuples(st.just(case), batches(case)))
+
+
+@given(cases(), st.sampled_from([0, 5, -3, 2**31 - 20, 2**31 - 1, -(2**31)]), st.none() | st.booleans())
+def test_placing_documents_is_the_same(case: tuple[Case, list[Document]], start: int, strict: bool | None) -> None:
+    scheme, documents = case
+    both(lambda: place(SegmentTable.from_documents(documents), scheme.scheme, start, strict))
+
+
+@given(cases(), st.data())
+def test_ids_are_the_same_in_any_form_of_out(case: tuple[Case, list[Document]], data: st.DataObject) -> None:
+    positions = place(SegmentTable.from_documents(case[1]), case[0].scheme)
+    bounds = sorted(data.draw(st.tuples(*[st.integers(0, positions.num_tokens)] * 2)))
+    positions = data.draw(st.sampled_from([positions, positions.slice(*bounds), positions.pad()]))
+    axes = data.draw(st.none() | st.lists(st.integers(0, positions.axes - 1), min_size=1, max_size=4).map(tuple))
+    dtype = np.dtype(data.draw(st.sampled_from(["int32", "int64", "float64"])))
+    rows = positions.axes if axes is None else len(axes)
+    shift, gap = data.draw(st.integers(0, 15)), data.draw(st.integers(0, 9))
+
+    def dense() -> Any:
+        memory = np.full(16 + rows * (positions.num_tokens * dtype.itemsize + gap), GUARD, np.uint8)
+        shape, strides = (rows, positions.num_tokens), (positions.num_tokens * dtype.itemsize + gap, dtype.itemsize)
+        out = np.ndarray(shape, dtype, memory, shift, strides)
+        given = positions.dense(out=out, axes=axes)
+        assert given is out
+        # What lies between and around the rows is nobody's to write.
+        return out.copy(), memory
+
+    both(dense)
+
+
+def test_ids_in_columns_of_memory_are_the_same() -> None:
+    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
+    out = np.zeros((positions.num_tokens, 2), np.int32).T
+    assert positions.dense(out=out).tolist() == positions.dense().tolist()
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.data())
+def test_any_part_of_a_grid_is_the_same(height: int, width: int, skip: int, tokens: int, data: st.DataObject) -> None:
+    steps = st.integers(-9, 9)
+    numbers = [data.draw(st.tuples(st.integers(-50, 50), steps, steps, steps)) for _ in range(2)]
+    denominator = data.draw(st.integers(1, 5))
+    column = [0, skip, height, width, denominator, *numbers[0], *numbers[1]]
+    table = np.array(column, np.int64)[:, None]
+    positions = PositionTable(table, np.zeros((4, 1), np.int64), tokens, denominator > 1, "any")
+    both(positions.dense)
+    both(lambda: positions.dense(dtype=np.float64))
+    both(positions.rationals)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(-1, 40))
+def test_tables_of_any_numbers_are_never_written_past(
+    data: st.DataObject, axes: int, segments: int, tokens: int
+) -> None:
+    numbers = st.lists(BIG | st.integers(-3, 40), min_size=segments, max_size=segments)
+    table = np.array([data.draw(numbers) for _ in range(AXES + 4 * axes)], np.int64)
+    for dtype in (np.int32, np.int64, np.float64):
+        memory = np.full((axes, max(tokens, 0) + 8), GUARD, dtype)
+        CORE.expand(table, tokens, False, memory[:, 4 : 4 + max(tokens, 0)], None, True)
+        assert (memory[:, :4] == GUARD).all()
+        assert (memory[:, 4 + max(tokens, 0) :] == GUARD).all()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros((2, 11), ">i4"),
+        np.zeros((2, 11), np.uint32),
+        np.zeros((2, 11), np.int16),
+        np.zeros((2, 12), np.int32),
+        np.zeros((3, 11), np.int32),
+        np.zeros(22, np.int32),
+        np.zeros((2, 22), np.int32)[:, ::2],
+        np.zeros((2, 11), np.complex128),
+    ],
+    ids=lambda out: f"{out.dtype.str}-{out.shape}",
+)
+def test_what_does_not_fit_is_declined(out: npt.NDArray[Any]) -> None:
+    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]))
+    assert CORE.expand(positions.table, 11, False, out, None, True) is False
+    assert not out.any()
+
+
+def test_integers_are_declined_where_ids_may_be_fractions() -> None:
+    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), "rope-tie-v2")
+    assert CORE.expand(positions.table, 11, True, np.zeros((2, 11), np.int64), None, True) is False
+    with pytest.raises(InvalidInputError, match="out: got dtype int64, want float64"):
+        positions.dense(out=np.zeros((2, 11), np.int64))
+
+
+def test_numerators_that_are_no_doubles_are_divided_in_numpy() -> None:
+    huge, denominator = 2**53 + 1, 2**31 - 1
+    table = np.array([0, 0, 1, 3, denominator, huge, 0, 0, 1], np.int64)[:, None]
+    positions = PositionTable(table, np.zeros((4, 1), np.int64), 3, True, "any")
+    assert CORE.expand(table, 3, True, np.zeros((1, 3)), None, True) is False
+    assert positions.dense().tolist() == [[float(huge + i) / denominator for i in range(3)]]
+
+
+PARTS = (
+    st.integers(1, 3).map(Text)
+    | st.builds(Grid, st.integers(1, 3), st.integers(1, 3), frames=st.integers(1, 2), row_separator=st.booleans())
+    | st.sampled_from([Grid(2**16, 2**16), Grid(2**31 - 1, 1, frames=2), Text(2**31 - 1), "text", None, 3])
+)
+
+
+@given(st.lists(st.lists(PARTS, max_size=3) | st.tuples(PARTS) | st.sampled_from([None, "ab", 3]), max_size=3))
+@example([])
+@example([[]])
+def test_tables_of_lists_are_the_same(documents: Any) -> None:
+    both(lambda: SegmentTable.from_documents(documents))
+    both(lambda: SegmentTable.from_documents(tuple(documents)))
+
+
+@given(st.data(), st.integers(0, 3), st.integers(0, 4))
+def test_tables_of_spans_are_the_same(data: st.DataObject, documents: int, spans: int) -> None:
+    small = st.integers(0, 12) | st.sampled_from([-1, 2**31 - 1, 2**31])
+    lengths = data.draw(st.lists(st.integers(0, 30) | small, min_size=documents, max_size=documents))
+    offsets = data.draw(st.lists(small, min_size=spans, max_size=spans).map(sorted))
+    side = st.integers(1, 3) | st.sampled_from([0, -1, 2**16, 2**31])
+    grids = data.draw(st.lists(st.tuples(side, side, side), min_size=spans, max_size=spans))
+    owners = data.draw(st.none() | st.lists(st.integers(-1, 3), min_size=spans, max_size=spans).map(sorted))
+    separators = data.draw(st.booleans())
+    both(lambda: SegmentTable.from_spans(lengths, offsets, grids, owners, row_separator=separators))
+
+
+@given(st.data(), st.integers(1, 3), st.integers(0, 150))
+def test_tables_of_input_ids_are_the_same(data: st.DataObject, batch: int, length: int) -> None:
+    row = st.lists(st.tuples(st.sampled_from([5, 7, 8, 7 + 2**32]), st.integers(1, 70)), max_size=8)
+    ids = np.full((batch, length), 5, np.int64)
+    for target in ids:
+        known = [token for token, count in data.draw(row) for _ in range(count)][:length]
+        target[: len(known)] = known
+    ids = ids.astype(data.draw(st.sampled_from([np.int64, np.int32, np.uint64, np.int16])), casting="unsafe")
+    runs = [int(count) for token in (7, 8) for count in _run_lengths(ids, token)]
+    images = [(1, 1, count) for count in runs[: len(_run_lengths(ids, 7))]]
+    videos = [(1, count, 1) for count in runs[len(images) :]]
+    mask: npt.NDArray[Any] = np.ones(
+        ids.shape, data.draw(st.sampled_from([np.int64, np.int32, np.bool_, np.uint8, np.int16]))
+    )
+    mask[:, : data.draw(st.integers(0, 2))] = 0
+    mask[:, length - data.draw(st.integers(0, 70)) :] = 0
+    mask[-1, data.draw(st.integers(0, max(length - 1, 0))) :][:1] = data.draw(st.integers(0, 2))
+    both(lambda: SegmentTable.from_input_ids(ids, images, videos, image_token_id=7, video_token_id=8))
+    both(lambda: SegmentTable.from_input_ids(ids, images, image_token_id=7))
+    both(lambda: SegmentTable.from_input_ids(ids[:, ::-1], images, videos, image_token_id=7, video_token_id=8))
+    both(
+        lambda: SegmentTable.from_input_ids(
+            ids, images, videos, image_token_id=7, video_token_id=8, attention_mask=mask
+        )
+    )
+    both(lambda: SegmentTable.from_input_ids(ids.ravel(), images[1:], image_token_id=7, video_token_id=8))
+
+
+def _run_lengths(ids: npt.NDArray[Any], token: int) -> list[int]:
+    hit = np.zeros((len(ids), ids.shape[1] + 2), np.int8)
+    hit[:, 1:-1] = ids == token
+    edges = np.diff(hit.ravel())
+    found: list[int] = (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in vars(native.Core) if not name.startswith("_")])
+def test_wrong_arguments_are_no_crash(name: str) -> None:
+    function, array = getattr(CORE, name), np.zeros((3, 2), np.int64)
+    with pytest.raises(TypeError, match=name):
+        function()
+    for filling in (None, 1, "a", b"", (), array, array[0], array.astype(np.uint8)):
+        for count in range(1, 12):
+            try:
+                found = function(*[filling] * count)
+            except (TypeError, OverflowError):
+                continue
+            assert not found
+
+
+def test_the_tokens_of_a_table_that_changes_stay_inside() -> None:
+    table = np.array([[0, 3], [0, 0], [1, 1], [3, 4], [1, 1], [0, 3], [0, 0], [0, 0], [1, 1]], np.int64)
+    out = np.zeros((1, 7), np.int32)
+    assert CORE.expand(table, 7, False, out, None, True)
+    table[0, 1] = 8  # begins after all tokens
+    assert CORE.expand(table, 7, False, out, None, True) is False
+
+
+def test_info_says_whether_the_extension_is_there() -> None:
+    assert mmpos.info()["extension"] == "built"
+    with numpy_alone():
+        assert mmpos.info()["extension"] == "not built, numpy is used"
+
+
+@pytest.mark.parametrize("dtype", ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", ">i4"])
+def test_every_mask_of_five_tokens_is_read_the_same(dtype: str) -> None:
+    ids = [[5] * 5]
+    for row in product([0, 1], repeat=5):
+        masks = [np.array([row]).astype(dtype), np.array([row, row]).astype(dtype).T.copy().T[:1]]
+        if np.dtype(dtype).kind == "f":
+            masks.append(np.array([row], f"i{np.dtype(dtype).itemsize}").view(dtype))
+        for mask in masks:
+            both(lambda mask=mask: SegmentTable.from_input_ids(ids, image_token_id=7, attention_mask=mask))  # type: ignore[misc]
+
+
+def test_cursors_of_documents_that_overlap_stay_inside() -> None:
+    kind, offsets = np.ones(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three grids
+    start, end = np.zeros((2, 7), np.int64)
+    for of_grids in (np.ones(12, np.int64), np.ones(3, np.int64)):
+        memory = np.full((20, 3), GUARD, np.int64)
+        assert CORE.cursors(kind, offsets, start, start[:0], of_grids, memory[:2], end) is None
+        assert (memory[2:] == GUARD).all()
+
+
+class Fickle:
+    """A part that, while it is read, empties the lists in which it is."""
+
+    lists: list[list[Any]]
+
+    @property
+    def length(self) -> int:
+        for one in self.lists:
+            one.clear()
+        return 3
+
+
+def test_lists_that_change_while_they_are_read_are_declined() -> None:
+    documents: list[list[Any]] = [[Fickle(), Fickle()], [Fickle()]]
+    Fickle.lists = [documents, *documents]
+    assert CORE.documents(documents, Fickle, Grid, table._FIELDS) is None
+
+
+MASK = np.array([[0, 1, 1], [1, 1, 1]])
+
+
+class Recorder:
+    """The extension, which remembers what it answered."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.answers.append((name, getattr(CORE, name)(*arguments)))
+            return self.answers[-1][1]
+
+        return call
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(native, "core", recorder)
+    grid = Grid(2 * case.side, 3 * case.side, frames=2 if case.frames else 1)
+    document: Document = [Text(3), grid, Text(2)] if case.text else [grid]
+    positions = place(SegmentTable.from_documents([document]), case.scheme)
+    positions.dense()
+    positions.rationals()
+    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label
+    cut = [] if timed or case.name == "grid-2d" else ["columns"]  # pieces are put together in numpy
+    merged = ["columns"] if case.label == "grid-2d" else cut
+    assert [name for name, _ in recorder.answers] == [
+        "documents",
+        "sound",
+        "split",
+        "cursors",
+        *merged,
+        *["expand"] * 2,
+    ]
+    assert [name for name, answer in recorder.answers if answer is None or answer is False] == []
+
+
+def test_the_extension_answers_for_spans_and_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(native, "core", recorder)
+    SegmentTable.from_input_ids([5, 7, 7, 5, 8], [(1, 1, 2)], [(1, 1, 1)], image_token_id=7, video_token_id=8)
+    assert [name for name, answer in recorder.answers if answer] == ["runs", "spans", "sound"]
+    recorder.answers.clear()
+    SegmentTable.from_input_ids([[0, 7, 7], [5, 5, 7]], [(1, 1, 2), (1, 1, 1)], image_token_id=7, attention_mask=MASK)
+    assert [name for name, answer in recorder.answers if answer] == ["ones", "runs", "spans", "sound", "sound"]
+
+
+def test_rows_are_numbered_in_c_as_in_python() -> None:
+    header = (Path(__file__).parents[2] / "csrc" / "table.h").read_text()
+    enums = [found.replace(" ", "").split(",") for found in re.findall(r"enum \{([^}]*)\}", header)]
+    known = [names for names in enums if hasattr(columns, names[0])]
+    assert [[getattr(columns, name) for name in names] for names in known] == [[*range(6)], [*range(4)]]
+    assert [names.index("BLOCK_ROWS") for names in enums if "BLOCK_ROWS" in names] == [BLOCK_ROWS]

@@ -1,0 +1,114 @@
+"""The public names, and what importing them costs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmpos
+from mmpos.support.extras import pip_install
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ["analysis", "client", "data", "encodings", "integrations", "rotary", "schemes"]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_the_public_names_are_these_and_all_are_there() -> None:
+    assert mmpos.__all__ == [
+        "SCHEMES",
+        "ByteTokenizer",
+        "Diagnosis",
+        "Grid",
+        "ImageProcessor",
+        "ImageSize",
+        "InterleavedSequence",
+        "InvalidInputError",
+        "LimitExceededError",
+        "Markers",
+        "MmposError",
+        "ModelSettings",
+        "PositionTable",
+        "Scheme",
+        "SegmentTable",
+        "SequenceBuilder",
+        "Text",
+        "UnsupportedError",
+        "Video",
+        "analysis",
+        "block_keys",
+        "client",
+        "data",
+        "diagnose",
+        "encodings",
+        "from_hf_config",
+        "info",
+        "integrations",
+        "place",
+        "rotary",
+    ]
+    assert all(hasattr(mmpos, name) for name in mmpos.__all__)
+    assert set(mmpos.__all__) <= set(dir(mmpos))
+
+
+def test_rooms_are_there_when_they_are_asked_for() -> None:
+    code = f"""
+import mmpos
+for name in {ROOMS}:
+    assert getattr(mmpos, name).__name__ == "mmpos." + name
+    assert name in dir(mmpos)
+"""
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="module 'mmpos' has no attribute 'nonsense'"):
+        _ = mmpos.nonsense  # type: ignore[attr-defined]
+
+
+def test_importing_mmpos_needs_numpy_alone() -> None:
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "torchvision", "PIL", "triton", "grpc", "google", "typer", "matplotlib"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import mmpos
+print(mmpos.SequenceBuilder().build(["a", mmpos.Grid(1, 2)]).positions.dense().tolist())
+"""
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("[[0, 1, 4, 4, 7], [0, 1, 3, 5, 7]]\n", "")
+
+
+def test_one_room_alone_imports_triton() -> None:
+    importing = {
+        str(p.parent.relative_to(ROOT))
+        for p in (ROOT / "mmpos").rglob("*.py")
+        if re.search(r"^\s*(import|from) triton", p.read_text(), re.M)
+    }
+    assert importing == {"mmpos/rotary/kernel"}
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "command"),
+    [("PIL", "pillow", pip_install("pillow")), ("torchvision", "torchvision", pip_install("all"))],
+)
+def test_a_missing_extra_names_the_pip_command(module: str, backend: str, command: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = sys  # which takes seconds to import, and plays no part
+sys.modules[{module!r}] = None
+import numpy, mmpos
+photo = numpy.zeros((1000, 1000, 3), numpy.uint8)
+try:
+    mmpos.ImageProcessor(backend={backend!r}).process(photo)
+except ImportError as error:
+    print(error)
+"""
+    assert command in python(code).stdout

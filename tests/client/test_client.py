@@ -507,7 +507,7 @@ import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import grpc
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.wire.positions import get_query, put_result
+from mmpos.rpc.positions import get_query, put_result
 
 def place(request, context):
     time.sleep(0.5)  # under way when a worker dies

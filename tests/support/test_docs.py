@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ from mmpos_server.testing import running
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
 ADDRESS = "localhost:50051"
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
@@ -51,8 +53,9 @@ def test_a_python_block_prints_the_text_block_after_it(
     assert printed.getvalue() == (output or "")
 
 
-def test_the_model_of_the_readme_takes_packs_with_and_without_images() -> None:
-    (code,) = (match[3] for match in BLOCK.finditer(DOCUMENTS[0].read_text()) if "class Tiny" in match[3])
+def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    (code,) = (match[3] for match in BLOCK.finditer(page) if "class Tiny" in match[3])
     names: dict[str, Any] = {}
     exec(compile(code.partition("\ncaptions = ")[0], "example", "exec"), names)
     model = names["Tiny"]()
@@ -73,10 +76,43 @@ def test_console_lines_succeed(code: str, output: str | None, tmp_path: Path, re
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        target, _, heading = link.partition("#")
+        page = path.parent / target if target else path
+        assert page.exists(), link
+        assert not heading or heading in headings(page), link
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_and_paths_in_the_text_of_a_page_exist(path: Path) -> None:
+    text = BLOCK.sub("", path.read_text())
+    for name in re.findall(r"`(mmpos\w*(?:\.\w+)+)", text):
+        pkgutil.resolve_name(name)
+    for file in re.findall(r"`((?:mmpos|csrc|proto|server|benchmarks|tests|docs|examples|deploy)/[\w/.-]+)`", text):
+        assert (ROOT / file).exists(), file
+
+
+def headings(page: Path) -> list[str]:
+    """The anchors that a page of Markdown has, one per heading."""
+    titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme) <= 9_000
+    linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)", readme)}
+    assert {page for page in PAGES if page.name != "README.md"} - linked == set()
+
+
+def test_the_picture_of_the_house_has_every_room_and_no_other() -> None:
+    picture = (ROOT / "CONTRIBUTING.md").read_text().partition("```text\nmmpos/")[2].partition("```")[0]
+    left = " ".join(re.findall(r"^  (\S.*?)   ", picture, re.MULTILINE))
+    rooms = {path.parent.name for path in (ROOT / "mmpos").glob("*/__init__.py")}
+    assert set(re.findall(r"(\w+)(?:/|\.py)", left)) == rooms | {path.stem for path in (ROOT / "mmpos").glob("*.py")}
+    assert len(re.findall(r"^  \S", picture, re.MULTILINE)) <= 16
 
 
 def _served(code: str, request: pytest.FixtureRequest) -> str:

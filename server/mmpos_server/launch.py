@@ -109,6 +109,7 @@ def serve(options: Options) -> None:
         InvalidInputError: a setting is wrong, or a place is taken.
     """
     malloc.keep_large_blocks()
+    malloc.give_back_at_rest()
     _raise_files()
     with logging_all(options.log_level, options.log_format) as logs:
         asyncio.run(_serve(options, logs))

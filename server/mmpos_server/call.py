@@ -53,6 +53,7 @@ class Call:
         "_cancelled",
         "_deadline",
         "_gate",
+        "_share",
         "_tasks",
         "answer_bytes",
         "counts",
@@ -81,6 +82,7 @@ class Call:
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
+        self._share: Gate | None = None  # of the client in this gate
         self._tasks: dict[Pool, int] = {}
         self._bytes = 0
         self._began = perf_counter()
@@ -224,6 +226,7 @@ class Call:
         self.forget_memory()
         if self._gate is not None:
             self._gate.leave(seconds)
+        self._leave_share()
         if self._bytes:
             self._admission.bytes.leave(seconds, self._bytes)
         for pool, tasks in self._tasks.items():
@@ -241,17 +244,17 @@ class Call:
         cheap, line = self._admission.gates["place"], self._admission.lines[pool]
         # Nothing is refused that was begun by other threads and ends in those of the cheap calls.
         if self._gate is cheap and pool not in self._tasks:
-            line.join(inside=line.gate is cheap)
             if line.gate is not cheap:
-                cheap.leave(self.seconds)
-                self._gate = line.gate
-            self._tasks[pool] = 0
+                self.move(pool)
+            else:
+                line.join(inside=True)
+                self._tasks[pool] = 0
 
     def move(self, pool: Pool) -> None:
         """Give up the place of the call for one before a pool of longer work; items of a stream have their window.
 
         Raises:
-            ServiceOverloadedError: there is none.
+            ServiceOverloadedError: there is none, or the client has its share.
         """
         if self._gate is not None:
             line = self._admission.lines[pool]
@@ -259,3 +262,12 @@ class Call:
             self._gate.leave(self.seconds)
             self._gate = line.gate
             self._tasks[pool] = 0
+            self._leave_share()
+            if share := self.visit.share(line.gate):
+                share.enter()
+                self._share = share
+
+    def _leave_share(self) -> None:
+        if self._share is not None:
+            self._share.leave(self.seconds)
+        self._share = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ MEMORY = 400
 
 def verdict(**changes: object) -> Verdict:
     """A run in which nothing was wrong, but for these."""
-    rest = {"MiB": 100.0}
+    rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
     found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=0, alive=True)
     for name, value in changes.items():
         setattr(found, name, value)
@@ -35,7 +36,9 @@ def test_what_must_not_be_is_named() -> None:
         ("3 tracebacks in the log",): verdict(tracebacks=3),
         ("the server has died",): verdict(alive=False),
         ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
-        ("103.0 MiB in the end, want <= 102.0",): verdict(after={"MiB": 103.0}),
+        ("103.0 MiB in the end, want <= 102.0", "8 threads in the end, want <= 7"): verdict(
+            after={"MiB": 103.0, "descriptors": 4, "threads": 8}
+        ),
     }
     assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
 
@@ -43,9 +46,13 @@ def test_what_must_not_be_is_named() -> None:
 @pytest.mark.slow
 def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
-    found = asyncio.run(fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment))
+    said: list[str] = []
+    found = asyncio.run(
+        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, say=said.append)
+    )
     with capsys.disabled():
-        print(f"\n{found.told()}")
-    assert found.faults(float("inf"), float("inf")) == []
+        print("", *said, found.told(), sep="\n")
+    assert replace(found, after=found.before).faults(float("inf"), 0.0) == []
+    assert len(said) >= 2
     assert found.after["MiB"] < found.before["MiB"] + MEMORY
     assert found.witness.polite["right"] > 0

@@ -17,7 +17,7 @@ MEMORY = 400
 def verdict(**changes: object) -> Verdict:
     """A run in which nothing was wrong, but for these."""
     rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
-    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=0, alive=True)
+    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
         setattr(found, name, value)
     return found
@@ -33,12 +33,13 @@ def test_what_must_not_be_is_named() -> None:
     faults = {
         (): verdict(),
         ("2 UNKNOWN of a, first how",): verdict(tally=bad),
-        ("3 tracebacks in the log",): verdict(tracebacks=3),
+        ("2 tracebacks in the log, first this",): verdict(tracebacks=["this", "that"]),
         ("the server has died",): verdict(alive=False),
         ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
-        ("103.0 MiB in the end, want <= 102.0", "8 threads in the end, want <= 7"): verdict(
-            after={"MiB": 103.0, "descriptors": 4, "threads": 8}
+        ("103.0 MiB in the end, want <= 102.0", "6 descriptors in the end, want <= 5"): verdict(
+            after={"MiB": 103.0, "descriptors": 6, "threads": 15}
         ),
+        ("16 threads in the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
     }
     assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
 

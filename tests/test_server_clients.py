@@ -198,6 +198,33 @@ def test_a_call_that_goes_on_to_heavy_images_gives_back_its_share_of_the_others(
     second.release()
 
 
+@pytest.mark.parametrize(("pool", "setting"), [("image", "max_in_flight_images"), ("heavy", "max_in_flight_heavy")])
+def test_items_of_streams_wait_for_places_before_long_work_and_leave_half_to_others(pool: Pool, setting: str) -> None:
+    admission, found = Admission(Concurrency.model_validate({setting: 2}), Pools()), Clients(ClientLimits())
+    streams = [Call("id", admission, found.visit("alice")) for _ in range(2)]
+
+    async def scenario() -> None:
+        first, second, bob = streams[0].item(1), streams[1].item(1), Call("id", admission, found.visit("bob"))
+        await first.turn(pool)
+        waiting = asyncio.create_task(second.turn(pool))
+        await asyncio.sleep(0)
+        bob.admit(1)
+        bob.move(pool)
+        assert (admission.gates[pool].taken, waiting.done()) == (2, False)
+        bob.release()
+        first.release()
+        await waiting
+        assert admission.gates[pool].taken == 1
+        second.release()
+
+    for stream in streams:
+        stream.visit.begin_stream()
+    asyncio.run(scenario())
+    for stream in streams:
+        stream.visit.end(0.0)
+    assert (admission.gates[pool].taken, len(found)) == (0, 0)
+
+
 def test_a_client_without_a_share_has_all_places() -> None:
     admission, found = Admission(Concurrency(max_in_flight_rotary=2), Pools()), Clients(ClientLimits(max_share=0))
     for _ in range(2):

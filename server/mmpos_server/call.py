@@ -176,8 +176,10 @@ class Call:
             line.tasks -= 1
 
     def item(self, number: int) -> Call:
-        """The call of one item of this stream; its place is the stream's window."""
-        return Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        """The call of one item of this stream; its place is the stream's window, and the visit ends with the stream."""
+        item = Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        item.sending = True
+        return item
 
     def admit(self, size: int) -> None:
         """Take the place of a cheap call with a request of so many bytes.
@@ -266,6 +268,24 @@ class Call:
             if share := self.visit.share(line.gate):
                 share.enter()
                 self._share = share
+
+    async def turn(self, pool: Pool) -> None:
+        """Wait, as an item of a stream, for a place before a pool of longer work; a call has it already, or is refused.
+
+        Raises:
+            ServiceTimeoutError: the deadline has passed.
+        """
+        if self._gate is not None:
+            return
+        gate = self._admission.lines[pool].gate
+        share = self.visit.share(gate)
+        gates = [gate] if share is None else [gate, share]
+        while waits := [each.retry_after for each in gates if each.full]:
+            await asyncio.sleep(max(waits))
+            self.checkpoint()
+        for each in gates:
+            each.enter()
+        self._gate, self._share = gate, share
 
     def _leave_share(self) -> None:
         if self._share is not None:

@@ -25,7 +25,7 @@ LEAST_BYTES = 2**20
 _MARK = secrets.token_bytes(16)
 _NUMBER = struct.Struct("<I")
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # the low bits of a tag: what follows
+_VARINT, _FIXED64, _FIXED32 = 0, 1, 5  # the low bits of a tag: what follows, if not so many bytes
 
 Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview

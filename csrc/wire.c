@@ -266,3 +266,40 @@ PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t coun
     }
     return answer(&buffers, result);
 }
+
+/* joined(parts) -> bytes of a tuple of contiguous buffers, one after the other, or None. */
+PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    PyObject *result = NULL;
+    (void)self;
+    if (!arguments("joined", 1, count)) {
+        return NULL;
+    }
+    Py_ssize_t parts = PyTuple_Check(args[0]) ? PyTuple_Size(args[0]) : -1, taken = 0, size = 0;
+    Py_buffer *buffers = PyMem_Calloc(parts > 0 ? parts : 1, sizeof *buffers);
+    if (buffers == NULL) {
+        return PyErr_NoMemory();
+    }
+    while (taken < parts && PyObject_GetBuffer(PyTuple_GetItem(args[0], taken), &buffers[taken], PyBUF_SIMPLE) == 0) {
+        size += buffers[taken++].len;
+    }
+    if (taken == parts) {
+        result = PyBytes_FromStringAndSize(NULL, size);
+        char *out = result == NULL ? NULL : PyBytes_AsString(result);
+        if (out != NULL) {
+            Py_BEGIN_ALLOW_THREADS
+                for (Py_ssize_t i = 0; i < parts; out += buffers[i++].len) {
+                    if (buffers[i].len > 0) { /* what is empty may be nowhere */
+                        memcpy(out, buffers[i].buf, buffers[i].len);
+                    }
+                }
+            Py_END_ALLOW_THREADS
+        }
+    } else {
+        PyErr_Clear();
+    }
+    while (taken > 0) {
+        PyBuffer_Release(&buffers[--taken]);
+    }
+    PyMem_Free(buffers);
+    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
+}

@@ -42,6 +42,9 @@ class Core(Protocol):
     def integers(self, raw: bytes, fields: bytes, /) -> tuple[bytes, ...] | None:
         """The numbers of these repeated fields of a message, each as the bytes of an array."""
 
+    def joined(self, parts: tuple[Any, ...], /) -> bytes | None:
+        """The bytes of these buffers, one after the other; other threads run meanwhile."""
+
     def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""
 

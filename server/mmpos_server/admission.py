@@ -42,6 +42,11 @@ class Gate:
         self.taken = 0
         self._mean: float | None = None
 
+    @property
+    def full(self) -> bool:
+        """Whether no place is left."""
+        return self.taken >= self.limit
+
     def enter(self, count: int = 1, held: int = 0) -> None:
         """Take places.
 

@@ -96,10 +96,13 @@ class Building:
         work: list[tuple[Pool, Document]] = [
             ("heavy" if document.heavy else "image", document) for document in documents if document.decodes
         ]
-        if any(document.heavy for document in documents):
+        heavy = any(document.heavy for document in documents)
+        if heavy:
             call.move("heavy")
         if plain:
             await call.run("place", self._build, builder, plain, call)
+        if work:
+            await call.turn("heavy" if heavy else "image")
         await asyncio.gather(*(call.run(pool, self._build, builder, [document], call) for pool, document in work))
         return documents
 

@@ -53,6 +53,7 @@ class Call:
         "_cancelled",
         "_deadline",
         "_gate",
+        "_share",
         "_tasks",
         "answer_bytes",
         "counts",
@@ -81,6 +82,7 @@ class Call:
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
+        self._share: Gate | None = None  # of the client in this gate
         self._tasks: dict[Pool, int] = {}
         self._bytes = 0
         self._began = perf_counter()
@@ -174,8 +176,10 @@ class Call:
             line.tasks -= 1
 
     def item(self, number: int) -> Call:
-        """The call of one item of this stream; its place is the stream's window."""
-        return Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        """The call of one item of this stream; its place is the stream's window, and the visit ends with the stream."""
+        item = Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        item.sending = True
+        return item
 
     def admit(self, size: int) -> None:
         """Take the place of a cheap call with a request of so many bytes.
@@ -224,6 +228,7 @@ class Call:
         self.forget_memory()
         if self._gate is not None:
             self._gate.leave(seconds)
+        self._leave_share()
         if self._bytes:
             self._admission.bytes.leave(seconds, self._bytes)
         for pool, tasks in self._tasks.items():
@@ -241,17 +246,17 @@ class Call:
         cheap, line = self._admission.gates["place"], self._admission.lines[pool]
         # Nothing is refused that was begun by other threads and ends in those of the cheap calls.
         if self._gate is cheap and pool not in self._tasks:
-            line.join(inside=line.gate is cheap)
             if line.gate is not cheap:
-                cheap.leave(self.seconds)
-                self._gate = line.gate
-            self._tasks[pool] = 0
+                self.move(pool)
+            else:
+                line.join(inside=True)
+                self._tasks[pool] = 0
 
     def move(self, pool: Pool) -> None:
         """Give up the place of the call for one before a pool of longer work; items of a stream have their window.
 
         Raises:
-            ServiceOverloadedError: there is none.
+            ServiceOverloadedError: there is none, or the client has its share.
         """
         if self._gate is not None:
             line = self._admission.lines[pool]
@@ -259,3 +264,30 @@ class Call:
             self._gate.leave(self.seconds)
             self._gate = line.gate
             self._tasks[pool] = 0
+            self._leave_share()
+            if share := self.visit.share(line.gate):
+                share.enter()
+                self._share = share
+
+    async def turn(self, pool: Pool) -> None:
+        """Wait, as an item of a stream, for a place before a pool of longer work; a call has it already, or is refused.
+
+        Raises:
+            ServiceTimeoutError: the deadline has passed.
+        """
+        if self._gate is not None:
+            return
+        gate = self._admission.lines[pool].gate
+        share = self.visit.share(gate)
+        gates = [gate] if share is None else [gate, share]
+        while waits := [each.retry_after for each in gates if each.full]:
+            await asyncio.sleep(max(waits))
+            self.checkpoint()
+        for each in gates:
+            each.enter()
+        self._gate, self._share = gate, share
+
+    def _leave_share(self) -> None:
+        if self._share is not None:
+            self._share.leave(self.seconds)
+        self._share = None

@@ -85,6 +85,17 @@ class _Client:
         self.unsent = self._gate("max_unsent_bytes", limits)
         self.streams = self._gate("max_streams", limits)
         self.watches = self._gate("max_watches", limits)
+        self._max_share = limits.max_share
+        self._shares: dict[str, Gate] = {}
+
+    def share(self, gate: Gate) -> Gate | None:
+        """The places of the client among those of a gate."""
+        if not self._max_share:
+            return None
+        if gate.name not in self._shares:
+            most = max(1, int(gate.limit * self._max_share))
+            self._shares[gate.name] = Gate(f"clients.max_share of {gate.name} of {self.name!r}", most)
+        return self._shares[gate.name]
 
     def _gate(self, field: str, limits: ClientLimits) -> Gate | None:
         limit = getattr(limits, field)
@@ -141,6 +152,10 @@ class Visit:
         """
         if self._client is not None:
             self._take(self._client.unsent, size)
+
+    def share(self, gate: Gate) -> Gate | None:
+        """The places of the client among those of a gate, for whoever enters both; None is no limit."""
+        return None if self._client is None else self._client.share(gate)
 
     def begin_watch(self) -> None:
         """Take what an open stream of health or of reflection takes.

@@ -110,6 +110,8 @@ class ClientLimits(_Settings):
 
     Args:
         max_in_flight: calls of any kind, until their answers are taken.
+        max_share: of the places of calls that decode images, of those that do so in processes of their own, and of
+            those that rotate; one place of each at least.
         max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name; and, of
             an address, those of requests that are on their way.
         max_unsent_bytes: bytes of answers, but those of streams, that the client has not taken yet.
@@ -121,6 +123,7 @@ class ClientLimits(_Settings):
     """
 
     max_in_flight: int = Field(default=512, ge=0)
+    max_share: float = Field(default=0.5, ge=0, le=1)
     max_in_flight_bytes: int = Field(default=512 * _MIB, ge=0)
     max_unsent_bytes: int = Field(default=256 * _MIB, ge=0)
     max_streams: int = Field(default=128, ge=0)

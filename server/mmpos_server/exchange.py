@@ -1,4 +1,4 @@
-"""Tensors of one request that lie in shared memory: weighed first, then read where it says, and put where it wants."""
+"""Tensors of one request that are not in its messages: in shared memory, weighed first, or too large to be copied."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmpos.errors import LimitExceededError
 from mmpos.rpc.errors import OutputError
 from mmpos.rpc.memory import aligned
 from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos_server.large_tensors import LargeTensors
 from mmpos_server.shared_memory import Region, SharedMemory
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Exchange:
         self._memory = memory or _NONE
         self._output: Region | None = None
         self._name, self._end = "", 0
+        self._large = LargeTensors()
         if request is not None and (found := _output(request)) is not None:
             self._name, shared = found
             self._output = self._memory.open(self._name, shared.key, shared.offset, shared.byte_size)
@@ -65,10 +67,11 @@ class Exchange:
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
         """Put the bytes of a tensor of the answer after those before it, if the request says where they go.
 
-        What does not fit is counted only, and ``finish`` refuses the answer.
+        What does not fit is counted only, and ``finish`` refuses the answer. Large ones that go nowhere else are kept
+        for ``serialize``.
         """
         if self._output is None:
-            return False
+            return self._large.put(message, data)
         begin = aligned(self._end)
         self._end = begin + data.size
         if self._end <= self._output.byte_size:
@@ -95,6 +98,10 @@ class Exchange:
             OutputError: with the bytes they need.
         """
         self._fit(self._end)
+
+    def serialize(self, answer: Message) -> bytes:
+        """The bytes of the answer."""
+        return self._large.serialize(answer)
 
     def _fit(self, end: int) -> None:
         if self._output is not None and end > self._output.byte_size:

@@ -283,4 +283,4 @@ async def encode(response: Message, call: Call, limits: Limits) -> bytes:
 
 def _written(response: Message, call: Call) -> bytes:
     with call.stage("encode"):
-        return response.SerializeToString()
+        return call.memory.serialize(response)

@@ -12,7 +12,7 @@ import typer
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.certificates import Tls
-from mmpos_server.launch import Options
+from mmpos_server.launch import Options, leave
 from mmpos_server.launch import serve as serve_here
 from mmpos_server.listening import Listen
 from mmpos_server.unix_socket import Uds
@@ -158,6 +158,7 @@ def serve(
         serve_here(options)
     else:
         supervise(options, _words(options))
+    leave()
 
 
 def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:

@@ -115,7 +115,7 @@ class StreamEndpoint:
             status = failure(error, call.request_id).status
             raise
         finally:
-            call.forget_memory()
+            call.release()
             if tracing is not None:
                 tracing.end(call, status, request_bytes=len(raw), response_bytes=len(encoded))
             call.stages.append(("total", call.seconds))

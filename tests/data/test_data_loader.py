@@ -600,11 +600,11 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
 _MEMORY = """
 import resource, sys
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data.batches.collate import PackedCollator
+from mmpos.data.collate import PackedCollator
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import HFImages
-from mmpos.data.loading.loader import BatchDataset
-from mmpos.data.batches.packing import Packer
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
 from mmpos.data.readers import shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(

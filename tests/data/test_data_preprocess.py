@@ -252,7 +252,7 @@ def test_a_run_that_was_killed_locks_nothing(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from mmpos.data.storing.folder_lock import locked
+from mmpos.data.preprocess.folder_lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

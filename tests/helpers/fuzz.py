@@ -3,8 +3,9 @@
 Attackers in processes of their own send bytes, broken messages, frames of HTTP/2, image files, metadata and requests of
 HTTP, in rounds: what a round does follows from the seed, its attack and its number, so that ``--only ATTACK:NUMBER``
 does it again. Meanwhile a prober asks for health, and a polite client for positions whose answer is known. No status
-may be INTERNAL or UNKNOWN, no traceback in the log, no polite answer wrong, no answer to health late, and the memory
-of the server must be in the end what it was after a first round of each attack.
+may be INTERNAL or UNKNOWN, no traceback in the log, no polite answer wrong, no answer to health late, and memory,
+descriptors, threads and processes of the server must be in the end what they were after a first while of attacks.
+Attacks of an hour work like those of a minute; each minute a line on stderr says how it goes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient
 from mmpos.errors import MmposError
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
+
+WARM, REST, SLICE = 60.0, 15.0, 60.0
+"""Seconds: most of the attacks that come before those that count; most of the rest after them; between two lines."""
+
+LAZY = 8
+"""Threads that may come later: those of pools, which begin when they are first needed."""
 
 LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
 """Of the server, or most of the time would go to large answers; ``--defaults`` leaves it the embedded settings."""
@@ -680,27 +687,39 @@ class Server:
     target: Target
     log: Path
 
-    def resources(self) -> dict[str, float]:
-        """MiB of memory, descriptors and threads."""
-        folder = Path(f"/proc/{self.process.pid}")
-        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        return {
-            "MiB": round(int(status["VmRSS"].split()[0]) / 1024, 1),
-            "descriptors": len(os.listdir(folder / "fd")),
-            "threads": int(status["Threads"]),
-        }
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        return self.process.poll() is None
 
-    async def settled(self, seconds: float, most: float = 0.0) -> dict[str, float]:
-        """The least of each that it holds within this time, which ends early once memory is below most."""
+    def resources(self) -> dict[str, float]:
+        """MiB of memory, descriptors, threads and processes, those of its children among them."""
+        found = {"MiB": 0.0, "descriptors": 0, "threads": 0, "processes": 0}
+        processes = [self.process.pid]
+        for process in processes:
+            folder = Path(f"/proc/{process}")
+            with suppress(OSError, KeyError):  # it has ended meanwhile
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                found["MiB"] += int(status["VmRSS"].split()[0]) / 1024
+                found["descriptors"] += len(os.listdir(folder / "fd"))
+                found["threads"] += int(status["Threads"])
+                found["processes"] += 1
+                for file in (folder / "task").glob("*/children"):
+                    processes.extend(map(int, file.read_text().split()))
+        return {**found, "MiB": round(found["MiB"], 1)}
+
+    async def settled(self, seconds: float, most: Callable[[dict[str, float]], object] = bool) -> dict[str, float]:
+        """The least of each that it holds within this time, which ends early once nothing is too much."""
         least, end = self.resources(), time.monotonic() + seconds
-        while time.monotonic() < end and least["MiB"] > most:
+        while time.monotonic() < end and most(least):
             await asyncio.sleep(0.5)
             least = {name: min(least[name], value) for name, value in self.resources().items()}
         return least
 
-    def tracebacks(self) -> int:
-        """Of its log."""
-        return self.log.read_text(errors="replace").count("Traceback")
+    def tracebacks(self) -> list[str]:
+        """Lines of its log that have one."""
+        with self.log.open(errors="replace") as lines:
+            return [line.strip() for line in lines if "Traceback" in line]
 
 
 @contextmanager
@@ -725,6 +744,12 @@ def serving(*, defaults: bool = False, environment: dict[str, str] | None = None
             process.communicate()
 
 
+def exceeding(after: dict[str, float], before: dict[str, float], memory_percent: float = 0.0) -> list[str]:
+    """What is more than it was, memory by more than so much of it."""
+    most = {**before, "MiB": round(before["MiB"] * (1 + memory_percent / 100), 1), "threads": before["threads"] + LAZY}
+    return [f"{count} {name} in the end, want <= {most[name]}" for name, count in after.items() if count > most[name]]
+
+
 @dataclass
 class Verdict:
     """What came of it all; ``faults`` says what must not be.
@@ -732,9 +757,9 @@ class Verdict:
     Args:
         tally: of the attackers.
         witness: beside them.
-        before: what the server held after a first round of each attack.
+        before: what the server held after a first while of attacks.
         after: what it held when it was left alone.
-        tracebacks: in its log.
+        tracebacks: lines of its log that have one.
         alive: whether it still answers.
     """
 
@@ -742,14 +767,14 @@ class Verdict:
     witness: Witness
     before: dict[str, float]
     after: dict[str, float]
-    tracebacks: int
+    tracebacks: list[str]
     alive: bool
 
     def faults(self, health_ms: float, memory_percent: float) -> list[str]:
         """What must not be, in words."""
         found = [f"{count} {bad}, first {self.tally.samples[bad]}" for bad, count in self.tally.bad.most_common()]
         if self.tracebacks:
-            found.append(f"{self.tracebacks} tracebacks in the log")
+            found.append(f"{len(self.tracebacks)} tracebacks in the log, first {self.tracebacks[0][-2000:]}")
         if not self.alive:
             found.append("the server has died")
         if wrong := self.witness.polite["wrong"]:
@@ -757,10 +782,7 @@ class Verdict:
         late = sum(milliseconds > health_ms for milliseconds in self.witness.health)
         if late:
             found.append(f"{late} of {len(self.witness.health)} answers to health after {health_ms:g} ms or never")
-        most = self.before["MiB"] * (1 + memory_percent / 100)
-        if self.after["MiB"] > most:
-            found.append(f"{self.after['MiB']} MiB in the end, want <= {most:.1f}")
-        return found
+        return found + exceeding(self.after, self.before, memory_percent)
 
     def told(self) -> str:
         """The figures, a line each."""
@@ -774,7 +796,7 @@ class Verdict:
                 f"polite    {polite}",
                 f"before    {self.before}",
                 f"after     {self.after}",
-                f"log       {self.tracebacks} tracebacks",
+                f"log       {len(self.tracebacks)} tracebacks",
             ]
         )
 
@@ -789,6 +811,7 @@ async def fuzz(
     defaults: bool = False,
     environment: dict[str, str] | None = None,
     number: int = 0,
+    say: Callable[[str], object] = str,
 ) -> Verdict:
     """Attack a server for so long, and look at it afterwards.
 
@@ -801,6 +824,7 @@ async def fuzz(
         defaults: whether the server has the embedded settings.
         environment: of the server; None is that of this process.
         number: of the first round.
+        say: is told each minute how it goes.
     """
     loop, witness, tally = asyncio.get_running_loop(), Witness(), Tally()
     with (
@@ -819,18 +843,28 @@ async def fuzz(
             for found in await asyncio.gather(*jobs):
                 tally.merge(found)
 
-        await attack(0.0, number)  # what is imported and kept once
-        before = await server.settled(2.0)
+        await attack(time.time() + min(seconds / 4, WARM), number)  # what is imported and kept once
+        before = await server.settled(min(settle, REST))
+        say(f"before    {before}")
         witnesses = [asyncio.create_task(one(target.address)) for one in (witness.probe, witness.ask)]
-        await attack(time.time() + seconds, number + 1)
+        began = time.time()
+        while (past := time.time() - began) < seconds and server.alive:
+            number, seen, asked = number + 10_000, tally.requests, len(witness.health)
+            await attack(began + min(past + SLICE, seconds), number)
+            took, worst = time.time() - began - past, max(witness.health[asked:], default=float("nan"))
+            rate, bad = (tally.requests - seen) / took, tally.bad.total()
+            say(
+                f"{past + took:7.0f} s {tally.requests:10,} requests, {rate:,.0f} a second, {bad} bad; "
+                f"health at worst {worst:.0f} ms; load {os.getloadavg()[0]:.1f}; {server.resources()}"
+            )
         for one in witnesses:
             one.cancel()
         await asyncio.gather(*witnesses, return_exceptions=True)
-        after = await server.settled(settle, before["MiB"])
+        after = await server.settled(settle, lambda now: exceeding(now, before))
         async with grpc.aio.insecure_channel(target.address) as channel:
             last = Tally()
             await unary(channel, HEALTH, b"", last)
-        alive = server.process.poll() is None and set(last.statuses) == {"OK"}
+        alive = server.alive and set(last.statuses) == {"OK"}
         return Verdict(tally, witness, before, after, server.tracebacks(), alive)
 
 
@@ -856,6 +890,7 @@ def main() -> int:
             settle=asked.settle,
             defaults=asked.defaults,
             number=int(number or 0),
+            say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
     faults = verdict.faults(asked.health_ms, asked.memory_percent)

@@ -217,7 +217,9 @@ def test_blocks_of_any_size_give_the_same_bits_in_c_and_where_it_declines(
         pytest.param("triton", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_the_error_is_as_the_page_of_rotations_says(way: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_is_as_the_page_of_rotations_says(
+    way: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tile(monkeypatch, 32, 1)
     rotary, table = Rotary(128), packed("rope-tie")
     q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ MEMORY = 400
 
 def verdict(**changes: object) -> Verdict:
     """A run in which nothing was wrong, but for these."""
-    rest = {"MiB": 100.0}
-    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=0, alive=True)
+    rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
+    found = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
         setattr(found, name, value)
     return found
@@ -32,10 +33,13 @@ def test_what_must_not_be_is_named() -> None:
     faults = {
         (): verdict(),
         ("2 UNKNOWN of a, first how",): verdict(tally=bad),
-        ("3 tracebacks in the log",): verdict(tracebacks=3),
+        ("2 tracebacks in the log, first this",): verdict(tracebacks=["this", "that"]),
         ("the server has died",): verdict(alive=False),
         ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
-        ("103.0 MiB in the end, want <= 102.0",): verdict(after={"MiB": 103.0}),
+        ("103.0 MiB in the end, want <= 102.0", "6 descriptors in the end, want <= 5"): verdict(
+            after={"MiB": 103.0, "descriptors": 6, "threads": 15}
+        ),
+        ("16 threads in the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
     }
     assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
 
@@ -43,9 +47,13 @@ def test_what_must_not_be_is_named() -> None:
 @pytest.mark.slow
 def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
-    found = asyncio.run(fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment))
+    said: list[str] = []
+    found = asyncio.run(
+        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, say=said.append)
+    )
     with capsys.disabled():
-        print(f"\n{found.told()}")
-    assert found.faults(float("inf"), float("inf")) == []
+        print("", *said, found.told(), sep="\n")
+    assert replace(found, after=found.before).faults(float("inf"), 0.0) == []
+    assert len(said) >= 2
     assert found.after["MiB"] < found.before["MiB"] + MEMORY
     assert found.witness.polite["right"] > 0

@@ -579,6 +579,28 @@ def test_a_client_that_has_gone_cancels_its_call() -> None:
     assert asyncio.run(cancel()) == {("ModelInfer", "CANCELLED"): 1}
 
 
+def test_a_client_that_goes_as_its_answer_is_sent_is_no_error_of_the_server(capfd: pytest.CaptureFixture[str]) -> None:
+    async def leave() -> bytes:
+        async with Running() as running:
+            form: Any = running.server._http
+            sent = form._sent
+
+            async def closing(request: Any, response: Any) -> Any:
+                request.transport.close()
+                return await sent(request, response)
+
+            form._sent = closing
+            body = json.dumps({"inputs": []}).encode()
+            reader, writer = await running.open(post(len(body)) + body)
+            answer = await reader.read()
+            writer.close()
+            assert await becomes(lambda: running.taken == 0)
+            return answer
+
+    assert asyncio.run(leave()) == b""
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_idle_connections_make_room_and_are_closed() -> None:
     async def fill() -> None:
         async with Running(http={"max_connections": 4, "idle_seconds": 60}) as running:

@@ -16,7 +16,7 @@ from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
 from mmpos.rpc.queries import PositionsQuery
 from mmpos_server import clients
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Pool
 from mmpos_server.call import Call
 from mmpos_server.clients import Clients, Rate
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
@@ -147,6 +147,90 @@ def test_what_a_client_has_in_shared_memory_counts_as_bytes_of_its_calls() -> No
     other.release()
     bob.release()
     assert (admission.bytes.taken, len(found)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "setting"),
+    [("image", "max_in_flight_images"), ("heavy", "max_in_flight_heavy"), ("rotary", "max_in_flight_rotary")],
+)
+@pytest.mark.parametrize(("places", "share"), [(4, 2), (5, 2), (2, 1)])
+def test_a_client_has_half_of_the_places_for_long_work_and_others_the_rest(
+    pool: Pool, setting: str, places: int, share: int
+) -> None:
+    admission, found = Admission(Concurrency.model_validate({setting: places}), Pools()), Clients(ClientLimits())
+
+    def begun(name: str) -> Call:
+        call = Call("id", admission, found.visit(name))
+        call.admit(1)
+        return call
+
+    at_work = [begun("alice") for _ in range(share)]
+    for call in at_work:
+        call.join(pool)
+    more = begun("alice")
+    said = f"clients.max_share of {setting} of 'alice': got {share} taken of {share}"
+    assert refusal(more.join, pool)[0] == said
+    more.release()
+    for _ in range(places - share):
+        at_work.append(begun(f"bob {len(at_work)}"))
+        at_work[-1].join(pool)
+    carol = begun("carol")
+    assert refusal(carol.join, pool)[0] == f"{setting}: got {places} taken of {places}"
+    for call in (*at_work, carol):
+        call.release()
+    again = begun("alice")
+    again.join(pool)
+    again.release()
+    assert ({gate.taken for gate in admission.gates.values()}, len(found)) == ({0}, 0)
+
+
+def test_a_call_that_goes_on_to_heavy_images_gives_back_its_share_of_the_others() -> None:
+    admission = Admission(Concurrency(max_in_flight_images=2, max_in_flight_heavy=2), Pools())
+    found = Clients(ClientLimits())
+    first, second = (Call("id", admission, found.visit("alice")) for _ in range(2))
+    first.admit(1)
+    first.join("image")
+    first.move("heavy")
+    second.admit(1)
+    second.join("image")
+    assert refusal(second.move, "heavy")[0] == "clients.max_share of max_in_flight_heavy of 'alice': got 1 taken of 1"
+    first.release()
+    second.release()
+
+
+@pytest.mark.parametrize(("pool", "setting"), [("image", "max_in_flight_images"), ("heavy", "max_in_flight_heavy")])
+def test_items_of_streams_wait_for_places_before_long_work_and_leave_half_to_others(pool: Pool, setting: str) -> None:
+    admission, found = Admission(Concurrency.model_validate({setting: 2}), Pools()), Clients(ClientLimits())
+    streams = [Call("id", admission, found.visit("alice")) for _ in range(2)]
+
+    async def scenario() -> None:
+        first, second, bob = streams[0].item(1), streams[1].item(1), Call("id", admission, found.visit("bob"))
+        await first.turn(pool)
+        waiting = asyncio.create_task(second.turn(pool))
+        await asyncio.sleep(0)
+        bob.admit(1)
+        bob.move(pool)
+        assert (admission.gates[pool].taken, waiting.done()) == (2, False)
+        bob.release()
+        first.release()
+        await waiting
+        assert admission.gates[pool].taken == 1
+        second.release()
+
+    for stream in streams:
+        stream.visit.begin_stream()
+    asyncio.run(scenario())
+    for stream in streams:
+        stream.visit.end(0.0)
+    assert (admission.gates[pool].taken, len(found)) == (0, 0)
+
+
+def test_a_client_without_a_share_has_all_places() -> None:
+    admission, found = Admission(Concurrency(max_in_flight_rotary=2), Pools()), Clients(ClientLimits(max_share=0))
+    for _ in range(2):
+        call = Call("id", admission, found.visit("alice"))
+        call.admit(1)
+        call.join("rotary")
 
 
 def test_a_call_that_the_server_has_no_place_for_is_no_call_of_its_client() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -18,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_program import Refused, Start, metrics_of
+from server_program import Program, Refused, Start, metrics_of
 from waiting import eventually, free_port
 
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -325,3 +326,38 @@ def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Re
 )
 def test_what_stops_a_start_is_one_line(arguments: list[str], said: str, refused: Refused) -> None:
     assert refused(*arguments) == said
+
+
+LAST = """
+import atexit, os, threading
+class Last:
+    def __del__(self):
+        threading.Event().wait()
+last = Last()
+def leave():
+    with open({!r}, "a") as file:
+        print(os.getpid(), file=file)
+atexit.register(leave)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_last_garbage_collection_holds_nobody_up(tmp_path: Path, torchless: dict[str, str], workers: int) -> None:
+    left = tmp_path / "left"
+    with (tmp_path / "sitecustomize.py").open("a") as file:
+        file.write(LAST.format(str(left)))
+    command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", str(workers)]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **streams, text=True, env=torchless) as process:
+        try:
+            assert process.stdout is not None
+            program = Program(process, process.stdout.readline().split()[-1], tmp_path)
+            processes = {process.pid, *(program.workers if workers > 1 else [])}
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (0, "")
+    assert json.loads(err.splitlines()[-1])["event"] == "stopped"
+    assert err.count('"stopped"') == workers
+    assert {int(line) for line in left.read_text().split()} == processes

@@ -315,6 +315,8 @@ class HttpForm:
                 await response.write_eof()
         except TimeoutError:
             transport.abort()
+        except ConnectionError:  # the client has gone meanwhile
+            pass
         finally:
             gate.leave(monotonic() - began, size)
         return response

@@ -68,6 +68,7 @@ class Rotate:
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
         """Rotate."""
+        await call.turn("rotary")
         await call.run("rotary", self._infer, request, answer, call)
 
     def _tensors(self, profile: Profile) -> list[Spec]:

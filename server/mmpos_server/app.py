@@ -43,7 +43,7 @@ __all__ = ["Server"]
 # How long calls may keep coming before and after they are refused, and for how long there must be none.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
-_ON_THEIR_WAY = 8
+_ON_THEIR_WAY = 4
 """Calls of a method between transport and threads, so that these never wait: a cheap call takes as long as its way."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]

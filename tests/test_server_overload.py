@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -488,6 +489,11 @@ def test_a_burst_at_an_idle_server_is_answered_in_full(serve: Serve) -> None:
     assert statuses(serve(gated), 64) == ["OK"] * 64
 
 
+def begun(calls: int) -> bool:
+    """Whether so many are at work."""
+    return len(BEGUN) == calls
+
+
 def test_a_client_is_answered_beside_another_that_has_two_hundred_calls_on_one_connection(serve: Serve) -> None:
     address, options = serve(gated), [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     raw = pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString()
@@ -503,9 +509,9 @@ def test_a_client_is_answered_beside_another_that_has_two_hundred_calls_on_one_c
         calls: list[Any] = []
         for wave in range(1, 5):  # no more than may come in one moment
             calls += [crowd.future(raw, timeout=60) for _ in range(50)]
-            assert eventually(lambda wave=wave: len(BEGUN) == 50 * wave)
+            assert eventually(partial(begun, 50 * wave))
         answers = threads.submit(lambda: [alone(raw, timeout=60) for _ in range(3)])
-        assert eventually(lambda: len(BEGUN) == 201)
+        assert eventually(partial(begun, 201))
         GO.set()
         assert len(answers.result()) == 3
         assert Counter(call.code().name for call in calls) == {"OK": 200}

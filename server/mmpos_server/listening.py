@@ -134,8 +134,8 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
     """
     connections = config.connections
     return [
-        # Lanes say how many calls are taken; one more waits. To refuse one in Python costs the event loop more than half
-        # of what an answer does: beyond twice the capacity it would do nothing else. The transport drops one in a
+        # Lanes say how many calls are taken; one more waits. To refuse one in Python costs the event loop more than
+        # half of what an answer does: beyond twice the capacity it would do nothing else. The transport drops one in a
         # fifteenth of the time.
         ("grpc.server.max_pending_requests", 0),
         ("grpc.server.max_pending_requests_hard_limit", 1),

@@ -153,16 +153,18 @@ class Admission:
         self.streams = Gate("max_streams", concurrency.max_streams)
         self.unsent = Gate("max_unsent_bytes", concurrency.max_unsent_bytes)
         self.watches = Gate("max_watches", concurrency.max_watches)
-        threads: dict[Pool, int] = {
+        self.threads: dict[Pool, int] = {
             "place": pools.place,
             "image": pools.image or cores(),
             "heavy": pools.heavy,
             "rotary": pools.rotary,
         }
         waits = concurrency.max_wait, concurrency.max_wait_overloaded
-        self.lines: dict[Pool, Line] = {pool: Line(self.gates[pool], count, *waits) for pool, count in threads.items()}
+        self.lines: dict[Pool, Line] = {
+            pool: Line(self.gates[pool], count, *waits) for pool, count in self.threads.items()
+        }
         self.executors: dict[Pool, ThreadPoolExecutor] = {
-            pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in threads.items()
+            pool: ThreadPoolExecutor(count, thread_name_prefix=f"mmpos-{pool}") for pool, count in self.threads.items()
         }
         self.decoders = Decoders(pools.heavy_seconds)
 

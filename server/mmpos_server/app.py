@@ -21,6 +21,7 @@ from mmpos_server.handlers import Endpoint, Surroundings
 from mmpos_server.health import SERVICE as HEALTH
 from mmpos_server.health import Health
 from mmpos_server.introspection import REFLECTION, Introspection, Reflection
+from mmpos_server.lanes import Width
 from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
@@ -41,6 +42,9 @@ __all__ = ["Server"]
 
 # How long calls may keep coming before and after they are refused, and for how long there must be none.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
+
+_ON_THEIR_WAY = 4
+"""Calls of a method between transport and threads, so that these never wait: a cheap call takes as long as its way."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
@@ -129,9 +133,10 @@ class Server:
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
         options = transport_options(self.config, reuse_port=listen.reuse_port)
-        server = TransportServer([self._door] if self._door else [], options)
+        ahead = self.config.concurrency.max_pending
+        server = TransportServer([self._door] if self._door else [], options, ahead)
         for service in services:
-            server.add(service, self._handlers(service))
+            server.add(service, self._handlers(service), self._widths(service))
         self._health = Health(services)
         server.add(HEALTH, self._introspection.health(self._health))
         # Methods of several pools of descriptors, which a reflection knows one of.
@@ -258,3 +263,15 @@ class Server:
             if stream.method.service == service:
                 handlers[stream.name] = grpc.stream_stream_rpc_method_handler(stream.handle)
         return handlers
+
+    def _widths(self, service: str) -> dict[str, Width]:
+        """How many calls of the unary methods of a service are taken at once.
+
+        Under overload as many as there are threads for them, as many again that wait, and some on their way.
+        """
+        most, threads = self.config.concurrency.max_at_work, self._admission.threads
+        return {
+            endpoint.method.name: Width(most, 2 * threads[endpoint.method.pool] + _ON_THEIR_WAY)
+            for endpoint in self._unary
+            if endpoint.method.service == service and endpoint.method.admitted
+        }

@@ -50,7 +50,8 @@ class Concurrency(_Settings):
     """Most that may be queued or running at once; calls beyond are refused at once, items of a stream wait.
 
     Args:
-        max_pending: calls of all kinds that have come and were not looked at yet; more are cancelled by the transport.
+        max_pending: calls of a method that may come in the same moment; more are cancelled by the transport.
+        max_at_work: calls of a method that have come and are not done; further ones are cancelled by the transport.
         max_wait: calls that a call may wait for, before there is a thread for it.
         max_wait_overloaded: calls that it may wait for within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
@@ -65,7 +66,8 @@ class Concurrency(_Settings):
         max_watches: open streams of health and of reflection.
     """
 
-    max_pending: int = Field(default=64, ge=1, le=2**31 - 1)
+    max_pending: int = Field(default=64, ge=1, le=4096)
+    max_at_work: int = Field(default=256, ge=1)
     max_wait: int = Field(default=64, ge=1)
     max_wait_overloaded: int = Field(default=1, ge=1)
     max_in_flight: int = Field(default=1024, ge=1)

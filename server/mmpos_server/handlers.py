@@ -17,6 +17,7 @@ from mmpos_server.call import Call
 from mmpos_server.clients import client_name
 from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.failures import Failure, failure
+from mmpos_server.lanes import current_place
 from mmpos_server.metrics import MethodMetrics
 from mmpos_server.refusals import check, check_elements
 from mmpos_server.shared_memory import SharedMemory
@@ -168,11 +169,18 @@ class Endpoint:
 
     async def serve(self, _requests: object, context: Any) -> bytes:
         """Receive one request of gRPC and answer it, or abort with the status of the error."""
+        place = current_place.get()
         try:
             raw = await self._around.traffic.request(context)
         except MmposError as error:
             return await self.handle(b"", context, missing=error)
-        return await self.handle(raw, context)
+        if place is None:
+            return await self.handle(raw, context)
+        place.begin()
+        try:
+            return await self.handle(raw, context)
+        finally:
+            place.leave()  # before the answer is sent, which may take the client long to read
 
     async def handle(
         self, raw: bytes, context: Any, form: Form | None = None, missing: MmposError | None = None

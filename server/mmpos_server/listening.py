@@ -132,12 +132,13 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         config: its settings.
         reuse_port: whether other processes may listen on the port, too.
     """
-    pending, connections = config.concurrency.max_pending, config.connections
+    connections = config.connections
     return [
-        # To refuse a call in Python costs the event loop more than half of what an answer does: beyond twice the
-        # capacity it would do nothing else. The transport drops one in a fifteenth of the time, without the loop.
-        ("grpc.server.max_pending_requests", pending),
-        ("grpc.server.max_pending_requests_hard_limit", pending),
+        # Lanes say how many calls are taken; one more waits. To refuse one in Python costs the event loop more than
+        # half of what an answer does: beyond twice the capacity it would do nothing else. The transport drops one in a
+        # fifteenth of the time.
+        ("grpc.server.max_pending_requests", 0),
+        ("grpc.server.max_pending_requests_hard_limit", 1),
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
         # None but the identity: what a small message unpacks to has no limit that is known before.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos.errors import MmposError
+    from mmpos_server.admission import Pool
     from mmpos_server.call import Call
 
 __all__ = ["Method", "Run", "Twin", "answering", "queried", "streamed"]
@@ -52,6 +53,7 @@ class Method:
         run: from one to the other.
         twin: its stream form.
         admitted: whether it takes a place; what asks whether the server lives is answered however much there is to do.
+        pool: the threads that do most of its work.
     """
 
     service: str
@@ -61,6 +63,7 @@ class Method:
     run: Run
     twin: Twin | None = None
     admitted: bool = True
+    pool: Pool = "place"
 
 
 def queried(run: Run, field: str) -> Run:

@@ -49,6 +49,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             sequences_pb2.BuildResponse,
             build,
             streamed("StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse, build),
+            pool="image",
         ),
         Method(
             f"{PACKAGE}.RotaryService",
@@ -56,6 +57,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             rotary_pb2.CosSinRequest,
             rotary_pb2.CosSinResponse,
             rotations.cos_sin,
+            pool="rotary",
         ),
         Method(
             f"{PACKAGE}.RotaryService",
@@ -63,6 +65,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             rotary_pb2.RotateRequest,
             rotary_pb2.RotateResponse,
             rotations.rotate,
+            pool="rotary",
         ),
         Method(
             f"{PACKAGE}.InfoService",

@@ -3,60 +3,180 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
 from grpc.aio._server import Server
 
+from mmpos_server.lanes import LOOK_SECONDS, Lane, Overload, Width, current_place
 from mmpos_server.logs import Logs
 
 __all__ = ["DiscreetLog", "TransportServer", "abort"]
 
+_creating = Lock()  # so that the newest server of the library is the one that was just made
+
+_ON_THEIR_WAY = 8
+"""Calls that may have begun and not come yet, though none was dropped."""
+
+_ALL = Width(2**31, 2**31)
+"""Places of a method that is answered however much there is to do."""
+
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """A server that goes on when the path of a call is no UTF-8.
+    """A server whose calls come through lanes, and that goes on when the path of a call is no UTF-8.
 
-    grpc.aio decodes the path of a call that no registered method takes, and a wrong byte there is an exception that
-    ends the server. For a registered method it takes the name that was registered. So all methods are registered, and
-    one more, which no client can name, takes the calls of all paths that are left.
+    grpc.aio asks for one call of each method at a time, and looks at all methods whenever a call comes. Here as many
+    are asked for as their lane says, each by a task that goes on to serve it.
+
+    It decodes the path of a call that no registered method takes, and a wrong byte there is an exception that ends the
+    server. For a registered method it takes the name that was registered. So all methods are registered, and one more,
+    which no client can name, takes the calls of all paths that are left.
     """
 
     others = f"/{secrets.token_hex(16)}"
 
+    def open(self, ahead: int, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
+        """Say before the start how many calls are asked for in advance, and what stands before the methods."""
+        self._ahead, self._before = ahead, tuple(interceptors)
+        self._handlers: dict[str, Any] = {}
+        self._widths: dict[str, Width] = {}
+        self.lanes: list[Lane] = []
+        self.overload = Overload()
+        self.came = 0
+        """Calls so far."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, handlers: Mapping[str, Any], widths: Mapping[str, Width]) -> None:
+        """Add methods, and how many calls of each are taken; all that come of those that are not named."""
+        self.add_registered_method_handlers(dict(handlers))
+        self._handlers.update(handlers)
+        self._widths.update(widths)
+
     def _make_request_call_future(self, method: bytes | None) -> Any:
         loop = asyncio.get_running_loop()
-        if method is None:
-            return loop.create_future()  # never done: nothing asks for calls that are known by their path
         if method == self.others.encode():
+            self.came += 1  # but for the first time: the last one has come
             return loop.create_task(self._request_call())
-        return super()._make_request_call_future(method)
+        if method is not None:
+            self._open_lane(method)
+        return loop.create_future()  # never done: lanes ask, and nothing asks for calls that are known by their path
+
+    def _open_lane(self, method: bytes) -> None:
+        name, resolver = method.decode(), cygrpc._MethodResolver([], self._handlers)
+        loop = asyncio.get_running_loop()
+
+        async def serve() -> None:
+            try:
+                state = await self._request_registered_call(method)
+            except cygrpc._RequestCallError:  # the server ends
+                return
+            self.came += 1
+            place = lane.come()
+            current_place.set(place)
+            try:
+                call = cygrpc._handle_rpc(name, resolver, self._before, state, loop, False)
+                await cygrpc._schedule_rpc_coro(call, state, loop, name)
+            finally:
+                place.leave()
+
+        def ask() -> None:
+            task = loop.create_task(serve())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        lane = Lane(ask, self._ahead, self._widths.get(name, _ALL), self.overload)
+        self.lanes.append(lane)
+        lane.fill()
 
 
 class TransportServer(Server):
-    """A server of grpc.aio whose methods are all registered, each with a queue of its own.
+    """A server of grpc.aio whose methods are all registered, each with a lane of its own.
 
     Args:
         interceptors: what stands before the methods.
         options: channel arguments.
+        ahead: calls of each method that are asked for in advance.
     """
 
-    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]], ahead: int
+    ) -> None:
         # In the place of that of the base class, which makes a core of its own class.
         self._loop = cygrpc.get_working_loop()
-        self._server = _Core(self._loop, None, (), tuple(interceptors), tuple(options), None)
+        with _creating:
+            counted = (*options, ("grpc.enable_channelz", 1))
+            self._server = _Core(self._loop, None, (), tuple(interceptors), counted, None)
+            self._channelz = _newest_server()
+        self._lost = self._came = 0
+        self._server.open(ahead, interceptors)
         self._server.add_registered_method_handlers({_Core.others: grpc.stream_stream_rpc_method_handler(_unknown)})
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Refuse: nothing would ever ask for their calls."""
         raise NotImplementedError("methods of this server are registered")
 
-    def add(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
-        """Add the methods of a service, before the server starts."""
-        self.add_registered_method_handlers(service, dict(handlers))
+    def add(
+        self,
+        service: str,
+        handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]],
+        widths: Mapping[str, Width] = MappingProxyType({}),
+    ) -> None:
+        """Add the methods of a service, before the server starts.
+
+        Args:
+            service: its full name.
+            handlers: by name of the method.
+            widths: places of those methods whose calls wait for each other; all calls of others are taken.
+        """
+        self._server.add(
+            {f"/{service}/{name}": handler for name, handler in handlers.items()},
+            {f"/{service}/{name}": width for name, width in widths.items()},
+        )
+
+    async def start(self) -> None:
+        """Serve."""
+        await super().start()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self, grace: float | None) -> None:
+        """End; calls at work have so many seconds."""
+        self._watching.cancel()
+        await super().stop(grace)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._server.overload.look(dropped=self._drops())
+            for lane in self._server.lanes:
+                lane.look()
+
+    def _drops(self) -> bool:
+        """Whether the transport has dropped calls since it was last asked: some that began have not come."""
+        if self._server.came == self._came:
+            return False  # so nothing was dropped: a call is when others hold the places
+        self._came = self._server.came
+        data = json.loads(cygrpc.channelz_get_server(self._channelz))["server"]["data"]
+        lost, before = int(data.get("callsStarted", 0)) - self._server.came, self._lost
+        if before < lost <= before + _ON_THEIR_WAY:
+            return False
+        self._lost = lost
+        return lost > before
+
+
+def _newest_server() -> int:
+    """The number by which the library knows the server that was made last."""
+    newest, end = 0, False
+    while not end:
+        page = json.loads(cygrpc.channelz_get_servers(newest + 1))
+        newest, end = max([newest, *(int(found["ref"]["serverId"]) for found in page.get("server", ()))]), "end" in page
+    return newest
 
 
 async def _unknown(_requests: object, context: Any) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,6 +29,7 @@ from mmpos_server.building import Building
 from mmpos_server.call import Call
 from mmpos_server.clients import Clients
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
+from mmpos_server.lanes import Lane, Overload, Place, Width
 from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.profiles import Profiles
 from mmpos_server.testing import running
@@ -403,3 +406,126 @@ def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
         with pytest.raises(ServiceError, match="got neither table nor dense"):  # so it was answered
             next(client.stream([PositionsQuery(SEGMENTS)]))
         assert len(list(first)) == 1
+
+
+class Transport:
+    """What a lane asks, by hand."""
+
+    def __init__(self, ahead: int, most: int, few: int) -> None:
+        self.asked, self.overload = 0, Overload()
+        self.lane = Lane(self._ask, ahead, Width(most, few), self.overload)
+        self.lane.fill()
+
+    def _ask(self) -> None:
+        self.asked += 1
+
+    def send(self) -> Place:
+        """A call that was asked for."""
+        assert self.asked
+        self.asked -= 1
+        return self.lane.come()
+
+
+def test_a_lane_asks_for_a_burst_and_for_no_more_than_there_are_places() -> None:
+    transport = Transport(ahead=4, most=6, few=2)
+    assert transport.asked == 4
+    places = [transport.send() for _ in range(3)]
+    assert transport.asked == 3
+    places[0].leave()
+    places[0].leave()
+    assert transport.asked == 4
+
+
+def test_a_lane_takes_few_calls_under_overload() -> None:
+    transport = Transport(ahead=4, most=6, few=2)
+    places = [transport.send() for _ in range(6)]
+    transport.overload.here = True
+    asked = []
+    for place in places:
+        place.begin()
+        place.leave()
+        asked.append(transport.asked)
+    assert asked == [0, 0, 0, 0, 1, 2]
+    transport.overload.here = False
+    transport.lane.look()
+    assert transport.asked == 4
+
+
+def test_a_call_whose_request_does_not_come_loses_its_place_until_it_does() -> None:
+    transport = Transport(ahead=2, most=2, few=2)
+    begun, absent = transport.send(), transport.send()
+    begun.begin()
+    transport.lane.look()
+    assert transport.asked == 0  # it came since the last look
+    transport.lane.look()
+    assert transport.asked == 1
+    absent.begin()
+    begun.leave()
+    assert transport.asked == 1
+    absent.leave()
+    assert transport.asked == 2
+
+
+def test_overload_is_what_lasts_longer_than_a_burst_until_nothing_was_dropped_for_a_second(clock: Clock) -> None:
+    overload = Overload(lambda: clock.now)
+    seen = []
+    for dropped in (True, False, False, True, False, True, True, *[False] * 4, True):
+        clock.now += 0.25
+        overload.look(dropped=dropped)
+        seen.append(overload.here)
+    #                0.00   0.25   0.50   0.75  1.00  1.25  1.50  1.75  2.00  2.25  2.50   2.75
+    assert seen == [False, False, False, True, True, True, True, True, True, True, False, False]
+
+
+async def gated(query: Any, answer: pb.Positions, call: Call) -> None:
+    """Wait beside others until the test lets all go."""
+    BEGUN.append(1)
+    while not GO.is_set():
+        await asyncio.sleep(0.01)
+    answer.cu_seqlens.append(1)
+
+
+def test_a_burst_at_an_idle_server_is_answered_in_full(serve: Serve) -> None:
+    assert statuses(serve(gated), 64) == ["OK"] * 64
+
+
+def begun(calls: int) -> bool:
+    """Whether so many are at work."""
+    return len(BEGUN) == calls
+
+
+def test_a_client_is_answered_beside_another_that_has_two_hundred_calls_on_one_connection(serve: Serve) -> None:
+    address, options = serve(gated), [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    raw = pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString()
+    BEGUN.clear()
+    GO.clear()
+    with (
+        grpc.insecure_channel(address, options=options) as crowded,
+        grpc.insecure_channel(address, options=options) as polite,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        crowd: Any = crowded.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        alone: Any = polite.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        calls: list[Any] = []
+        for wave in range(1, 5):  # no more than may come in one moment
+            calls += [crowd.future(raw, timeout=60) for _ in range(50)]
+            assert eventually(partial(begun, 50 * wave))
+        answers = threads.submit(lambda: [alone(raw, timeout=60) for _ in range(3)])
+        assert eventually(partial(begun, 201))
+        GO.set()
+        assert len(answers.result()) == 3
+        assert Counter(call.code().name for call in calls) == {"OK": 200}
+
+
+def test_calls_beyond_the_places_are_dropped_by_the_transport(serve: Serve) -> None:
+    address, options = serve(gated, max_at_work=8), [("grpc.enable_retries", 0)]
+    raw = pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString()
+    BEGUN.clear()
+    GO.clear()
+    with grpc.insecure_channel(address, options=options) as channel:
+        place: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        calls: list[Any] = [place.future(raw, timeout=60) for _ in range(40)]
+        assert eventually(lambda: sum(call.done() for call in calls) == 31)  # one waits in the transport
+        GO.set()
+        statuses = Counter(call.code().name for call in calls)
+    assert statuses == {"OK": 9, "CANCELLED": 31}

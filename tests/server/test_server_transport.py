@@ -371,7 +371,7 @@ def test_a_connection_has_an_age_after_which_its_calls_have_a_grace(serve: Calla
 
 
 def test_each_method_has_a_queue_of_its_own(serve: Callable[..., str]) -> None:
-    address = serve(concurrency={"max_pending": 4})
+    address = serve(concurrency={"max_at_work": 4})
     blocked = pb.PlaceRequest(query=pb.PositionsQuery(profile="blocked")).SerializeToString()
     with (
         grpc.insecure_channel(address, options=[("grpc.enable_retries", 0)]) as channel,

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 from time import sleep
@@ -22,7 +22,6 @@ from mmpos_bench.serving.questions import Asking, Question
 
 __all__ = ["Overload", "Scale", "overload"]
 
-_FEW = 8  # calls that may be pending where cheap ones are to stay fast under any load
 _FILLING = 1.0  # seconds, longer than it takes until the pools are full and what came before is answered
 _STARTING = 3.0  # seconds for the process of the probes to start beside the load, so that it meets the load to its end
 
@@ -77,19 +76,17 @@ class Overload:
 
 
 def overload(scale: Scale, malloc: str) -> Iterator[Overload]:
-    """Each kind of call, with many pending and with few; server and clients have a core each if there are two."""
+    """Each kind of call; server and clients have a core each if there are two."""
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[0], cores[-1]
-    for flags in ((), ("--max-pending", str(_FEW))):
-        with _on(ours), started(service(malloc, "--log-level", "warning", *flags)) as (server,):
-            options = [*OPTIONS, ("grpc.enable_retries", 0)]
-            with _on(theirs), grpc.insecure_channel(server.address, options=options) as channel:
-                side = max(1, int(scale.tokens**0.5) * 3 // 8)
-                asking = Asking(channel, scale.tokens, 4 if side > 1 else 1, side)
-                for question in (asking.place(1), asking.place(scale.batch, dense=True), asking.photographs(1)):
-                    question.proof()
-                    found = _measured(question, server, scale, theirs)
-                    yield replace(found, name=f"{found.name}{', ' if flags else ''}{' '.join(flags)}")
+    with _on(ours), started(service(malloc, "--log-level", "warning")) as (server,):
+        options = [*OPTIONS, ("grpc.enable_retries", 0)]
+        with _on(theirs), grpc.insecure_channel(server.address, options=options) as channel:
+            side = max(1, int(scale.tokens**0.5) * 3 // 8)
+            asking = Asking(channel, scale.tokens, 4 if side > 1 else 1, side)
+            for question in (asking.place(1), asking.place(scale.batch, dense=True), asking.photographs(1)):
+                question.proof()
+                yield _measured(question, server, scale, theirs)
 
 
 def _measured(question: Question, server: ServerProcess, scale: Scale, core: int) -> Overload:

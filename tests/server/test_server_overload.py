@@ -318,7 +318,7 @@ def test_what_waits_for_the_event_loop_is_bounded_and_the_rest_is_dropped_as_ove
         client.place(SEGMENTS)
     GO.clear()
     asyncio.run(ask())
-    assert set(dropped) == {"max_pending: got more calls than the server can look at, want fewer at once"}
+    assert set(dropped) == {"max_pending: got more calls than the server takes, want fewer at once"}
     assert 20 < len(dropped) < 60
 
 

@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.client import Client
-from mmpos.data.batches.collate import PackedCollator
+from mmpos.data.collate import PackedCollator
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import HFImages
-from mmpos.data.loading.loader import BatchDataset
-from mmpos.data.batches.packing import Packer
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import shards
 

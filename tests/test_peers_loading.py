@@ -31,10 +31,10 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mmpos import InvalidInputError, SequenceBuilder
 from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Pairs, Piece, Preprocess, RecordError, shards
-from mmpos.data.batching import members
+from mmpos.data.packing import members
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, TarReader
-from mmpos.data.split import Split
+from mmpos.data.stream import Split
 
 pytestmark = [
     pytest.mark.slow,

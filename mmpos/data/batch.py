@@ -1,4 +1,4 @@
-"""What a training step takes: the tensors of a batch beside the one table that its positions follow from."""
+"""A training batch: tensors beside the one table that its positions follow from, its attention mask and its shards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.data.masks import MaskMod, mask_mod, whole_images
-from mmpos.data.ranks import PER_TOKEN, shard, shift_labels
+from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.sharding import Layout
+from mmpos.positions.columns import FIRST_SEGMENT
+from mmpos.positions.sharding import Layout, shard_ranges
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "MaskMod", "mask_mod", "whole_images"]
+
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(b, h, q_idx, kv_idx) -> bool, whether the one token sees the other; what FlexAttention takes."""
+
+
+PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
+"""The tensors of a batch that have one value per token."""
+
 
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", "image_spans", "feature_spans")
 
@@ -151,7 +160,7 @@ class Batch:
         return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.masks.mask_mod``.
+        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.batch.mask_mod``.
 
         Args:
             bidirectional_images: whether tokens from the first patch of an image to its last see one another both
@@ -193,7 +202,13 @@ class Batch:
         A model that computes its own loss shifts labels itself and takes them unshifted. It cannot do so in a
         shard, whose neighbours lie elsewhere: there, compare logits and labels token by token.
         """
-        return shift_labels(self)
+        if self.shifted:
+            return self
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        flat = labels.view(-1)
+        flat[:-1] = self.labels.reshape(-1)[1:]
+        flat[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+        return replace(self, labels=labels, shifted=True)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
         """What a context-parallel rank has of the batch: its tokens, and labels shifted before the cut.
@@ -211,7 +226,28 @@ class Batch:
             InvalidInputError: a document is no multiple of 2C (zigzag) or C tokens; collate with multiple_of.
             UnsupportedError: "…-sequence" of a padded batch, whose rows would not stay rows.
         """
-        return shard(self, rank, world_size, layout)
+        if str(layout).endswith("sequence") and not self.packed:
+            raise UnsupportedError(
+                f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
+            )
+        starts, stops = shard_ranges(self.positions, rank, world_size, layout)
+        positions = self.positions.shard(rank, world_size, layout)
+        indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
+        shape = (*self.input_ids.shape[:-1], -1)
+        whole = self.shift_labels()
+        per_token = {name: tensor for name in PER_TOKEN if (tensor := getattr(whole, name)) is not None}
+        spans, features = (tensor.cpu().numpy() for tensor in (self.image_spans, self.feature_spans))
+        image_spans, feature_spans = _pieces(spans, features[:, 0], starts, stops)
+        return replace(
+            whole,
+            positions=positions,
+            device_positions=DevicePositions.from_table(positions, self.device),
+            cu_seqlens=torch.from_numpy(positions.cu_seqlens).to(self.device),
+            image_spans=torch.from_numpy(image_spans).to(self.device),
+            feature_spans=torch.from_numpy(feature_spans).to(self.device),
+            world_size=self.world_size * world_size,
+            **{name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()},
+        )
 
     def as_dict(
         self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
@@ -259,3 +295,112 @@ class Batch:
         documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
         images = counted(len(self.grid_thw), "image")
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
+
+
+def mask_mod(
+    positions: PositionTable,
+    *,
+    padded: bool = False,
+    image_spans: npt.ArrayLike | Tensor | None = None,
+    device: torch.device | str | int = "cpu",
+) -> MaskMod:
+    """The mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
+
+    Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
+    flex_attention gives zeros for it, where a plain softmax would give NaN.
+
+    Args:
+        positions: the table of the whole batch, no context-parallel shard of it.
+        padded: whether rows of the batch are the documents, all of one length, instead of one packed row (b = 0).
+        image_spans: (images, 2) integers, ascending: the first patch of each image and one past its last, counted
+            over the batch, separators between rows included; the tokens of an image then see one another both ways.
+            None is causal everywhere. A table alone cannot tell a row of patches from text, hence the spans.
+        device: where the mask will be read; the spans, if a tensor, lie there as well.
+
+    Returns:
+        a function for B = 1 and Q = KV = tokens, or with padded for B = documents and Q = KV = length.
+
+    Raises:
+        InvalidInputError: padded, and documents of different lengths; or spans of another shape.
+    """
+    shape = (1, positions.num_tokens)
+    if boolean("padded", padded):
+        shape = (positions.num_documents, positions.max_seqlen)
+        if shape[0] * shape[1] != positions.num_tokens:
+            got = f"{positions.lengths.min()} to {shape[1]} tokens"
+            raise InvalidInputError(f"positions: got documents of {got}, want one length for padded=True")
+    document = torch.from_numpy(_documents(positions).reshape(shape)).to(device)
+    image = None if image_spans is None else _images(image_spans, positions.num_tokens, device).reshape(shape)
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        mine = document[b, q_idx]
+        return (mine == document[b, kv_idx]) & (mine >= 0) & (q_idx >= kv_idx)
+
+    def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert image is not None
+        mine = image[b, q_idx]
+        return causal(b, h, q_idx, kv_idx) | ((mine == image[b, kv_idx]) & (mine >= 0))
+
+    return causal if image is None else causal_but_for_images
+
+
+def whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
+    """(images, 2) first patch of each image and one past its last, of a batch that is no shard.
+
+    Args:
+        image_spans: (spans, 2) of images, or of their rows where those end in separators.
+        feature_spans: (spans, 2) the rows of features that belong there, as in Batch.
+        grid_thw: (images, 3) frames, height, width after merging.
+    """
+    images = len(grid_thw)
+    if len(image_spans) == images:
+        return image_spans
+    ends = grid_thw.prod(dim=1).cumsum(0)
+    image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
+    edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
+    return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
+
+
+def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
+    """(tokens,) the document of each token, -1 for padding."""
+    segments = np.arange(positions.num_segments)
+    document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
+    document[positions.is_padding] = -1
+    return document.astype(np.int32).repeat(positions.segment_lengths)
+
+
+def _images(image_spans: Any, tokens: int, device: torch.device | str | int) -> Tensor:
+    """(tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
+    spans = torch.as_tensor(image_spans, device=device)
+    if spans.dim() != 2 or spans.shape[1] != 2 or spans.is_floating_point():
+        raise InvalidInputError(f"image_spans: got {spans.dtype} {tuple(spans.shape)}, want integers (images, 2)")
+    token = torch.arange(tokens, device=spans.device)
+    if not len(spans):
+        return torch.full_like(token, -1)
+    image = torch.searchsorted(spans[:, 0].contiguous(), token, right=True) - 1
+    inside = (image >= 0) & (token < spans[image.clamp(min=0), 1])
+    return torch.where(inside, image, -1).to(torch.int32)
+
+
+def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+    """The pieces of spans inside ascending token ranges that are then put side by side.
+
+    Args:
+        spans: (spans, 2) first token and one past the last.
+        features: (spans,) the feature of each span's first token.
+        starts: (ranges,) first token.
+        stops: (ranges,) one past the last token.
+
+    Returns:
+        (pieces, 2) tokens, counted over the ranges, and (pieces, 2) features.
+    """
+    first = np.searchsorted(stops, spans[:, 0], side="right")
+    count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
+    owner = np.arange(len(spans)).repeat(count)
+    place = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
+    begin = np.maximum(starts[place], spans[owner, 0])
+    lengths = np.minimum(stops[place], spans[owner, 1]) - begin
+    before = (stops - starts).cumsum() - (stops - starts)
+    token = before[place] + begin - starts[place]
+    feature = features[owner] + begin - spans[owner, 0]
+    return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]

@@ -11,15 +11,11 @@ from typing import Any, get_args
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mmpos.data.batching import Batching, settings
-from mmpos.data.documents import Location
-from mmpos.data.examples import Example
-from mmpos.data.feed import Feed
+from mmpos.data.examples import Example, Location
+from mmpos.data.packing import Batching, settings
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
-from mmpos.data.shuffle import shard_order
-from mmpos.data.split import Portion, Split, SplitBy
-from mmpos.data.stream import BatchStream, Stages
+from mmpos.data.stream import BatchStream, Feed, Portion, Split, SplitBy, Stages, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import integer, one_of
 

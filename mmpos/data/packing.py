@@ -1,21 +1,73 @@
-"""Packing: examples into packs of at most so many tokens, with images whole, from a stream in bounded memory."""
+"""Groups of examples: packs of bounded size from a stream or from known lengths, and batches by number."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.data.documents import RecordError
-from mmpos.data.examples import Example
-from mmpos.data.fitting import first_fit_decreasing
+from mmpos.data.examples import Example, RecordError
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import boolean, integer, one_of
+from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 
-__all__ = ["Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
+__all__ = [
+    "Batcher",
+    "Batching",
+    "Overlong",
+    "Pack",
+    "PackCounts",
+    "Packer",
+    "first_fit_decreasing",
+    "members",
+    "regroup",
+    "settings",
+]
+
+
+def first_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
+    """Group lengths that are all known: the longest first, each into the first group that has room for it.
+
+    >>> first_fit_decreasing([3, 5, 2, 4], 7)
+    [[1, 2], [3, 0]]
+
+    Args:
+        lengths: (examples,) tokens of each, 1 to max_tokens.
+        max_tokens: most tokens in a group.
+
+    Returns:
+        indices into lengths, group by group; every index once.
+    """
+    lengths = int_array("lengths", lengths, (None,))
+    max_tokens = integer("max_tokens", max_tokens, minimum=1)
+    first_bad("lengths", lengths, minimum=1, maximum=max_tokens)
+    # Two groups in a row hold more than max_tokens together, which bounds how many there are.
+    groups: list[list[int]] = [[] for _ in range(min(lengths.size, 2 * int(lengths.sum()) // max_tokens + 1))]
+    # A tournament tree: leaves are the room in every group, and inner nodes the most room below them.
+    leaves = 1 << max(len(groups) - 1, 0).bit_length()
+    room = [max_tokens] * (2 * leaves)
+    order = np.argsort(-lengths, kind="stable")
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        groups[node - leaves].append(index)
+        left = room[node] = room[node] - length
+        while node > 1:
+            sibling = room[node ^ 1]
+            left = sibling if sibling > left else left
+            node //= 2
+            if room[node] == left:
+                break
+            room[node] = left
+    return [group for group in groups if group]
+
 
 Overlong = Literal["raise", "truncate", "drop"]
 
@@ -243,3 +295,77 @@ def _last_cut(example: Example, limit: int) -> int:
     spans = example.sequence.marked_spans
     image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
     return min(limit, int(spans[image, 0])) if image < len(spans) else limit
+
+
+class Batching(Protocol):
+    """What makes groups of a stream of examples.
+
+    One to which the pending examples of another with the same settings are added, in their order, gives no group
+    meanwhile and goes on exactly as the other would. It may cut examples by ``Example.slice`` only.
+    """
+
+    @property
+    def pending(self) -> Sequence[Example]:
+        """The examples held, in order."""
+
+    def add(self, example: Example, /) -> Sequence[Any]:
+        """Take an example, and give the groups that are ready."""
+
+    def flush(self) -> Sequence[Any]:
+        """All that is held, in groups."""
+
+
+class Batcher:
+    """So many examples per batch, in the order in which they come.
+
+    Args:
+        batch_size: examples in a batch.
+        max_tokens: most tokens of an example; None takes any.
+        drop_last: whether fewer, at the end, are dropped instead of a smaller batch.
+    """
+
+    def __init__(self, batch_size: int, *, max_tokens: int | None = None, drop_last: bool = False) -> None:
+        self.batch_size = integer("batch_size", batch_size, minimum=1)
+        self.max_tokens = None if max_tokens is None else integer("max_tokens", max_tokens, minimum=1)
+        self.drop_last = boolean("drop_last", drop_last)
+        self._held: list[Example] = []
+
+    @property
+    def pending(self) -> tuple[Example, ...]:
+        """The examples held, in order."""
+        return tuple(self._held)
+
+    def add(self, example: Example) -> list[list[Example]]:
+        """Take an example, and give a batch if it is the last of one.
+
+        Raises:
+            RecordError: it is longer than max_tokens; nothing else changes.
+        """
+        if self.max_tokens is not None and example.num_tokens > self.max_tokens:
+            raise RecordError(f"{example.key}: tokens: got {example.num_tokens}, want at most {self.max_tokens}")
+        self._held.append(example)
+        return self._cut() if len(self._held) == self.batch_size else []
+
+    def flush(self) -> list[list[Example]]:
+        """What is left, as a batch, unless it is to be dropped."""
+        found = self._cut()
+        return found if found[0] and not self.drop_last else []
+
+    def _cut(self) -> list[list[Example]]:
+        group, self._held = self._held, []
+        return [group]
+
+
+def settings(batching: Batching) -> dict[str, Any]:
+    """What a batching was made with: its public attributes."""
+    return {name: value for name, value in vars(batching).items() if not name.startswith("_")}
+
+
+def members(group: Any) -> Sequence[Example]:
+    """The examples of a group."""
+    return group.examples if isinstance(group, Pack) else group
+
+
+def regroup(batching: Batching, examples: Sequence[Example]) -> Any:
+    """The group that a batching made of these examples."""
+    return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else list(examples)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos.support.files import named

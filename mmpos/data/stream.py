@@ -1,25 +1,227 @@
-"""From the records of one consumer to its batches, with a small state from which they go on exactly."""
+"""The batches of one worker: which records it reads, in which order, and how it resumes from a small state."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Self
 
-from mmpos.data.batching import Batching, members, regroup
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Example
-from mmpos.data.feed import START, Entry, Feed, Origin, Place
-from mmpos.data.packing import Packer
+import numpy as np
+
+from mmpos.data.examples import Example, Location, RecordError
+from mmpos.data.packing import Batching, Packer, members, regroup
 from mmpos.data.quarantine import Quarantine
-from mmpos.data.readers.base import Raw
+from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray, integer, one_of
 
-__all__ = ["BatchStream", "Stages"]
+__all__ = [
+    "START",
+    "BatchStream",
+    "Entry",
+    "Feed",
+    "Origin",
+    "Place",
+    "Portion",
+    "Split",
+    "SplitBy",
+    "Stages",
+    "record_order",
+    "shard_order",
+]
+
+
+SplitBy = Literal["auto", "shards", "records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a consumer reads of a shard: the records first, first + step, …
+
+    Args:
+        shard: number of the shard in the order of the epoch.
+        first: its first record.
+        step: distance to the next.
+    """
+
+    shard: int
+    first: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """One consumer among all: a worker of a rank.
+
+    >>> Split(rank=1, world_size=2).portions(3)
+    [Portion(shard=1, first=0, step=1)]
+    >>> Split(rank=1, world_size=2, by="records").portions(2)
+    [Portion(shard=0, first=1, step=2), Portion(shard=1, first=0, step=2)]
+
+    Args:
+        rank: 0 to world_size − 1.
+        world_size: ranks.
+        worker: 0 to num_workers − 1.
+        num_workers: workers of each rank, the same for all; one that loads in its own process is 1.
+        by: "shards" gives whole shards, each read by one consumer only; "records" gives every consumer its part of
+            every shard, even to one record, for which all walk through all shards; "auto" is "shards" where there
+            are at least as many of them as consumers, else "records".
+
+    Raises:
+        InvalidInputError: a number is out of its range, or by is something else.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    worker: int = 0
+    num_workers: int = 1
+    by: SplitBy = "auto"
+
+    def __post_init__(self) -> None:
+        integer("world_size", self.world_size, minimum=1)
+        integer("rank", self.rank, minimum=0, maximum=self.world_size - 1)
+        integer("num_workers", self.num_workers, minimum=1)
+        integer("worker", self.worker, minimum=0, maximum=self.num_workers - 1)
+        one_of("by", self.by, ("auto", "shards", "records"))
+
+    @property
+    def consumers(self) -> int:
+        """Workers of all ranks."""
+        return self.world_size * self.num_workers
+
+    @property
+    def consumer(self) -> int:
+        """Number of this one, from 0. Ranks count first, so that left-over shards go to different ranks."""
+        return self.worker * self.world_size + self.rank
+
+    def portions(self, num_shards: int) -> list[Portion]:
+        """What this consumer reads of so many shards."""
+        mine, all_ = self.consumer, self.consumers
+        if self.by == "shards" or (self.by == "auto" and num_shards >= all_):
+            return [Portion(shard) for shard in range(mine, num_shards, all_)]
+        # Each shard begins with the next consumer, so that short shards do not all go to the first ones.
+        return [Portion(shard, (mine - shard) % all_, all_) for shard in range(num_shards)]
+
+
+def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
+    """(shards,) the order in which an epoch reads the shards, the same for every consumer."""
+    return np.random.default_rng((seed, epoch)).permutation(num_shards)
+
+
+def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
+    """(records,) the order of the records of one window of one consumer."""
+    return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
+
+
+class Origin(NamedTuple):
+    """Which record of an epoch: the portion of its consumer, and its number in the shard."""
+
+    portion: int
+    record: int
+
+
+class Place(NamedTuple):
+    """A place between two records of an epoch, in its order.
+
+    Args:
+        portion: where the current window begins: the portion …
+        record: … and the number in its shard of the first record that may belong to it.
+        window: number of the window.
+        done: records of the window before this place.
+    """
+
+    portion: int
+    record: int
+    window: int
+    done: int
+
+
+START = Place(0, 0, 0, 0)
+
+
+class Entry(NamedTuple):
+    """A record on its way.
+
+    Args:
+        origin: where to find it again.
+        location: where it lies, for people.
+        raw: the record, or its error.
+        after: the place behind it.
+    """
+
+    origin: Origin
+    location: Location
+    raw: Raw
+    after: Place
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one consumer reads in one epoch.
+
+    The records of its portions, one after the other, are cut into windows, and each window is shuffled by itself. A
+    window is in memory, undecoded, while it is used; where it begins and how much of it is done says all.
+
+    Args:
+        readers: the shards of all consumers in the order of the epoch.
+        portions: what this consumer reads of them.
+        window: records that are shuffled among each other; 1 leaves the order as it is.
+        seed: seed, epoch and number of the consumer.
+    """
+
+    readers: tuple[Reader, ...]
+    portions: tuple[Portion, ...]
+    window: int
+    seed: tuple[int, int, int]
+
+    def entries(self, place: Place = START) -> Iterator[Entry]:
+        """The records behind a place, in order."""
+        portion, record, window, done = place
+        stream = self._stream(portion, record)
+        while block := list(islice(stream, self.window)):
+            last = block[-1][0]
+            following = Place(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
+            order = record_order(len(block), *self.seed, window) if self.window > 1 else range(len(block))
+            taken = [block[i] for i in order][: done - 1 if done else None : -1]  # the next one last
+            del block
+            while taken:
+                done += 1
+                after = Place(portion, record, window, done) if len(taken) > 1 else following
+                yield Entry(*taken.pop(), after)
+            portion, record, window, done = following
+
+    def find(self, origins: Collection[Origin]) -> Iterator[tuple[Origin, Location, Raw]]:
+        """These records again, in the order of the shards; those between them are skipped.
+
+        Raises:
+            InvalidInputError: a shard has no such record any more.
+        """
+        for portion in sorted({origin.portion for origin in origins}):
+            wanted = {origin for origin in origins if origin.portion == portion}
+            part = self.portions[portion]
+            start = min(origin.record for origin in wanted)
+            for location, raw in self.readers[part.shard].records(start, part.step):
+                origin = Origin(portion, location.index)
+                if origin in wanted:
+                    wanted.remove(origin)
+                    yield origin, location, raw
+                if not wanted:
+                    break
+            if wanted:
+                here = Location(self.readers[part.shard].source, min(wanted).record)
+                raise InvalidInputError(f"{here}: got no such record, want the shards that the state was made with")
+
+    def _stream(self, portion: int, record: int) -> Iterator[tuple[Origin, Location, Raw]]:
+        for number in range(portion, len(self.portions)):
+            part = self.portions[number]
+            start = max(part.first, record) if number == portion else part.first
+            for location, raw in self.readers[part.shard].records(start, part.step):
+                yield Origin(number, location.index), location, raw
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,87 @@
-"""Chat messages as the OpenAI API has them, with the assistant's turns to be trained on."""
+"""Conversations: messages of the OpenAI API, LLaVA's turns, and the template that writes both as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
-from mmpos.data.documents import Document, Location
+from mmpos.data.examples import Document, Location, Piece
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
-from mmpos.data.formats.resolve import Images
-from mmpos.data.formats.template import ChatTemplate
+from mmpos.data.formats.images import Images
+from mmpos.errors import InvalidInputError
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "ChatTemplate", "LLaVA", "Turn"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What stands around a turn.
+
+    Args:
+        before: text before its content; never trained on.
+        after: text after it, which ends the turn; of the assistant's turns it is trained on.
+    """
+
+    before: str
+    after: str
+
+    def __post_init__(self) -> None:
+        check_option("Turn.before", self.before, str)
+        check_option("Turn.after", self.after, str)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    r"""What stands around the turns of each role. The default is plain text, as any tokenizer can encode it.
+
+    A tokenizer that makes special tokens of their names makes them of the names in a template, too, for instance
+    ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
+
+    Args:
+        system: of the instructions in front; None refuses the role, here and below.
+        developer: of the instructions of a developer, as newer models call them.
+        user: of what a person says.
+        assistant: of what the model says; only these turns are trained on.
+        tool: of what a tool answers.
+    """
+
+    system: Turn | None = Turn("System:\n", "\n\n")
+    developer: Turn | None = Turn("System:\n", "\n\n")
+    user: Turn | None = Turn("User:\n", "\n\n")
+    assistant: Turn | None = Turn("Assistant:\n", "\n\n")
+    tool: Turn | None = Turn("Tool:\n", "\n\n")
+
+    def __post_init__(self) -> None:
+        for role in fields(self):
+            turn = getattr(self, role.name)
+            if not isinstance(turn, Turn | None):
+                raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
+
+    def turn(self, role: Field) -> tuple[str, Turn]:
+        """The role and what stands around its turns.
+
+        Raises:
+            RecordError: the template has no such role.
+        """
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        turns = {name: turn for name, turn in known.items() if turn is not None}
+        if not isinstance(role.value, str) or role.value not in turns:
+            raise role.error(f"one of {', '.join(turns)}")
+        return role.value, turns[role.value]
+
+    def pieces(self, role: Field, parts: Iterable[Any]) -> list[Piece]:
+        """The pieces of a turn.
+
+        Args:
+            role: who speaks.
+            parts: the texts and images that are said.
+        """
+        name, turn = self.turn(role)
+        train = name == "assistant"
+        return [Piece(turn.before, train=False), *(Piece(part, train) for part in parts), Piece(turn.after, train)]
+
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 """Kinds of parts that are text, and the field that holds it."""
@@ -78,3 +148,63 @@ class Chat:
             return part[_TEXTS[kind.value]].text()
         url = part["image_url"]["url"] if kind.value == "image_url" else part["image_url"]
         return url.image(self.images)
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+_PLACEHOLDER = "<image>"
+
+
+@dataclass(frozen=True)
+class LLaVA:
+    r"""Records with ``conversations``, each ``from`` human, gpt or system with a ``value``, and with ``image``.
+
+    ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
+    which they replace in order. The text around them, line breaks too, stays.
+
+    Source: docs/Finetune_Custom_Data.md of the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
+
+    >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
+    >>> LLaVA()({"image": b"GIF89a", "conversations": turns}, Location("shard.jsonl", 0)).parts
+    ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
+
+    Args:
+        template: what stands around the turns; human is its user, gpt its assistant.
+        images: where the images come from; LLaVA itself has paths.
+    """
+
+    template: ChatTemplate = field(default_factory=ChatTemplate)
+    images: Images = field(default_factory=Images)
+
+    def __post_init__(self) -> None:
+        check_option("template", self.template, ChatTemplate)
+        check_option("images", self.images, Images)
+
+    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
+        """The document of a record; Piece.train is set for gpt's turns, with the text that ends them.
+
+        Raises:
+            RecordError: naming record and field.
+        """
+        key, fields = open_record(record, location)
+        turns = fields["conversations"].items()
+        if not turns:
+            raise fields["conversations"].error("at least one turn")
+        said = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
+        references = fields["image"].several()
+        count = sum(len(texts) - 1 for _, texts in said)
+        if count != len(references):
+            want = f"{len(references)}, as many as there are in image"
+            raise fields["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
+        images = (reference.image(self.images) for reference in references)
+        pieces = []
+        for role, (text, *texts) in said:
+            parts = chain([text], *((next(images), text) for text in texts))
+            pieces += self.template.pieces(role, parts)
+        return assemble(key, fields, "conversations", pieces)
+
+
+def _role(speaker: Field) -> Field:
+    """The role, as the template calls it."""
+    if not isinstance(speaker.value, str) or speaker.value not in _ROLES:
+        raise speaker.error(f"one of {', '.join(_ROLES)}")
+    return Field(speaker.record, speaker.name, _ROLES[speaker.value])

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.formats.resolve import REFERENCE, Images, describe
+from mmpos.data.examples import Document, Location, Piece, RecordError
+from mmpos.data.formats.images import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
 from mmpos.support import checks
 

@@ -1,10 +1,15 @@
-"""The job: many shards through the one callable into a folder of ready sequences, which a later run completes."""
+"""``write_sequences``: many shards into a folder of ready sequences, which a later run completes."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.pool import ThreadPool
 from operator import add
@@ -13,21 +18,109 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmpos.data.documents import Location
-from mmpos.data.examples import Example
-from mmpos.data.fitting import first_fit_decreasing
-from mmpos.data.preprocess.folder_lock import locked
-from mmpos.data.preprocess.local_engine import Step, run_local
+from mmpos.data.examples import Example, Location
+from mmpos.data.packing import first_fit_decreasing
+from mmpos.data.preprocess.engines import Step, run_local, run_ray
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
 from mmpos.data.preprocess.storage import SequenceShard
-from mmpos.data.preprocess.summary import Fill, Output, Progress, Summary
 from mmpos.data.quarantine import OnError
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
-from mmpos.support.files import leftovers
+from mmpos.support.files import leftovers, named
 
-__all__ = ["Engine", "write_sequences"]
+__all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
+
+
+_NAME = ".mmpos.lock"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the job is.
+
+    Args:
+        shards: in all.
+        done: shards that are finished, those of earlier runs included.
+        reused: those of earlier runs.
+        counts: what has come of records in this run.
+    """
+
+    shards: int
+    done: int
+    reused: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished shard.
+
+    Args:
+        source: path or name of its input.
+        path: the file of ready sequences; SequenceShard reads it.
+        counts: what came of its records.
+        reused: whether an earlier run had made it.
+    """
+
+    source: str
+    path: Path
+    counts: Counts
+    reused: bool
+
+    @property
+    def quarantine(self) -> Path:
+        """The file of the records that were skipped; there is one if there are any."""
+        return quarantine_of(self.path)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What packing by first-fit decreasing would give.
+
+    Args:
+        max_tokens: most tokens in a pack.
+        packs: packs of the documents that fit in one.
+        tokens: tokens in them.
+        longer: documents that do not fit, and would have to be cut.
+    """
+
+    max_tokens: int
+    packs: int
+    tokens: int
+    longer: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens over capacity; 0 without packs."""
+        return self.tokens / (self.packs * self.max_tokens) if self.packs else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of the job.
+
+    Args:
+        outputs: in the order of the inputs.
+        fill: of all their documents.
+        seconds: that this run took, without the packing.
+    """
+
+    outputs: tuple[Output, ...]
+    fill: Fill
+    seconds: float
+
+    @property
+    def counts(self) -> Counts:
+        """Of all outputs."""
+        return reduce(add, (output.counts for output in self.outputs), Counts())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of this run over its seconds."""
+        tokens = sum(output.counts.tokens for output in self.outputs if not output.reused)
+        return tokens / self.seconds if self.seconds else 0.0
+
 
 Engine = Literal["local", "ray"]
 
@@ -103,13 +196,13 @@ class _Teller:
         self._finished, self._running = Counts(), dict[int, Counts]()
         self._said = -_PAUSE
 
-    def hear(self, number: int, counts: Counts, last: bool) -> None:
-        if last:
-            self._running.pop(number, None)
-            self._finished += counts
+    def hear(self, step: Step) -> None:
+        if step.last:
+            self._running.pop(step.number, None)
+            self._finished += step.counts
             self._done += 1
         else:
-            self._running[number] = counts
+            self._running[step.number] = step.counts
         if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
             self.tell()
 
@@ -118,14 +211,6 @@ class _Teller:
             counts = reduce(add, self._running.values(), self._finished)
             self._report(Progress(self._shards, self._done, self._reused, counts))
         self._said = time.monotonic()
-
-
-def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator[Step, None, None]]:
-    if name == "local":
-        return run_local
-    from mmpos.data.preprocess.ray_engine import run_ray
-
-    return run_ray
 
 
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
@@ -171,11 +256,12 @@ def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, te
     made: dict[int, Counts] = {}
     try:
         _sweep(tasks[0].output.parent, names)
-        with closing(_engine(engine)(job, tasks, workers)) as steps:
-            for number, counts, last in steps:
-                teller.hear(number, counts, last)
-                if last:
-                    made[number] = counts
+        run = run_local if engine == "local" else run_ray
+        with closing(run(job, tasks, workers)) as steps:
+            for step in steps:
+                teller.hear(step)
+                if step.last:
+                    made[step.number] = step.counts
     finally:
         _sweep(tasks[0].output.parent, names)
     return [made[number] for number in range(len(tasks))]
@@ -191,3 +277,54 @@ def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
     fitting = lengths[lengths <= max_tokens]
     packs = len(first_fit_decreasing(fitting, max_tokens))
     return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs from writing to a folder.
+
+    The lock is an flock of a file that names its holder and is removed in the end. Killed holders leave the file, which
+    locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock; some other network
+    filesystems lock one machine only, or know no locks, of which a RuntimeWarning tells.
+
+    Raises:
+        InvalidInputError: another run has the lock, in this process or any other.
+        OSError: the file cannot be made; the error names it.
+    """
+    path = folder / _NAME
+    while True:
+        with named(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(file, folder)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    break
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # the holder before has removed it meanwhile
+    try:
+        with suppress(OSError):  # on a full disk the holder has no name
+            os.truncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: whoever opened it before looks whether it is still there
+        os.close(file)
+
+
+def _take(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = b""
+        with suppress(OSError):  # where locks keep readers off
+            holder = os.pread(file, 200, 0)
+        name = holder.decode(errors="replace") or "another process"
+        raise InvalidInputError(
+            f"folder: got {str(folder)!r}, to which {name} is writing, want one run at a time"
+        ) from None
+    except OSError as error:
+        said = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
+        warnings.warn(said, RuntimeWarning, stacklevel=5)  # the caller of write_sequences

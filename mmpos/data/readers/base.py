@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.support.checks import integer
 
 __all__ = ["Raw", "Reader", "broken", "is_chosen", "stride"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.support.extras import needed_for
 

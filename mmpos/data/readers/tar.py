@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, BinaryIO, Self
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.support.extras import needed_for
 

@@ -1,25 +1,171 @@
-"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes."""
+"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes.
+
+Positions become cos and sin once a call, and travel to the attentions beside the hidden states. Nothing is kept on a
+module between calls: what a call brings is in its own arguments, also through checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf import generating
-from mmpos.integrations.hf.anatomy import Anatomy, dissect, rotaries_of
-from mmpos.integrations.hf.fused import FusedForward
-from mmpos.integrations.hf.handing import HandDown, Take, check_reached
-from mmpos.rotary.apply import Implementation
+from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, turning_forward
+from mmpos.integrations.hf.positions import (
+    ARGUMENT,
+    CallTokens,
+    apart,
+    generate,
+    prepare_inputs_for_generation,
+    rows_of,
+    tokens_of,
+)
+from mmpos.positions.table import PositionTable
+from mmpos.rotary.apply import Implementation, apply_rotary
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import one_of
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["FusedForward", "HandDown", "Take", "check_reached", "patch", "unpatch"]
+
+
+_HANDED = "mm_turns"
+"""The argument of its layers."""
+
+
+class Turns:
+    """What a call hands to the attentions of its layers: per layer type cos and sin, or positions and their Rotary."""
+
+    def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
+        self.pairs = pairs
+        self.reached = False
+
+
+class HandDown:
+    """Hook before the model below the head: takes positions out of its arguments, and puts turns there for the layers.
+
+    Args:
+        rotaries: one per layer type; None stands for all layers.
+        fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
+        names: arguments of the model, in order.
+        packs: whether the model keeps documents of one row apart.
+    """
+
+    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str], packs: bool) -> None:
+        self.rotaries = dict(rotaries)
+        self.fused = fused
+        self.names = tuple(names)
+        self.packs = packs
+
+    def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New arguments, if positions are among them."""
+        told = kwargs.get("position_ids")
+        if isinstance(told, PositionTable | DevicePositions):
+            raise InvalidInputError(f"position_ids: got {type(told).__name__}, want it as {ARGUMENT}")
+        if ARGUMENT not in kwargs:
+            return None
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        ids = given.pop(ARGUMENT)
+        if ids is None:
+            return (), given
+        tokens = tokens_of(given.get("inputs_embeds"), given.get("input_ids"))
+        rows = CallTokens(tokens.shape[0], tokens.shape[1], tokens.device)
+        given |= apart(ids, rows, given, self.packs)
+        return (), {**given, _HANDED: self._turns(ids, rows)}
+
+    def _turns(self, ids: Any, rows: CallTokens) -> Turns:
+        positions = rows_of(ids, rows, list(self.rotaries.values()))
+        if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
+            return Turns({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
+        return Turns({kind: _cos_sin(rotary, positions, rows) for kind, rotary in self.rotaries.items()})
+
+
+class Take:
+    """Hook before an attention: turns that were handed down take the place of the model's own cos and sin."""
+
+    def __init__(self, layer_type: str | None) -> None:
+        self.layer_type = layer_type
+
+    def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """New arguments, if turns are among them."""
+        if _HANDED not in kwargs:
+            return None
+        given = dict(kwargs)
+        turns = given.pop(_HANDED)
+        turns.reached = True
+        first, second = turns.pairs[self.layer_type]
+        # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
+        own = given["position_embeddings"][0]
+        fused = isinstance(second, Rotary)
+        width = second.rotary_dim if fused else first.shape[-1]
+        if own.dim() != 3 or own.shape[-1] != width:
+            got = f"{type(attention).__name__}, whose cos has shape {tuple(own.shape)}"
+            raise UnsupportedError(f"model: got {got}, want (batch, seq, {width}) as in Llama")
+        first, second = (first.to(own.device), second) if fused else (first.to(own), second.to(own))
+        return args, {**given, "position_embeddings": (first, second)}
+
+
+def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Hook after the model below the head: no positions are lost in silence."""
+    turns = kwargs.get(_HANDED)
+    if turns is not None and not turns.reached:
+        name = type(base).__name__
+        raise UnsupportedError(
+            f"model: got {name}, which hands no arguments of others to its layers, want one that does"
+        )
+
+
+def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: CallTokens) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary.cos_sin(positions, "transformers")
+    shape = (rows.batch, rows.seq, rotary.rotary_dim)
+    return cos.reshape(shape), sin.reshape(shape)
+
+
+class FusedForward:
+    """The forward of an attention's class, where ``apply_rotary_pos_emb`` also takes positions and their Rotary.
+
+    It is the same code with another name in its globals, so that no other model sees a difference.
+
+    Args:
+        attention: the module that it is the forward of.
+        implementation: as for ``apply_rotary``.
+    """
+
+    def __init__(self, attention: nn.Module, implementation: Implementation) -> None:
+        forward = turning_forward(attention)
+        assert forward is not None, "dissect has looked"
+        turning = turns_or(forward.__globals__[APPLY], implementation)
+        names = {**forward.__globals__, APPLY: turning}
+        copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        self.attention = attention
+        self.implementation = implementation
+        self.method = MethodType(copied, attention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The attention."""
+        return self.method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusedForward, (self.attention, self.implementation)
+
+
+def turns_or(original: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` of a model, which rotates by positions where it is given them for cos."""
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sin, Rotary):
+            return apply_rotary(q, k, cos, sin, layout="bhsd", implementation=implementation)
+        return original(q, k, cos, sin, *args, **kwargs)
+
+    return apply_rotary_pos_emb
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -66,9 +212,9 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     if fused != "never":
         attributes += [(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
-        prepare = partial(generating.prepare_inputs_for_generation, model)
+        prepare = partial(prepare_inputs_for_generation, model)
         attributes.append((model, "prepare_inputs_for_generation", prepare))
-        attributes.append((model, "generate", partial(generating.generate, model, list(rotaries.values()))))
+        attributes.append((model, "generate", partial(generate, model, list(rotaries.values()))))
     _set(attributes)
     hand_down = HandDown(rotaries, fused, anatomy.names, anatomy.packs)
     setattr(model, _MARK, _Patch(_hooks(anatomy, hand_down), tuple(attributes)))

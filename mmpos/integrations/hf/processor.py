@@ -1,31 +1,169 @@
-"""MMPosProcessor: text or chats with images, to all that a model of Transformers takes, positions included."""
+"""MMPosProcessor: text or chats with images to everything that a model of Transformers takes, positions included."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from fractions import Fraction
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import ProcessorMixin
+from transformers import BatchFeature, ProcessorMixin
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
-from mmpos.integrations.hf.processor_batch import PositionBatch, per_token
-from mmpos.integrations.hf.processor_config import object_of, scheme_of, scheme_to_json, to_json
-from mmpos.integrations.hf.processor_images import flat, patches_of, process
-from mmpos.integrations.hf.processor_options import Options, flat_options
-from mmpos.integrations.hf.processor_rows import added_tokens, expand
+from mmpos.integrations.hf.chat import flat, images_beside, is_chat, patches_of, process, read_conversations
+from mmpos.integrations.hf.rows import Options, Rows, added_tokens, expand, flat_options
 from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
-from mmpos.schemes import Scheme
+from mmpos.positions.table import PositionTable, Side
+from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.markers import Markers
 from mmpos.sequence.tokenizers import adapt
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 
-__all__ = ["MMPosProcessor"]
+__all__ = [
+    "MMPosProcessor",
+    "PositionBatch",
+    "object_of",
+    "padded",
+    "per_token",
+    "scheme_of",
+    "scheme_to_json",
+    "to_json",
+]
+
+
+T = TypeVar("T")
+
+
+def to_json(settings: Any) -> dict[str, Any]:
+    """The fields of a frozen object, tuples as lists, fractions as "3/2", and numbers of numpy as Python's."""
+    return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
+
+
+def object_of(name: str, kind: type[T], given: Any) -> T:
+    """An object of this kind: as it is, or made of its fields in JSON.
+
+    Raises:
+        InvalidInputError: something else, or a field that the kind does not have.
+    """
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(f"{name}: got {type(given).__name__}, want {kind.__name__} or its fields")
+    known = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]
+    for field in given.keys() - set(known):
+        raise InvalidInputError(f"{name}: got the field {field!r}, want {', '.join(known)}")
+    return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in given.items()})
+
+
+def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
+    """The name of a scheme and its parameters.
+
+    Raises:
+        UnsupportedError: a scheme of the caller's own, which no file can name.
+    """
+    if SCHEMES.get(scheme.name) is not type(scheme):
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES to write it to a file")
+    return {"name": scheme.name, **to_json(scheme)}
+
+
+def scheme_of(given: Any) -> Scheme:
+    """A scheme: as it is, by its name, or made of its name and parameters in JSON."""
+    if not isinstance(given, Mapping):
+        return get_scheme(given)
+    parameters = dict(given)
+    name = parameters.pop("name", None)
+    kind = type(get_scheme(name))
+    rate = parameters.get("tokens_per_second")
+    if isinstance(rate, str):
+        try:
+            parameters["tokens_per_second"] = Fraction(rate)
+        except (ValueError, ZeroDivisionError):
+            raise InvalidInputError(f"scheme.tokens_per_second: got {rate!r}, want a fraction such as 3/2") from None
+    return object_of("scheme", kind, parameters)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Fraction) else value
+
+
+_NOT_TENSORS = ["positions", "offset_mapping"]  # read token by token, which tensors are slow at
+
+
+class PositionBatch(BatchFeature):
+    """A BatchFeature whose position ids keep their numbers when it is cast to another dtype."""
+
+    skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
+
+    def __init__(self, data: dict[str, Any], tensor_type: str | None = None) -> None:
+        super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
+
+    def convert_to_tensors(self, tensor_type: Any = None, skip_tensor_conversion: Any = None) -> PositionBatch:
+        """All lists of rows of one length as tensors, in the shapes that a call with ``return_tensors`` gives."""
+        ids = self.data.get("mm_position_ids")
+        if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
+            self.data["mm_position_ids"] = np.stack(ids, axis=1)
+        super().convert_to_tensors(tensor_type, skip_tensor_conversion)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> PositionBatch:
+        """All tensors moved, and floating ones cast, save fractional position ids, which bfloat16 would round."""
+        ids = self.data.get("mm_position_ids")
+        super().to(*args, **kwargs)
+        if ids is not None and hasattr(ids, "to"):
+            self.data["mm_position_ids"] = ids.to(self.data["mm_position_ids"].device)
+        return self
+
+
+def per_token(
+    values: dict[str, npt.NDArray[Any]], rows: Rows, positions: PositionTable, tokenizer: Any, options: Options
+) -> dict[str, Any]:
+    """All that has an entry for every token, and the table of it: padded arrays, or a list with one for each row.
+
+    Args:
+        values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
+        rows: how long they are.
+        positions: of all rows, without padding.
+        tokenizer: which side is padded, and with what.
+        options: how the rows become equally long, if they do.
+    """
+    width = options.width(rows.lengths, tokenizer)
+    dtype = None if positions.fractional else np.int64
+    if width is None:
+        split = rows.lengths.cumsum()[:-1]
+        found: dict[str, Any] = {name: np.split(each, split) for name, each in values.items()}
+        found["attention_mask"] = np.split(np.ones(rows.input_ids.size, np.int64), split)
+        found["mm_position_ids"] = np.split(positions.dense(dtype=dtype), split, axis=1)
+    else:
+        side: Side = options.side(tokenizer)
+        fill = tokenizer.pad_token_id
+        if fill is None and (rows.lengths < width).any():
+            raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
+        fills = {"input_ids": fill or 0}
+        found = {name: padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
+        ids, found["attention_mask"] = positions.padded(width, side, dtype)
+        found["mm_position_ids"] = ids if options.return_tensors else list(ids.swapaxes(0, 1))
+        positions = positions.pad(width, side)
+    for name in found.keys() - {"mm_position_ids"}:
+        if options.return_tensors is None or name in _NOT_TENSORS:
+            found[name] = [row.tolist() for row in found[name]]
+    return {**found, "positions": positions}
+
+
+def padded(values: npt.NDArray[Any], lengths: IntArray, width: int, side: str, fill: int = 0) -> npt.NDArray[Any]:
+    """(rows, width, …) of the values of all rows, one after the other, filled up on one side."""
+    out = np.full((lengths.size, width, *values.shape[1:]), fill, values.dtype)
+    column = np.arange(width)
+    real = column < lengths[:, None] if side == "right" else column >= width - lengths[:, None]
+    out[real] = values
+    return out
 
 
 class MMPosProcessor(ProcessorMixin):
@@ -106,7 +244,7 @@ class MMPosProcessor(ProcessorMixin):
             videos: None; a video is refused.
             audio: None, likewise.
             options: ``return_tensors``, ``padding``, ``max_length`` and the others of
-                ``mmpos.integrations.hf.processor_options.Options``.
+                ``mmpos.integrations.hf.rows.Options``.
 
         Returns:
             A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches),

@@ -9,10 +9,15 @@ Shapes used throughout:
 from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.integrations.sections", extra="all"):
-    from mmpos.integrations.sections.cache import install_cache
-    from mmpos.integrations.sections.ids import batch_positions, draft_positions, request_positions, window_positions
-    from mmpos.integrations.sections.layout import Sections, qk_channels
-    from mmpos.integrations.sections.weights import permute_qk
+    from mmpos.integrations.sections.layout import (
+        Sections,
+        batch_positions,
+        draft_positions,
+        qk_channels,
+        request_positions,
+        window_positions,
+    )
+    from mmpos.integrations.sections.weights import install_cache, permute_qk
 
 __all__ = [
     "Sections",

@@ -10,8 +10,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.rope import RoPE as TitanRoPE
 from torchtitan.protocols.module import Module
 
-from mmpos.integrations.torchtitan.config import rotary_from_config
-from mmpos.integrations.torchtitan.rope import RoPE
+from mmpos.integrations.torchtitan.rope import RoPE, rotary_from_config
 
 __all__ = ["MultimodalRoPE", "multimodal_rope"]
 

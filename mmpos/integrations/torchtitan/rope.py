@@ -1,17 +1,73 @@
-"""The module that takes the place of torchtitan's rope in an attention layer; it has no cache to run past."""
+"""torchtitan's RoPE module with multimodal positions: its config as a Rotary, its call, and its way into the layers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.columns import AXES, OFFSET
-from mmpos.rotary import DevicePositions, RotaryEmbedding
+from mmpos.rotary import DevicePositions, Llama3, Rotary, RotaryEmbedding, Scaling, YaRN
 from mmpos.rotary.sources import Positions
+from mmpos.support.checks import integer
 
-__all__ = ["RoPE", "local"]
+__all__ = ["RoPE", "deliver_positions", "local", "rotary_from_config"]
+
+
+PAIRINGS = {"ComplexRoPE.Config": "adjacent", "CosSinRoPE.Config": "half"}
+"""Pairs of channels by the config's class, or one that it inherits from."""
+
+
+def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
+    """The rotation of a torchtitan RoPE config, with the axes that images need.
+
+    Theta, dim and scaling are the config's; max_seq_len is not needed. MRoPE's sections come with its allocation.
+    YaRN has no attention factor here, as torchtitan folds it into the scale of the softmax.
+
+    Args:
+        config: a ``CosSinRoPE.Config``, ``ComplexRoPE.Config``, or one that inherits from them.
+        overrides: arguments of Rotary that replace what the config says, such as axes and allocation.
+
+    Raises:
+        InvalidInputError: another object.
+        UnsupportedError: a scaling that is not known, or that torchtitan refuses for this class.
+    """
+    names = [base.__qualname__ for base in type(config).__mro__]
+    pairing = next((PAIRINGS[name] for name in names if name in PAIRINGS), None)
+    if pairing is None:
+        raise InvalidInputError(f"config: got {names[0]}, want {' or '.join(PAIRINGS)}")
+    found = {"head_dim": config.dim, "theta": config.theta, "pairing": pairing, "scaling": _scaling(config, pairing)}
+    if "MRoPE.Config" in names and "allocation" not in overrides:
+        found |= {"axes": 3, "allocation": "mrope-interleaved", "mrope_section": config.mrope_section}
+    return Rotary(**{**found, **overrides})
+
+
+def _scaling(config: Any, pairing: str) -> Scaling | None:
+    if config.scaling == "llama" and pairing == "adjacent":
+        return Llama3(
+            config.scaling_factor,
+            config.low_freq_factor,
+            config.high_freq_factor,
+            config.original_max_position_embeddings,
+        )
+    if config.scaling == "yarn":
+        if config.rope_factor <= 1:
+            return None
+        return YaRN(
+            config.rope_factor,
+            config.original_seq_len,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            attention_factor=1.0,
+            truncate=config.truncate,
+        )
+    if config.scaling != "none":
+        raise UnsupportedError(f"config.scaling: got {config.scaling!r} for pairs of the sort {pairing!r}")
+    return None
 
 
 class RoPE(RotaryEmbedding):
@@ -119,3 +175,48 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     return DTensor.from_local(
         x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+NAME = "mm_position_ids"
+
+
+def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
+    """Let a model, or a stage of a pipeline, take ``mm_position_ids`` and hand them to its layers as positions.
+
+    torchtitan's trainer gives whatever else a batch holds to every stage as keyword arguments. Its masks and losses
+    keep the ``positions`` of the batch, since those are made before this and are read outside of the model.
+
+    Args:
+        model: a part of torchtitan's ``model_parts``, whose RoPE is that of this room.
+        rank: this rank among the context-parallel ones: which table of ``shard_tensors`` is its own.
+
+    Returns:
+        A handle whose ``remove`` undoes it.
+    """
+    rank = integer("rank", rank, minimum=0)
+
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = kwargs.get(NAME)
+        kept = {name: value for name, value in kwargs.items() if name != NAME}
+        if given is None:
+            return args, kept
+        if kept.get("mrope_positions") is not None:
+            raise InvalidInputError(f"mrope_positions: got ids beside {NAME}, want build_mrope_positions=False")
+        return args, {**kept, "positions": _own(given, rank)}
+
+    return model.register_forward_pre_hook(swap, with_kwargs=True)
+
+
+def _own(given: Tensor, rank: int) -> Tensor:
+    if not isinstance(given, Tensor) or given.dim() not in (2, 3, 4):
+        got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        want = (
+            "a table_tensor, (world_size, 1, 1, columns) of shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"
+        )
+        raise InvalidInputError(f"{NAME}: got {got}, want {want}")
+    given = local(given)  # where the trainer wrapped all that it passes on
+    if given.dim() != 4:
+        return given
+    if rank >= given.shape[0]:
+        raise InvalidInputError(f"{NAME}: got tables of {given.shape[0]} ranks, want one for rank {rank}")
+    return given[rank]

@@ -12,8 +12,7 @@ from mmpos.integrations.sections import (
     request_positions,
     window_positions,
 )
-from mmpos.integrations.vllm.features import check_apart, request_segments
-from mmpos.integrations.vllm.requests import mrope_input_positions
+from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions, request_segments
 from mmpos.integrations.vllm.settings import ServedModel
 
 __all__ = [

@@ -13,8 +13,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from mmpos.errors import UnsupportedError
 from mmpos.integrations.sections import Sections, install_cache, permute_qk
-from mmpos.integrations.vllm.features import check_apart
-from mmpos.integrations.vllm.requests import mrope_input_positions
+from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions
 from mmpos.integrations.vllm.settings import ServedModel, told_in
 
 __all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]

@@ -1,4 +1,4 @@
-"""The engine of one machine: shards in this process, or in several that end with it."""
+"""Engines that run the work on many shards: processes of this machine, or the actors of Ray Data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,33 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
+from mmpos.support.extras import needed_for
 
-__all__ = ["Step", "run_local"]
+__all__ = ["Step", "run_local", "run_ray"]
 
-Step = tuple[int, Counts, bool]
-"""Number of a task, what has come of its records so far, and whether that is all."""
+
+class Step(NamedTuple):
+    """Progress of one task.
+
+    Args:
+        number: of the task.
+        counts: of its records so far.
+        last: whether the task is done.
+    """
+
+    number: int
+    counts: Counts
+    last: bool
+
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -50,8 +64,8 @@ def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, N
         counts = Counts()
         with closing(job.run(task)) as steps:
             for counts in steps:
-                yield number, counts, False
-        yield number, counts, True
+                yield Step(number, counts, False)
+        yield Step(number, counts, True)
 
 
 def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
@@ -79,7 +93,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
                 if isinstance(step, Exception):
                     raise step
                 yield step
-                if step[2]:
+                if step.last:
                     task = next(left, None)
                     if task is None:
                         busy.remove(pipe)
@@ -156,9 +170,9 @@ def _do(job: ShardJob, number: int, task: Task, pipe: _Pipe) -> None:
     with closing(job.run(task)) as steps:
         for counts in steps:
             if time.monotonic() - said > _PAUSE:
-                pipe.send((number, counts, False))
+                pipe.send(Step(number, counts, False))
                 said = time.monotonic()
-    pipe.send((number, counts, True))
+    pipe.send(Step(number, counts, True))
 
 
 def _die_with_parent() -> None:
@@ -178,3 +192,84 @@ def _portable(error: Exception) -> Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(trace)
     return error
+
+
+class ShardWorker:
+    """What an actor holds: the callable of ``map_batches``, from rows of tasks to rows of what came of them.
+
+    Args:
+        job: what is done with every task.
+        folder: where relative paths begin.
+    """
+
+    def __init__(self, job: ShardJob, folder: str) -> None:
+        self._job = job
+        with suppress(OSError):  # on another machine it may not be there
+            os.chdir(folder)
+
+    def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Do the tasks of some rows; their errors come back as values, since Ray would wrap them in its own."""
+        return {"number": list(rows["number"]), "result": [self._result(task) for task in rows["task"]]}
+
+    def _result(self, task: bytes) -> bytes:
+        found: Counts | Exception = Counts()
+        try:
+            with closing(self._job.run(pickle.loads(task))) as steps:
+                for counts in steps:
+                    found = counts
+        except Exception as error:
+            found = error
+        return pickle.dumps(found)
+
+
+def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+    """Do the tasks in the cluster that Ray is connected to; where there is none, in one that is started and stopped.
+
+    Inputs and outputs must have the same paths on all machines. An actor that dies is replaced and its shard begun
+    anew: an output is written under a name of its own and renamed in the end.
+
+    Args:
+        job: what to do.
+        tasks: with what.
+        workers: actors, of one processor each; where the cluster has fewer, those work that it has room for.
+
+    Yields:
+        The last step of each task, as tasks finish.
+    """
+    with needed_for("the ray engine", extra="ray"):
+        import ray
+        import ray.cloudpickle
+        import ray.data
+    with _connected(ray):
+        dumps: Any = ray.cloudpickle.dumps  # also takes readers defined in a script
+        rows = [
+            {"number": i, "task": dumps(replace(task, output=task.output.absolute()))} for i, task in enumerate(tasks)
+        ]
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            ShardWorker,
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(rows)), max_tasks_in_flight_per_actor=1),
+            fn_constructor_args=(job, os.getcwd()),
+            num_cpus=1,
+        )
+        # The bar is ours, and so is the last word.
+        dataset.context.enable_progress_bars = False
+        dataset.context.print_on_execution_start = False
+        for row in dataset.iter_rows():
+            found = pickle.loads(row["result"])
+            if isinstance(found, Exception):
+                raise found
+            yield Step(row["number"], found, True)
+
+
+@contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """Connect to a cluster for the time of the block, unless this process is connected."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()

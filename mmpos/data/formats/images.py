@@ -1,4 +1,4 @@
-"""From what a record says of an image to an image that a SequenceBuilder takes; nothing is fetched unasked."""
+"""Images that records refer to: bytes, data URLs, paths below a folder, and URLs that a callable fetches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
-from mmpos.data.documents import RecordError
+from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
 from mmpos.segments.parts import Grid

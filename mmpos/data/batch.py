@@ -102,9 +102,9 @@ class Batch:
         grid_thw: IntArray,
         image_spans: IntArray,
         attention_mask: IntArray | None = None,
-        patches: npt.NDArray[Any] | None = None,
+        patches: npt.NDArray[np.generic] | None = None,
     ) -> Batch:
-        """A batch on the host that shares memory with these arrays; the arguments are those of the class."""
+        """Make a batch on the host that shares memory with these arrays; the arguments are those of the class."""
         ends = np.cumsum(image_spans[:, 1] - image_spans[:, 0])
         firsts = np.append(0, ends[:-1])[: len(ends)]
         return cls(
@@ -134,17 +134,17 @@ class Batch:
 
     @property
     def fill(self) -> float:
-        """Tokens that are no padding over all tokens."""
+        """Fraction of the tokens that are not padding."""
         padding = int(self.positions.segment_lengths[self.positions.is_padding].sum())
         return 1 - padding / self.positions.num_tokens
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Ids of all tokens, made where the batch lies.
+        """Expand the position ids of all tokens on the device of the batch.
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
@@ -160,7 +160,7 @@ class Batch:
         return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.batch.mask_mod``.
+        """Make the FlexAttention mask of this batch on its device; see ``mmpos.data.mask_mod``.
 
         Args:
             bidirectional_images: whether tokens from the first patch of an image to its last see one another both
@@ -177,7 +177,7 @@ class Batch:
         return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
-        """Where features of images go: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
+        """Index image features into embeddings: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
             (patch tokens,) int64 places in ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
@@ -189,15 +189,15 @@ class Batch:
         return token + counter, torch.repeat_interleave(self.feature_spans[:, 0] - before, lengths) + counter
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """The batch on another device; ``positions`` stays on the host."""
+        """Move the batch to another device; ``positions`` stays on the host."""
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; a DataLoader with pin_memory=True calls this."""
+        """Copy the batch to page-locked memory; a DataLoader with pin_memory=True calls this."""
         return self._each(lambda value: value.pin_memory())
 
     def shift_labels(self) -> Batch:
-        """Labels moved to the token that predicts them, one to the left in each document; once only.
+        """Move each label to the token that predicts it, one to the left in its document; a second call does nothing.
 
         A model that computes its own loss shifts labels itself and takes them unshifted. It cannot do so in a
         shard, whose neighbours lie elsewhere: there, compare logits and labels token by token.
@@ -211,7 +211,7 @@ class Batch:
         return replace(self, labels=labels, shifted=True)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
-        """What a context-parallel rank has of the batch: its tokens, and labels shifted before the cut.
+        """Cut out the tokens of a context-parallel rank, with labels that are shifted before the cut.
 
         Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans say which rows of the
         features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host, before ``to``.
@@ -252,7 +252,7 @@ class Batch:
     def as_dict(
         self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
     ) -> dict[str, Any]:
-        """Keyword arguments for a model or a trainer; what is None is left out.
+        """Give the batch as keyword arguments for a model or a trainer, without those that are None.
 
         Args:
             positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
@@ -269,21 +269,21 @@ class Batch:
         """
         one_of("positions", positions, ("ids", "table"))
         add = boolean("batched", batched) and self.packed
-        found: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels}
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
-            found["shift_labels"] = self.labels
+            arguments["shift_labels"] = self.labels
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
                     "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds"
                 )
-            found["position_ids"] = self.position_ids(torch.int64, text_row)
+            arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if add:
-            found = {name: tensor.unsqueeze(-2) for name, tensor in found.items()}
+            arguments = {name: tensor.unsqueeze(-2) for name, tensor in arguments.items()}
         if positions == "table":
-            found["positions"] = self.device_positions
+            arguments["positions"] = self.device_positions
         names = ("cu_seqlens", "max_seqlen", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
-        return found | {name: value for name in names if (value := getattr(self, name)) is not None}
+        return arguments | {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _each(self, move: Callable[[Any], Any]) -> Batch:
         names = PER_TOKEN + _PER_BATCH
@@ -304,7 +304,7 @@ def mask_mod(
     image_spans: npt.ArrayLike | Tensor | None = None,
     device: torch.device | str | int = "cpu",
 ) -> MaskMod:
-    """The mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
+    """Make the mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
 
     Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
     flex_attention gives zeros for it, where a plain softmax would give NaN.
@@ -333,19 +333,19 @@ def mask_mod(
     image = None if image_spans is None else _images(image_spans, positions.num_tokens, device).reshape(shape)
 
     def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        mine = document[b, q_idx]
-        return (mine == document[b, kv_idx]) & (mine >= 0) & (q_idx >= kv_idx)
+        of_query = document[b, q_idx]
+        return (of_query == document[b, kv_idx]) & (of_query >= 0) & (q_idx >= kv_idx)
 
     def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert image is not None
-        mine = image[b, q_idx]
-        return causal(b, h, q_idx, kv_idx) | ((mine == image[b, kv_idx]) & (mine >= 0))
+        of_query = image[b, q_idx]
+        return causal(b, h, q_idx, kv_idx) | ((of_query == image[b, kv_idx]) & (of_query >= 0))
 
     return causal if image is None else causal_but_for_images
 
 
 def whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """(images, 2) first patch of each image and one past its last, of a batch that is no shard.
+    """Join the spans of rows to (images, 2) spans of whole images: first patch and one past the last; no shards.
 
     Args:
         image_spans: (spans, 2) of images, or of their rows where those end in separators.
@@ -362,15 +362,15 @@ def whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
-    """(tokens,) the document of each token, -1 for padding."""
+    """Return (tokens,) the document of each token, -1 for padding."""
     segments = np.arange(positions.num_segments)
     document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
     document[positions.is_padding] = -1
     return document.astype(np.int32).repeat(positions.segment_lengths)
 
 
-def _images(image_spans: Any, tokens: int, device: torch.device | str | int) -> Tensor:
-    """(tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
+def _images(image_spans: npt.ArrayLike | Tensor, tokens: int, device: torch.device | str | int) -> Tensor:
+    """Return (tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
     spans = torch.as_tensor(image_spans, device=device)
     if spans.dim() != 2 or spans.shape[1] != 2 or spans.is_floating_point():
         raise InvalidInputError(f"image_spans: got {spans.dtype} {tuple(spans.shape)}, want integers (images, 2)")
@@ -383,7 +383,7 @@ def _images(image_spans: Any, tokens: int, device: torch.device | str | int) -> 
 
 
 def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-    """The pieces of spans inside ascending token ranges that are then put side by side.
+    """Cut spans by ascending token ranges, and count the pieces over these ranges put side by side.
 
     Args:
         spans: (spans, 2) first token and one past the last.
@@ -397,10 +397,10 @@ def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArr
     first = np.searchsorted(stops, spans[:, 0], side="right")
     count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
     owner = np.arange(len(spans)).repeat(count)
-    place = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
-    begin = np.maximum(starts[place], spans[owner, 0])
-    lengths = np.minimum(stops[place], spans[owner, 1]) - begin
+    within = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
+    begin = np.maximum(starts[within], spans[owner, 0])
+    lengths = np.minimum(stops[within], spans[owner, 1]) - begin
     before = (stops - starts).cumsum() - (stops - starts)
-    token = before[place] + begin - starts[place]
+    token = before[within] + begin - starts[within]
     feature = features[owner] + begin - spans[owner, 0]
     return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]

@@ -1,21 +1,21 @@
-"""What a torch DataLoader iterates: batches of image-text corpora, the same in every run, resumable anywhere."""
+"""BatchDataset: batches of image-text corpora for a torch DataLoader, the same in every run, resumable anywhere."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mmpos.data.examples import Example, Location
-from mmpos.data.packing import Batching, settings
+from mmpos.data.examples import MakeExample
+from mmpos.data.packing import Batching
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
-from mmpos.data.stream import BatchStream, Feed, Portion, Split, SplitBy, Stages, shard_order
+from mmpos.data.stream import BatchStream, Collate, Feed, Portion, Split, SplitBy, Stages, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import integer, one_of
 
@@ -25,7 +25,7 @@ _VERSION = 1
 
 
 class BatchDataset(IterableDataset[Any]):
-    """Batches of shards, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
+    """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
     What comes follows from the arguments, the epoch and the number of workers alone. All workers of all ranks together
     read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
@@ -55,9 +55,9 @@ class BatchDataset(IterableDataset[Any]):
     def __init__(
         self,
         shards: Iterable[Reader],
-        preprocess: Callable[[Mapping[str, Any], Location], Example],
+        preprocess: MakeExample,
         batching: Batching,
-        collate: Callable[[Any], Any] | None = None,
+        collate: Collate | None = None,
         *,
         seed: int = 0,
         epoch: int = 0,
@@ -101,16 +101,16 @@ class BatchDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration reads."""
+        """Epoch that the next iteration reads."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, after the rest of a state; workers that live on see it, too."""
+        """Choose the order of the next iteration, after the rest of a state; running workers see it, too."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
     def __iter__(self) -> BatchStream:
-        """The batches of an epoch, from the begin or from the state that was loaded."""
+        """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
         # The epoch of a state is its own, whatever was set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
@@ -121,7 +121,7 @@ class BatchDataset(IterableDataset[Any]):
         return self._stream
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iterator is: a few numbers per pending example, no pixels; JSON will carry it.
+        """Return the state of the latest iterator: a few numbers per pending example and no pixels, fit for JSON.
 
         Raises:
             UnsupportedError: workers read the dataset, and only the DataLoader can ask them.
@@ -139,7 +139,7 @@ class BatchDataset(IterableDataset[Any]):
         return {**state, **self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a state; those after it read its epoch, too, unless set_epoch was called.
+        """Let the next iteration resume from a state; later ones read its epoch, too, unless set_epoch was called.
 
         Raises:
             InvalidInputError: the state is of a dataset with other arguments, or of another worker.
@@ -152,7 +152,7 @@ class BatchDataset(IterableDataset[Any]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What the latest iterator of this process read, skipped, dropped and gave; workers log theirs."""
+        """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs."""
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class BatchDataset(IterableDataset[Any]):
         return {**self.__dict__, "_stream": None}
 
     def _here(self) -> Split:
-        """The split, as seen from this worker."""
+        """Return the split as seen from this worker."""
         if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
             raise InvalidInputError(
                 "rank: got a dataset made before torch.distributed was initialised, want it made after, or with rank "
@@ -191,7 +191,7 @@ class BatchDataset(IterableDataset[Any]):
         return None if self._folder is None else QuarantineFile(self._folder / name)
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to fit."""
+        """Return the arguments that a state depends on."""
         split = self._here()
         names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
         return {
@@ -199,7 +199,7 @@ class BatchDataset(IterableDataset[Any]):
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batching": settings(self._stages.batching),
+            "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
         }
 
 

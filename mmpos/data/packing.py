@@ -23,9 +23,6 @@ __all__ = [
     "PackCounts",
     "Packer",
     "first_fit_decreasing",
-    "members",
-    "regroup",
-    "settings",
 ]
 
 
@@ -97,7 +94,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackCounts:
-    """What a Packer has done since it was made.
+    """Counts of the work of a Packer since it was made.
 
     Args:
         packs: packs given out.
@@ -124,7 +121,7 @@ class PackCounts:
 
 
 class Packer:
-    """Packs a stream: holds some examples, and puts those together that fill a pack best.
+    """Packer of a stream of examples, which holds some of them and combines those that fill a pack best.
 
     A pack begins with the example that has waited longest, so none waits for ever, and goes on with the longest
     that still fits. With split_text what then remains is filled with the head of a document, cut between two text
@@ -174,16 +171,16 @@ class Packer:
 
     @property
     def pending(self) -> tuple[Example, ...]:
-        """The examples held, in order; save these, and add them to a new Packer to go on."""
+        """Examples held, in order; save these, and add them to a new Packer to resume."""
         return tuple(self._held.values())
 
     @property
     def counts(self) -> PackCounts:
-        """What was packed, cut and lost, and the fill rate of the packs."""
+        """Counts of what was packed, cut and lost, and the fill rate of the packs."""
         return self._counts
 
     def add(self, example: Example) -> list[Pack]:
-        """Take an example, and give the packs for which there is no more reason to wait.
+        """Add an example, and return the packs for which there is no more reason to wait.
 
         Raises:
             RecordError: it cannot be packed, and overlong is "raise"; the Packer is as it was before.
@@ -201,7 +198,7 @@ class Packer:
         return packs
 
     def flush(self) -> list[Pack]:
-        """All that is held, in packs; the last may be far from full."""
+        """Pack everything that is held; the last pack may be far from full."""
         packs = []
         while self._held:
             packs.append(self._pack())
@@ -217,26 +214,26 @@ class Packer:
         while at := bisect_right(self._by_size, (gap, 1)):
             chosen.append(self._release(-self._by_size[at - 1][1]))
             gap -= self._size(chosen[-1])
-        while self.split_text and gap >= self.min_piece and (found := self._best_cut(gap)):
-            chosen.append(self._split(*found))
+        while self.split_text and gap >= self.min_piece and (cut := self._best_cut(gap)):
+            chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
         pack = Pack(tuple(chosen), self.max_tokens)
         self._count(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
         return pack
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
-        """The example whose head fills most of the gap, and where to cut it: the first of several that came."""
-        best, found = self.min_piece - 1, None
+        """Find the example whose head fills most of the gap, the first of several, and where to cut it."""
+        best, where = self.min_piece - 1, None
         for number, example in self._held.items():
             cut = _last_cut(example, min(gap, example.num_tokens - self.min_piece))
             if cut > best:
-                best, found = cut, (number, cut)
+                best, where = cut, (number, cut)
             if best == gap:
                 break
-        return found
+        return where
 
     def _split(self, number: int, cut: int) -> Example:
-        """The head of a held example; the rest keeps its place."""
+        """Cut the head off a held example; the rest keeps its turn."""
         example = self._held[number]
         self._forget(number)
         self._hold(number, example.slice(cut, example.num_tokens))
@@ -265,7 +262,7 @@ class Packer:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
     def _admit(self, example: Example) -> Example | None:
-        """The example, or what can be packed of it, or none."""
+        """Return the example, or what can be packed of it, or None."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
@@ -291,14 +288,14 @@ class Packer:
 
 
 def _last_cut(example: Example, limit: int) -> int:
-    """The last place at or before limit where Example.slice may cut: limit itself, or the begin of an image."""
+    """Return the last token at or before limit where Example.slice may cut: limit, or the start of an image."""
     spans = example.sequence.marked_spans
     image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
     return min(limit, int(spans[image, 0])) if image < len(spans) else limit
 
 
 class Batching(Protocol):
-    """What makes groups of a stream of examples.
+    """Maker of groups of a stream of examples.
 
     One to which the pending examples of another with the same settings are added, in their order, gives no group
     meanwhile and goes on exactly as the other would. It may cut examples by ``Example.slice`` only.
@@ -306,17 +303,17 @@ class Batching(Protocol):
 
     @property
     def pending(self) -> Sequence[Example]:
-        """The examples held, in order."""
+        """Examples held, in order."""
 
     def add(self, example: Example, /) -> Sequence[Any]:
-        """Take an example, and give the groups that are ready."""
+        """Add an example, and return the groups that are ready."""
 
     def flush(self) -> Sequence[Any]:
-        """All that is held, in groups."""
+        """Return everything that is held, in groups."""
 
 
 class Batcher:
-    """So many examples per batch, in the order in which they come.
+    """Maker of batches of a fixed number of examples, in the order in which they come.
 
     Args:
         batch_size: examples in a batch.
@@ -332,11 +329,11 @@ class Batcher:
 
     @property
     def pending(self) -> tuple[Example, ...]:
-        """The examples held, in order."""
+        """Examples held, in order."""
         return tuple(self._held)
 
     def add(self, example: Example) -> list[list[Example]]:
-        """Take an example, and give a batch if it is the last of one.
+        """Add an example, and return the batch that it completes.
 
         Raises:
             RecordError: it is longer than max_tokens; nothing else changes.
@@ -347,25 +344,10 @@ class Batcher:
         return self._cut() if len(self._held) == self.batch_size else []
 
     def flush(self) -> list[list[Example]]:
-        """What is left, as a batch, unless it is to be dropped."""
-        found = self._cut()
-        return found if found[0] and not self.drop_last else []
+        """Return what is left as a batch, unless it is to be dropped."""
+        groups = self._cut()
+        return groups if groups[0] and not self.drop_last else []
 
     def _cut(self) -> list[list[Example]]:
         group, self._held = self._held, []
         return [group]
-
-
-def settings(batching: Batching) -> dict[str, Any]:
-    """What a batching was made with: its public attributes."""
-    return {name: value for name, value in vars(batching).items() if not name.startswith("_")}
-
-
-def members(group: Any) -> Sequence[Example]:
-    """The examples of a group."""
-    return group.examples if isinstance(group, Pack) else group
-
-
-def regroup(batching: Batching, examples: Sequence[Example]) -> Any:
-    """The group that a batching made of these examples."""
-    return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else list(examples)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from mmpos.data.examples import Example, Location, RecordError
-from mmpos.data.packing import Batching, Packer, members, regroup
+from mmpos.data.examples import Example, Location, MakeExample, RecordError
+from mmpos.data.packing import Batching, Pack, Packer
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
@@ -23,10 +23,11 @@ from mmpos.support.checks import IntArray, integer, one_of
 __all__ = [
     "START",
     "BatchStream",
+    "Bookmark",
+    "Collate",
     "Entry",
     "Feed",
     "Origin",
-    "Place",
     "Portion",
     "Split",
     "SplitBy",
@@ -41,7 +42,7 @@ SplitBy = Literal["auto", "shards", "records"]
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a consumer reads of a shard: the records first, first + step, …
+    """Records of a shard that one consumer reads: first, first + step, …
 
     Args:
         shard: number of the shard in the order of the epoch.
@@ -91,48 +92,48 @@ class Split:
 
     @property
     def consumers(self) -> int:
-        """Workers of all ranks."""
+        """Number of workers of all ranks."""
         return self.world_size * self.num_workers
 
     @property
     def consumer(self) -> int:
-        """Number of this one, from 0. Ranks count first, so that left-over shards go to different ranks."""
+        """Number of this consumer, from 0. Ranks count first, so that left-over shards go to different ranks."""
         return self.worker * self.world_size + self.rank
 
     def portions(self, num_shards: int) -> list[Portion]:
-        """What this consumer reads of so many shards."""
-        mine, all_ = self.consumer, self.consumers
-        if self.by == "shards" or (self.by == "auto" and num_shards >= all_):
-            return [Portion(shard) for shard in range(mine, num_shards, all_)]
+        """List what this consumer reads of so many shards."""
+        consumer, consumers = self.consumer, self.consumers
+        if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
+            return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
         # Each shard begins with the next consumer, so that short shards do not all go to the first ones.
-        return [Portion(shard, (mine - shard) % all_, all_) for shard in range(num_shards)]
+        return [Portion(shard, (consumer - shard) % consumers, consumers) for shard in range(num_shards)]
 
 
 def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
-    """(shards,) the order in which an epoch reads the shards, the same for every consumer."""
+    """Return (shards,) the order in which an epoch reads the shards, the same for every consumer."""
     return np.random.default_rng((seed, epoch)).permutation(num_shards)
 
 
 def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
-    """(records,) the order of the records of one window of one consumer."""
+    """Return (records,) the order of the records in one window of one consumer."""
     return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
 
 
 class Origin(NamedTuple):
-    """Which record of an epoch: the portion of its consumer, and its number in the shard."""
+    """Identity of a record in an epoch: the portion of its consumer, and its number in the shard."""
 
     portion: int
     record: int
 
 
-class Place(NamedTuple):
-    """A place between two records of an epoch, in its order.
+class Bookmark(NamedTuple):
+    """Point between two records of an epoch, in its order.
 
     Args:
         portion: where the current window begins: the portion …
         record: … and the number in its shard of the first record that may belong to it.
         window: number of the window.
-        done: records of the window before this place.
+        done: records of the window before this point.
     """
 
     portion: int
@@ -141,28 +142,28 @@ class Place(NamedTuple):
     done: int
 
 
-START = Place(0, 0, 0, 0)
+START = Bookmark(0, 0, 0, 0)
 
 
 class Entry(NamedTuple):
-    """A record on its way.
+    """Record of an epoch, with the point behind it.
 
     Args:
         origin: where to find it again.
         location: where it lies, for people.
         raw: the record, or its error.
-        after: the place behind it.
+        after: the bookmark behind it.
     """
 
     origin: Origin
     location: Location
     raw: Raw
-    after: Place
+    after: Bookmark
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What one consumer reads in one epoch.
+    """Records that one consumer reads in one epoch.
 
     The records of its portions, one after the other, are cut into windows, and each window is shuffled by itself. A
     window is in memory, undecoded, while it is used; where it begins and how much of it is done says all.
@@ -179,24 +180,24 @@ class Feed:
     window: int
     seed: tuple[int, int, int]
 
-    def entries(self, place: Place = START) -> Iterator[Entry]:
-        """The records behind a place, in order."""
-        portion, record, window, done = place
+    def entries(self, bookmark: Bookmark = START) -> Iterator[Entry]:
+        """Read the records behind a point, in order."""
+        portion, record, window, done = bookmark
         stream = self._stream(portion, record)
         while block := list(islice(stream, self.window)):
             last = block[-1][0]
-            following = Place(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
+            following = Bookmark(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
             order = record_order(len(block), *self.seed, window) if self.window > 1 else range(len(block))
             taken = [block[i] for i in order][: done - 1 if done else None : -1]  # the next one last
             del block
             while taken:
                 done += 1
-                after = Place(portion, record, window, done) if len(taken) > 1 else following
+                after = Bookmark(portion, record, window, done) if len(taken) > 1 else following
                 yield Entry(*taken.pop(), after)
             portion, record, window, done = following
 
     def find(self, origins: Collection[Origin]) -> Iterator[tuple[Origin, Location, Raw]]:
-        """These records again, in the order of the shards; those between them are skipped.
+        """Read these records again, in the order of the shards; those between them are skipped.
 
         Raises:
             InvalidInputError: a shard has no such record any more.
@@ -226,7 +227,7 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Traced(Example):
-    """An example, or a slice of one, that knows its record.
+    """Example, or slice of one, that knows its record.
 
     Args:
         origin: the record.
@@ -247,13 +248,17 @@ class _Traced(Example):
 
     @property
     def trace(self) -> list[int]:
-        """The record and the slice as a few numbers."""
+        """Record and slice as a few numbers."""
         return [*self.origin, *(self.cut or ())]
+
+
+Collate = Callable[[Any], Any]
+"""Makes a batch of a group."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What happens to a record.
+    """Steps from a record to a batch.
 
     Args:
         preprocess: makes an example of a raw record and its location.
@@ -262,9 +267,9 @@ class Stages:
         threads: how many preprocess records at once, a few ahead of the batches; 0 is the caller's own thread.
     """
 
-    preprocess: Callable[[Mapping[str, Any], Location], Example]
+    preprocess: MakeExample
     batching: Batching
-    collate: Callable[[Any], Any] | None = None
+    collate: Collate | None = None
     threads: int = 0
 
 
@@ -272,9 +277,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class BatchStream(Iterator[Any]):
-    """The batches of one consumer in one epoch.
+    """Iterator over the batches of one consumer in one epoch.
 
-    The state between two batches is small: the place in the feed behind the last record that was taken, the records
+    The state between two batches is small: the bookmark in the feed behind the last record that was taken, the records
     of the examples that wait in the packer or in groups not yet given, and counts. To go on, those records are read
     and preprocessed again, and what comes is byte for byte what would have come.
 
@@ -293,7 +298,7 @@ class BatchStream(Iterator[Any]):
     ) -> None:
         self._feed, self._stages, self._quarantine = feed, stages, quarantine
         self._batching = copy.deepcopy(stages.batching)
-        self._place, self._ready, self._counts = START, deque[Any](), Counter[str]()
+        self._bookmark, self._ready, self._counts = START, deque[Any](), Counter[str]()
         if state is not None:
             self._restore(state)
         self._batches = self._run()
@@ -302,28 +307,28 @@ class BatchStream(Iterator[Any]):
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as JSON has it."""
+        """Return the state of the stream, fit for JSON."""
         return {
-            "place": list(self._place),
+            "bookmark": list(self._bookmark),
             "pending": [_trace(example) for example in self._batching.pending],
-            "ready": [[_trace(example) for example in members(group)] for group in self._ready],
+            "ready": [[_trace(example) for example in _members(group)] for group in self._ready],
             "counts": dict(self.counts),
         }
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Records read, records skipped, batches given, and what the packer counts, from the begin of the epoch."""
+        """Counts of records read and skipped, of batches, and of the packer, from the start of the epoch."""
         now = self._counts + Counter(skipped=self._quarantine.skipped)
         return now + Counter(asdict(self._batching.counts)) if isinstance(self._batching, Packer) else now
 
     def _run(self) -> Iterator[Any]:
-        for entry, found in self._examples():
-            self._place = entry.after
+        for entry, example in self._examples():
+            self._bookmark = entry.after
             self._counts["records"] += 1
             try:
-                if isinstance(found, RecordError):
-                    raise found
-                self._ready.extend(self._batching.add(_Traced.of(found, entry.origin)))
+                if isinstance(example, RecordError):
+                    raise example
+                self._ready.extend(self._batching.add(_Traced.of(example, entry.origin)))
             except RecordError as error:
                 self._quarantine.refuse(entry.location, entry.raw, error)
             yield from self._collated()
@@ -340,7 +345,7 @@ class BatchStream(Iterator[Any]):
             yield group if self._stages.collate is None else self._stages.collate(group)
 
     def _examples(self) -> Iterator[tuple[Entry, Example | RecordError]]:
-        entries = self._feed.entries(self._place)
+        entries = self._feed.entries(self._bookmark)
         if not self._stages.threads:
             for entry in entries:
                 yield entry, self._example(entry.raw, entry.location)
@@ -351,11 +356,11 @@ class BatchStream(Iterator[Any]):
             for entry in entries:
                 ahead.append((entry, pool.submit(self._example, entry.raw, entry.location)))
                 if len(ahead) > 2 * self._stages.threads:
-                    first, found = ahead.popleft()
-                    yield first, found.result()
+                    first, future = ahead.popleft()
+                    yield first, future.result()
             while ahead:
-                first, found = ahead.popleft()
-                yield first, found.result()
+                first, future = ahead.popleft()
+                yield first, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -363,24 +368,24 @@ class BatchStream(Iterator[Any]):
         if isinstance(raw, RecordError):
             return raw
         try:
-            found = self._stages.preprocess(raw, location)
+            example = self._stages.preprocess(raw, location)
         except RecordError as error:
             return error
         except Exception as error:
             error.add_note(f"while preprocessing {location}")
             raise
-        if not isinstance(found, Example):
-            raise InvalidInputError(f"preprocess: got {type(found).__name__} for {location}, want an Example")
-        return found
+        if not isinstance(example, Example):
+            raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
+        return example
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         traces = [*state["pending"], *(trace for group in state["ready"] for trace in group)]
         wholes: dict[Origin, _Traced] = {}
         for origin, location, raw in self._feed.find({Origin(*trace[:2]) for trace in traces}):
-            found = self._example(raw, location)
-            if isinstance(found, RecordError):
-                raise InvalidInputError(f"state: got a record that was whole and is not: {found}") from found
-            wholes[origin] = _Traced.of(found, origin)
+            example = self._example(raw, location)
+            if isinstance(example, RecordError):
+                raise InvalidInputError(f"state: got a record that was whole and is not: {example}") from example
+            wholes[origin] = _Traced.of(example, origin)
 
         def again(trace: Sequence[int]) -> Example:
             whole = wholes[Origin(*trace[:2])]
@@ -389,10 +394,20 @@ class BatchStream(Iterator[Any]):
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
                 raise InvalidInputError("state: got more pending examples than the packer holds, want its own state")
-        self._ready.extend(regroup(self._batching, [again(trace) for trace in group]) for group in state["ready"])
-        self._place, self._counts = Place(*state["place"]), Counter(state["counts"])
+        self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
+        self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
+
+    def _regroup(self, examples: list[Example]) -> Any:
+        """Make the group that the batching made of these examples."""
+        batching = self._batching
+        return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 
 
 def _trace(example: Example) -> list[int]:
     assert isinstance(example, _Traced), "batchings cut by slice only"
     return example.trace
+
+
+def _members(group: Any) -> Sequence[Example]:
+    """Return the examples of a group."""
+    return group.examples if isinstance(group, Pack) else group

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isclose
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def rotary_pos_emb(
     mscale: float = 1.0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Angles of the tokens of a table, wrapped to [−π, π]: of the whole batch, or of the shard that comes.
+    """Compute the angles of the tokens of a table, wrapped to [−π, π]: of a whole batch, or of a shard.
 
     Megatron cuts packed angles itself and others not; docs/megatron.md says which of the two to give.
 
@@ -90,17 +90,17 @@ def _check_rows(positions: Positions) -> None:
 
 
 class Group(Protocol):
-    """What is asked of a torch.distributed.ProcessGroup."""
+    """Part of torch.distributed.ProcessGroup that is used here."""
 
     def rank(self) -> int:
-        """This process in the group."""
+        """Return the number of this process in the group."""
 
     def size(self) -> int:
-        """Processes of the group."""
+        """Return the number of processes in the group."""
 
 
 class MultimodalRotaryEmbedding(nn.Module):
-    """Takes the place of a GPTModel's rotary_pos_emb of type "mrope", for any scheme and any rotary.
+    """Module in the place of a GPTModel's rotary_pos_emb of type "mrope", for any scheme and any rotary.
 
     It has no weights and no buffers, so checkpoints stay as they are.
 
@@ -128,7 +128,7 @@ class MultimodalRotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Positions, mrope_section: Sequence[int] | None = None, cp_group: Group | None = None
     ) -> Tensor:
-        """Angles for Megatron's attention.
+        """Compute angles for Megatron's attention.
 
         Args:
             position_ids: positions of the whole batch on every context-parallel rank: a table, its device form, or
@@ -143,9 +143,9 @@ class MultimodalRotaryEmbedding(nn.Module):
         Raises:
             InvalidInputError: other sections than those of rotary, or rows that are no multiple of 2C tokens.
         """
-        mine = self.rotary.mrope_section
-        if mrope_section is not None and mine is not None and tuple(mrope_section) != mine:
-            raise InvalidInputError(f"mrope_section: got {list(mrope_section)}, want {list(mine)} as in rotary")
+        section = self.rotary.mrope_section
+        if mrope_section is not None and section is not None and tuple(mrope_section) != section:
+            raise InvalidInputError(f"mrope_section: got {list(mrope_section)}, want {list(section)} as in rotary")
         group = self.cp_group if cp_group is None else cp_group
         rank, size = (0, 1) if group is None or self.layout == "thd" else (group.rank(), group.size())
         if isinstance(position_ids, PositionTable):  # cut before there are angles
@@ -154,16 +154,16 @@ class MultimodalRotaryEmbedding(nn.Module):
         return angles if size == 1 else _blocks(angles, rank, size)
 
     def extra_repr(self) -> str:
-        """The rotary and the layout."""
+        """Describe the rotary and the layout."""
         return f"{self.rotary!r}, layout={self.layout!r}"
 
 
 def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
-    """The blocks rank and 2·size − 1 − rank of 2·size along the first dimension."""
+    """Cut out the blocks rank and 2·size − 1 − rank of 2·size along the first dimension."""
     block, rest = divmod(len(angles), 2 * size)
     if rest:
         raise InvalidInputError(f"position_ids: got rows of {len(angles)} tokens, want a multiple of {2 * size}")
-    return torch.cat([angles.narrow(0, place * block, block) for place in (rank, 2 * size - 1 - rank)])
+    return torch.cat([angles.narrow(0, index * block, block) for index in (rank, 2 * size - 1 - rank)])
 
 
 _HEADER = 6
@@ -177,7 +177,7 @@ def broadcast_table(
     *,
     device: torch.device | str | None = None,
 ) -> PositionTable:
-    """The table of one rank, on every rank of a group; its size may differ from call to call.
+    """Broadcast the table of one rank to every rank of a group; its size may differ from call to call.
 
     Two broadcasts of int64: the sizes, then the table itself. Nothing is pickled, and ids are not expanded.
 
@@ -206,16 +206,16 @@ def broadcast_table(
     table, header = rows * segments, 4 * documents
     if body is None:
         body = np.empty(table + header + -(-name // 8), np.int64)
-    found = _sent(body, src, group, device)
+    received = _sent(body, src, group, device)
     if here:
         assert positions is not None
         return positions
     return PositionTable.from_arrays(
-        found[:table].reshape(rows, segments),
-        found[table : table + header].reshape(4, documents),
+        received[:table].reshape(rows, segments),
+        received[table : table + header].reshape(4, documents),
         tokens,
         fractional=bool(fractional),
-        scheme=found[table + header :].tobytes()[:name].decode(errors="surrogatepass"),
+        scheme=received[table + header :].tobytes()[:name].decode(errors="surrogatepass"),
     )
 
 
@@ -227,8 +227,8 @@ def _check_ranks(src: int, group: dist.ProcessGroup | None) -> None:
         raise InvalidInputError(f"src: got {src}, want one of the group's ranks, {ranks}")
 
 
-def _packed(positions: Any) -> tuple[IntArray, IntArray]:
-    """The header and the body of a table; a header of zeros of anything else, which all ranks then refuse."""
+def _packed(positions: object) -> tuple[IntArray, IntArray]:
+    """Return header and body of a table; a header of zeros of anything else, which all ranks then refuse."""
     if not isinstance(positions, PositionTable):
         return np.zeros(_HEADER, np.int64), np.zeros(0, np.int64)
     name = positions.scheme.encode(errors="surrogatepass")
@@ -245,7 +245,7 @@ def _packed(positions: Any) -> tuple[IntArray, IntArray]:
 
 
 def _sent(buffer: IntArray, src: int, group: dist.ProcessGroup | None, device: torch.device | str) -> IntArray:
-    """The buffer of rank src."""
+    """Broadcast the buffer of rank src."""
     tensor: Tensor = torch.from_numpy(buffer).to(device)
     dist.broadcast(tensor, src, group)
     return tensor.cpu().numpy()

@@ -1,4 +1,4 @@
-"""The formats of records: each makes of a raw record one ordered list of texts and images, or says what is wrong."""
+"""Formats of records: each turns a raw record into one ordered list of texts and images, or raises what is wrong."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from mmpos.data.examples import Document, Location, Piece
+from mmpos.data.examples import Document, Location, Piece, Record
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
 from mmpos.data.formats.images import Images
 from mmpos.errors import InvalidInputError
@@ -17,7 +17,7 @@ __all__ = ["Chat", "ChatTemplate", "LLaVA", "Turn"]
 
 @dataclass(frozen=True)
 class Turn:
-    """What stands around a turn.
+    """Text before and after a turn of a conversation.
 
     Args:
         before: text before its content; never trained on.
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    r"""What stands around the turns of each role. The default is plain text, as any tokenizer can encode it.
+    r"""Text around the turns of each role; by default plain text, which every tokenizer can encode.
 
     A tokenizer that makes special tokens of their names makes them of the names in a template, too, for instance
     ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
@@ -60,7 +60,7 @@ class ChatTemplate:
                 raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
 
     def turn(self, role: Field) -> tuple[str, Turn]:
-        """The role and what stands around its turns.
+        """Look up a role and the text around its turns.
 
         Raises:
             RecordError: the template has no such role.
@@ -72,7 +72,7 @@ class ChatTemplate:
         return role.value, turns[role.value]
 
     def pieces(self, role: Field, parts: Iterable[Any]) -> list[Piece]:
-        """The pieces of a turn.
+        """Make the pieces of a turn.
 
         Args:
             role: who speaks.
@@ -91,7 +91,7 @@ _KINDS = (*_TEXTS, "image_url", "input_image")
 
 @dataclass(frozen=True)
 class Chat:
-    r"""Records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
+    r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
 
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
     ``{"type": "refusal", "refusal": …}`` of chat completions, and ``input_text``, ``output_text`` and
@@ -116,8 +116,8 @@ class Chat:
         check_option("template", self.template, ChatTemplate)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record; Piece.train is set for the assistant's turns, with the text that ends them.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record; the assistant's turns are trained on, with the text that ends them.
 
         Raises:
             RecordError: naming record and field.
@@ -156,7 +156,7 @@ _PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LLaVA:
-    r"""Records with ``conversations``, each ``from`` human, gpt or system with a ``value``, and with ``image``.
+    r"""Format of records with ``conversations`` of ``from`` (human, gpt or system) and ``value``, and ``image``.
 
     ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
     which they replace in order. The text around them, line breaks too, stays.
@@ -179,8 +179,8 @@ class LLaVA:
         check_option("template", self.template, ChatTemplate)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record; Piece.train is set for gpt's turns, with the text that ends them.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record; gpt's turns are trained on, with the text that ends them.
 
         Raises:
             RecordError: naming record and field.
@@ -189,22 +189,22 @@ class LLaVA:
         turns = fields["conversations"].items()
         if not turns:
             raise fields["conversations"].error("at least one turn")
-        said = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
+        contents = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
         references = fields["image"].several()
-        count = sum(len(texts) - 1 for _, texts in said)
+        count = sum(len(texts) - 1 for _, texts in contents)
         if count != len(references):
             want = f"{len(references)}, as many as there are in image"
             raise fields["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
         images = (reference.image(self.images) for reference in references)
         pieces = []
-        for role, (text, *texts) in said:
+        for role, (text, *texts) in contents:
             parts = chain([text], *((next(images), text) for text in texts))
             pieces += self.template.pieces(role, parts)
         return assemble(key, fields, "conversations", pieces)
 
 
 def _role(speaker: Field) -> Field:
-    """The role, as the template calls it."""
+    """Translate a speaker of LLaVA to a role of the template."""
     if not isinstance(speaker.value, str) or speaker.value not in _ROLES:
         raise speaker.error(f"one of {', '.join(_ROLES)}")
     return Field(speaker.record, speaker.name, _ROLES[speaker.value])

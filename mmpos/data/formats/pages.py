@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmpos.data.examples import Document, Location, Piece
+from mmpos.data.examples import Document, Location, Piece, Record
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
 from mmpos.data.formats.images import Images
 from mmpos.errors import InvalidInputError
@@ -18,7 +17,7 @@ __all__ = ["MMC4", "Energon", "Obelics"]
 
 @dataclass(frozen=True)
 class Obelics:
-    """Records of OBELICS, and of corpora in its form.
+    """Format of OBELICS, and of corpora with its fields.
 
     ``images`` and ``texts`` are lists of one length; at each place one holds a value and the other is null. Where
     ``metadata`` is there it is a list of that length, and ``general_metadata`` is an object, both as JSON in text;
@@ -42,8 +41,8 @@ class Obelics:
         check_option("images", self.images, Images)
         check_option("separator", self.separator, str)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.
@@ -76,7 +75,7 @@ def _check_metadata(fields: Field, length: int) -> None:
 
 @dataclass(frozen=True)
 class MMC4:
-    """Records of MMC4: an image stands before the sentence that it was matched to.
+    """Format of MMC4, where an image stands before the sentence that it was matched to.
 
     ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (its
     sentence), ``matched_sim`` (CLIP similarity to it), ``image_name`` and ``raw_url``. Images of one sentence stay in
@@ -109,8 +108,8 @@ class MMC4:
         if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or least != least):
             raise InvalidInputError(f"min_similarity: got {least!r}, want a number or None")
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.
@@ -136,17 +135,17 @@ class MMC4:
 def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
     if matrix.value is None:
         return
-    found = matrix.items()
-    if len(found) != rows:
-        raise matrix.error(f"{rows}, as many as image_info", got=f"{len(found)} rows")
-    for row in found:
+    similarities = matrix.items()
+    if len(similarities) != rows:
+        raise matrix.error(f"{rows}, as many as image_info", got=f"{len(similarities)} rows")
+    for row in similarities:
         if len(row.items()) != columns:
             raise row.error(f"{columns}, as many as text_list", got=f"{len(row.items())} values")
 
 
 @dataclass(frozen=True)
 class Energon:
-    """Records with a ``sequence`` of text and images in order, as the fields of an InterleavedSample.
+    """Format of records with a ``sequence`` of text and images in order, as the fields of an InterleavedSample.
 
     An image is a tensor (3, h, w), of floats from 0 to 1 as Energon decodes by default, or of uint8; or what it is
     before decoding: the bytes of a file, or a struct of bytes and path. Text is always text, never a path or a URL.
@@ -168,8 +167,8 @@ class Energon:
         check_option("images", self.images, Images)
         check_option("separator", self.separator, str)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.

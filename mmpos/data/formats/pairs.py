@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
-from mmpos.data.examples import Document, Location, Piece
+from mmpos.data.examples import Document, Location, Piece, Record
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
 from mmpos.data.formats.images import Images, describe
 
@@ -19,7 +18,7 @@ _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Records with one image, by the extension of its member, and a caption; the image comes first.
+    """Format of records with one image, by the extension of its member, and a caption; the image comes first.
 
     The caption is the member ``txt`` (text or its bytes in UTF-8), or where that is missing a field of the member
     ``json`` (an object, or JSON as text or bytes). It must not be empty. Other members are not read.
@@ -41,19 +40,19 @@ class Pairs:
         check_option("caption", self.caption, str)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.
         """
         key, fields = open_record(record, location)
-        found = [fields[name] for name in _EXTENSIONS if fields[name].value is not None]
-        if len(found) != 1:
-            got = ", ".join(image.name for image in found) or "none"
+        images = [fields[name] for name in _EXTENSIONS if fields[name].value is not None]
+        if len(images) != 1:
+            got = ", ".join(image.name for image in images) or "none"
             raise Field(fields.record, "image", None).error(f"one of {', '.join(_EXTENSIONS)}", got=got)
-        pieces = [Piece(found[0].image(self.images)), Piece(self._caption(fields))]
-        return assemble(key, fields, f"{found[0].name}, txt, json", pieces)
+        pieces = [Piece(images[0].image(self.images)), Piece(self._caption(fields))]
+        return assemble(key, fields, f"{images[0].name}, txt, json", pieces)
 
     def _caption(self, fields: Field) -> str:
         caption = fields["txt"]
@@ -72,7 +71,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class HFImages:
-    """Records with a column of images and one of text, either of which may hold lists.
+    """Format of records with a column of images and one of text, either of which may hold lists.
 
     An image is a ``struct{bytes, path}``, of which the bytes win, or decoded. Images come first, then the texts; where
     both are lists they are of one length and go in pairs, an image and its text, of which either may be null. One
@@ -101,8 +100,8 @@ class HFImages:
             check_option(name, getattr(self, name), str)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.

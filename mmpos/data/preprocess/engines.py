@@ -44,7 +44,7 @@ _PAUSE = 0.1  # seconds between two words of a worker
 
 
 def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Do the tasks, several at a time.
+    """Run the tasks on this machine, several at a time.
 
     Args:
         job: what to do.
@@ -123,7 +123,7 @@ def _receive(pipe: _Pipe) -> Step | Exception:
 
 @contextmanager
 def _alive() -> Iterator[None]:
-    """Tell the end of a pipe as what it means."""
+    """Raise ChildProcessError where the pipe of a worker has ended."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -132,7 +132,7 @@ def _alive() -> Iterator[None]:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end; processes that are started meanwhile never hear it."""
+    """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
     resource_tracker.ensure_running()  # whose start would let it through
     held: list[int] = []
     # A mask is inherited; another thread may hear what it keeps from this one.
@@ -150,7 +150,7 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _work(pipe: _Pipe) -> None:
-    """Do the tasks that come through a pipe, in a process of their own, until the pipe ends."""
+    """Run the tasks that come through a pipe, in a process of its own, until the pipe ends."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
     # Skipped records are counted and written down; many processes on one terminal only disturb.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
@@ -166,17 +166,17 @@ def _work(pipe: _Pipe) -> None:
 
 
 def _do(job: ShardJob, number: int, task: Task, pipe: _Pipe) -> None:
-    counts, said = Counts(), time.monotonic()
+    counts, sent_at = Counts(), time.monotonic()
     with closing(job.run(task)) as steps:
         for counts in steps:
-            if time.monotonic() - said > _PAUSE:
+            if time.monotonic() - sent_at > _PAUSE:
                 pipe.send(Step(number, counts, False))
-                said = time.monotonic()
+                sent_at = time.monotonic()
     pipe.send(Step(number, counts, True))
 
 
 def _die_with_parent() -> None:
-    """End with the parent, whatever this process is doing."""
+    """End this process with its parent, whatever it is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
     parent.join()
@@ -184,7 +184,7 @@ def _die_with_parent() -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with its traceback as a note; its words in another where it cannot be pickled, as some cannot."""
+    """Return the error with its traceback as a note; as a RuntimeError of its words where it cannot be pickled."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -195,7 +195,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class ShardWorker:
-    """What an actor holds: the callable of ``map_batches``, from rows of tasks to rows of what came of them.
+    """Callable of an actor for ``map_batches``: rows of tasks become rows of their results.
 
     Args:
         job: what is done with every task.
@@ -208,22 +208,22 @@ class ShardWorker:
             os.chdir(folder)
 
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Do the tasks of some rows; their errors come back as values, since Ray would wrap them in its own."""
+        """Run the tasks of some rows; their errors are returned as values, since Ray would wrap them in its own."""
         return {"number": list(rows["number"]), "result": [self._result(task) for task in rows["task"]]}
 
     def _result(self, task: bytes) -> bytes:
-        found: Counts | Exception = Counts()
+        result: Counts | Exception = Counts()
         try:
             with closing(self._job.run(pickle.loads(task))) as steps:
                 for counts in steps:
-                    found = counts
+                    result = counts
         except Exception as error:
-            found = error
-        return pickle.dumps(found)
+            result = error
+        return pickle.dumps(result)
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Do the tasks in the cluster that Ray is connected to; where there is none, in one that is started and stopped.
+    """Run the tasks in the cluster that Ray is connected to; without one, in one that is started and stopped.
 
     Inputs and outputs must have the same paths on all machines. An actor that dies is replaced and its shard begun
     anew: an output is written under a name of its own and renamed in the end.
@@ -256,10 +256,10 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         for row in dataset.iter_rows():
-            found = pickle.loads(row["result"])
-            if isinstance(found, Exception):
-                raise found
-            yield Step(row["number"], found, True)
+            result = pickle.loads(row["result"])
+            if isinstance(result, Exception):
+                raise result
+            yield Step(row["number"], result, True)
 
 
 @contextmanager

@@ -7,18 +7,18 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.pool import ThreadPool
 from operator import add
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from mmpos.data.examples import Example, Location
+from mmpos.data.examples import MakeExample
 from mmpos.data.packing import first_fit_decreasing
 from mmpos.data.preprocess.engines import Step, run_local, run_ray
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
@@ -37,7 +37,7 @@ _NAME = ".mmpos.lock"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the job is.
+    """Progress of the job.
 
     Args:
         shards: in all.
@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished shard.
+    """Finished shard.
 
     Args:
         source: path or name of its input.
@@ -70,13 +70,13 @@ class Output:
 
     @property
     def quarantine(self) -> Path:
-        """The file of the records that were skipped; there is one if there are any."""
+        """File of the records that were skipped; it exists if there are any."""
         return quarantine_of(self.path)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """What packing by first-fit decreasing would give.
+    """Fill rate that packing by first-fit decreasing would reach.
 
     Args:
         max_tokens: most tokens in a pack.
@@ -98,7 +98,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of the job.
+    """Results of the job.
 
     Args:
         outputs: in the order of the inputs.
@@ -112,7 +112,7 @@ class Summary:
 
     @property
     def counts(self) -> Counts:
-        """Of all outputs."""
+        """Counts of all outputs."""
         return reduce(add, (output.counts for output in self.outputs), Counts())
 
     @property
@@ -130,7 +130,7 @@ _PAUSE = 0.1  # seconds between two reports
 def write_sequences(
     readers: Sequence[Reader],
     folder: Path,
-    preprocess: Callable[[Mapping[str, Any], Location], Example],
+    preprocess: MakeExample,
     *,
     engine: Engine = "local",
     workers: int = 1,
@@ -140,7 +140,7 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Make ready sequences of all shards, one Parquet file of each.
+    """Preprocess all shards into files of ready sequences, one Parquet file for each.
 
     A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
     not done again, unless its input or the settings changed, which is an error. A file of input that was touched or
@@ -177,40 +177,40 @@ def write_sequences(
     with locked(folder):
         reused = {} if overwrite else _finished(job, tasks, workers)
         missing = [i for i in range(len(tasks)) if i not in reused]
-        teller = _Teller(report, len(tasks), len(reused))
-        made = _make(engine, job, [tasks[i] for i in missing], workers, teller)
-        teller.tell()  # the end
+        reporter = _Reporter(report, len(tasks), len(reused))
+        made = _make(engine, job, [tasks[i] for i in missing], workers, reporter)
+        reporter.send()  # the end
         seconds = time.monotonic() - begin
         counts = reused | dict(zip(missing, made, strict=True))
         outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
         return Summary(outputs, _fill(tasks, max_tokens), seconds)
 
 
-class _Teller:
-    """Sums up what the tasks say, and reports it now and then."""
+class _Reporter:
+    """Sum of the steps of all tasks, which is reported now and then."""
 
     def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
         self._report = report
         self._shards, self._reused = shards, reused
         self._done = reused
         self._finished, self._running = Counts(), dict[int, Counts]()
-        self._said = -_PAUSE
+        self._sent_at = -_PAUSE
 
-    def hear(self, step: Step) -> None:
+    def add(self, step: Step) -> None:
         if step.last:
             self._running.pop(step.number, None)
             self._finished += step.counts
             self._done += 1
         else:
             self._running[step.number] = step.counts
-        if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
-            self.tell()
+        if time.monotonic() - self._sent_at >= _PAUSE and self._done < self._shards:
+            self.send()
 
-    def tell(self) -> None:
+    def send(self) -> None:
         if self._report is not None:
             counts = reduce(add, self._running.values(), self._finished)
             self._report(Progress(self._shards, self._done, self._reused, counts))
-        self._said = time.monotonic()
+        self._sent_at = time.monotonic()
 
 
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
@@ -236,7 +236,7 @@ def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
 
 
 def _stem(source: str) -> str:
-    """The name of an input without its suffixes."""
+    """Return the name of an input without its suffixes."""
     name = Path(source).name
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
     return name.removesuffix(suffix) or name
@@ -244,12 +244,12 @@ def _stem(source: str) -> str:
 
 def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
     with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
-        found = enumerate(threads.imap(job.finished, tasks))
-        return {i: counts for i, counts in found if counts is not None}
+        numbered = enumerate(threads.imap(job.finished, tasks))
+        return {i: counts for i, counts in numbered if counts is not None}
 
 
-def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, teller: _Teller) -> list[Counts]:
-    """Do the tasks, and remove what killed runs left, and what workers leave that are killed now."""
+def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, reporter: _Reporter) -> list[Counts]:
+    """Run the tasks, and remove the temporary files of runs and workers that were killed."""
     if not tasks:
         return []
     names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
@@ -259,7 +259,7 @@ def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, te
         run = run_local if engine == "local" else run_ray
         with closing(run(job, tasks, workers)) as steps:
             for step in steps:
-                teller.hear(step)
+                reporter.add(step)
                 if step.last:
                     made[step.number] = step.counts
     finally:
@@ -281,7 +281,7 @@ def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs from writing to a folder.
+    """Lock a folder for the time of the block, so that no other run writes to it.
 
     The lock is an flock of a file that names its holder and is removed in the end. Killed holders leave the file, which
     locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock; some other network
@@ -326,5 +326,5 @@ def _take(file: int, folder: Path) -> None:
             f"folder: got {str(folder)!r}, to which {name} is writing, want one run at a time"
         ) from None
     except OSError as error:
-        said = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
-        warnings.warn(said, RuntimeWarning, stacklevel=5)  # the caller of write_sequences
+        message = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of write_sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -13,10 +13,10 @@ from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from mmpos.data.examples import Example, Location, RecordError
+from mmpos.data.examples import Location, MakeExample, RecordError
 from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter
 from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
-from mmpos.data.readers.base import Reader
+from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import boolean, one_of
 from mmpos.support.files import whole_file
@@ -30,7 +30,7 @@ _DIGEST = "sha256:"
 
 @dataclass(frozen=True)
 class Counts:
-    """What came of records.
+    """Counts of records and of what they became.
 
     Args:
         documents: records that became sequences.
@@ -83,7 +83,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What is done with every shard; the same for every engine, and picklable if its callable is.
+    """Work on every shard; the same for every engine, and picklable if its callable is.
 
     Args:
         preprocess: from a record to an example: a Preprocess, or a callable of your own with its arguments and errors.
@@ -93,7 +93,7 @@ class ShardJob:
             records refused are the same.
     """
 
-    preprocess: Callable[[Mapping[str, Any], Location], Example]
+    preprocess: MakeExample
     on_error: OnError = "raise"
     patches: bool = True
     settings: Mapping[str, Any] = field(init=False, repr=False)
@@ -105,7 +105,7 @@ class ShardJob:
         object.__setattr__(self, "settings", settings)
 
     def run(self, task: Task) -> Generator[Counts, None, None]:
-        """Do it; the output is there when the iterator is exhausted, and not before.
+        """Run a task, record by record; its output exists once the iterator is exhausted, and not before.
 
         Args:
             task: input and output.
@@ -138,23 +138,23 @@ class ShardJob:
             _write_lines(quarantine_of(task.output), refused)
 
     def finished(self, task: Task) -> Counts | None:
-        """What an earlier run made of this input with these settings; None if it made nothing of it.
+        """Return the counts of the output that an earlier run made of this task; None if there is none.
 
         Raises:
             InvalidInputError: the output is there, but is of another input or other settings, or no such file.
         """
         if not task.output.exists():
             return None
-        found = SequenceShard(task.output).facts
-        if other := _other_input(task, found) or differences(found["settings"], self.settings):
+        facts = SequenceShard(task.output).facts
+        if other := _other_input(task, facts) or differences(facts["settings"], self.settings):
             remedy = "; remove it to make it anew, or overwrite all"
             raise InvalidInputError(f"{task.output}: got the output of {', and '.join(other)}{remedy}")
-        counts = Counts(*(found[each.name] for each in fields(Counts)))
+        counts = Counts(*(facts[each.name] for each in fields(Counts)))
         if counts.skipped and self.on_error == "raise":
             raise InvalidInputError(f"{task.output}: got {counts.skipped} skipped records, want none, or overwrite")
         return counts
 
-    def _write(self, writer: SequenceWriter, location: Location, raw: Any) -> Counts:
+    def _write(self, writer: SequenceWriter, location: Location, raw: Raw) -> Counts:
         if isinstance(raw, RecordError):
             raise raw
         example = self.preprocess(raw, location)
@@ -172,20 +172,20 @@ def _check_callable(value: object) -> None:
         raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
 
 
-def _other_input(task: Task, found: Mapping[str, Any]) -> list[str]:
-    """What tells the input from that of an output. Content is compared only where the file was touched or copied."""
+def _other_input(task: Task, facts: Mapping[str, Any]) -> list[str]:
+    """Name what differs between an input and that of an output; content only where the file was touched or copied."""
     want = task.identity
     other = [
-        f"{name} {found.get(name)}, want {want[name]}" for name in ("source", "size") if found.get(name) != want[name]
+        f"{name} {facts.get(name)}, want {want[name]}" for name in ("source", "size") if facts.get(name) != want[name]
     ]
-    touched = found.get("changed") != want.get("changed")
-    if not other and touched and found.get("sha256") != task.digest():
+    touched = facts.get("changed") != want.get("changed")
+    if not other and touched and facts.get("sha256") != task.digest():
         return [f"{want['source']} with other content"]
     return other
 
 
 def _write_lines(path: Path, lines: Sequence[Line]) -> None:
-    """Write a file of these lines; without any there is none."""
+    """Write a file of these lines, or remove it if there are none."""
     if not lines:
         path.unlink(missing_ok=True)
         return
@@ -194,7 +194,7 @@ def _write_lines(path: Path, lines: Sequence[Line]) -> None:
 
 
 def quarantine_of(output: Path) -> Path:
-    """Where the records go that did not get into this output."""
+    """Return the path of the file of records that did not get into this output."""
     return output.with_name(f"{output.stem}.quarantine.jsonl")
 
 
@@ -222,18 +222,18 @@ def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
     ['another b', 'c 2, want 3']
     """
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
         values = repr(got.get(path)), repr(want.get(path))
-        if values[0] == values[1] or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in found):
+        if values[0] == values[1] or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
         hidden = any(value.startswith(f"'{_DIGEST}") for value in values)
-        found[path] = f"another {path}" if hidden else f"{path} {values[0]}, want {values[1]}"
-    return list(found.values())
+        named[path] = f"another {path}" if hidden else f"{path} {values[0]}, want {values[1]}"
+    return list(named.values())
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings inside of a value, each after the one that holds it."""
+    """Yield the settings inside of a value, each after the one that holds it."""
     if value is None or isinstance(value, bool | int | float):
         yield path, value
     elif isinstance(value, str | bytes | bytearray | PurePath | Fraction):
@@ -264,12 +264,12 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{path}.content", _digest(_saved(value))
 
 
-def _class(value: Any) -> str:
+def _class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _saved(value: Any) -> bytes:
-    """What an object would save of itself."""
+def _saved(value: object) -> bytes:
+    """Return the bytes that an object would save of itself."""
     for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # of tokenizers, and of transformers
         save = getattr(tokenizer, "to_str", None)
         if callable(save):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
-from mmpos.data.examples import Example, Location, RecordError
+from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.columns import AXES
@@ -61,7 +61,7 @@ SCHEMA = pa.schema(
 
 
 def to_row(example: Example) -> dict[str, Any]:
-    """An example as a row of the file.
+    """Turn an example into a row of the file.
 
     Raises:
         InvalidInputError: it is not one document, its key is no Unicode, or its patches are of another type.
@@ -104,7 +104,7 @@ def to_row(example: Example) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any], axes: int) -> Example:
-    """The example of a row, with arrays of its own; every table is checked.
+    """Turn a row into an example with arrays of its own; every table is checked.
 
     Args:
         row: a pyarrow scalar for every column.
@@ -144,12 +144,12 @@ def from_row(row: Mapping[str, Any], axes: int) -> Example:
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
 
 
-def _bytes(array: npt.NDArray[Any]) -> bytes:
+def _bytes(array: npt.NDArray[np.generic]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _array(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """A copy, so that it may be written to and keeps no row group alive."""
+    """Copy an array out of a value, so that it is writable and keeps no row group in memory."""
     stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
     return stored.astype(dtype).reshape(shape)
 
@@ -164,8 +164,8 @@ def _optional(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.N
 
 
 def _numbers(value: Any) -> IntArray:
-    found: IntArray = value.values.to_numpy().copy()
-    return found
+    numbers: IntArray = value.values.to_numpy().copy()
+    return numbers
 
 
 FORMAT_VERSION = 2
@@ -175,7 +175,7 @@ _METADATA = b"mmpos"
 
 
 class SequenceWriter:
-    """Writes examples to one Parquet file, in row groups of bounded size.
+    """Writer of examples to one Parquet file, in row groups of bounded size.
 
     The file is there, and what was there before it is gone, when the writer is closed without an error.
 
@@ -231,7 +231,7 @@ class SequenceWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the footer with the facts."""
+        """Write the examples that are left, and the footer with the facts."""
         with self._file:
             self._flush()
             footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
@@ -259,7 +259,7 @@ class SequenceWriter:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """A file of ready sequences.
+    """Parquet file of ready sequences.
 
     Args:
         path: the file.
@@ -271,31 +271,31 @@ class SequenceShard:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its writer knew of it."""
+        """Facts that its writer stored."""
         with self._open() as file:
             return self._footer(file)["facts"]
 
     @property
     def lengths(self) -> IntArray:
-        """(examples,) tokens of each example, read without the rest."""
+        """(examples,) tokens of each example; nothing else is read."""
         with self._open() as file:
             self._footer(file)
-            found: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
-            return found
+            lengths: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+            return lengths
 
     @property
     def source(self) -> str:
-        """The path."""
+        """Path of the file."""
         return str(self.path)
 
     def count(self) -> int:
-        """Number of examples, from the footer."""
+        """Return the number of examples, from the footer."""
         with self._open() as file:
             self._footer(file)
             return int(file.metadata.num_rows)
 
     def examples(self, start: int = 0) -> Iterator[Example]:
-        """Its examples in order, as they were written; one row group is in memory at a time.
+        """Read the examples in the order in which they were written; one row group is in memory at a time.
 
         Args:
             start: the first to give; row groups before it are not read.
@@ -303,15 +303,15 @@ class SequenceShard:
         Raises:
             InvalidInputError: no file of ready sequences, one of another version or of other axes, or a broken one.
         """
-        for _, found in self._rows(start, 1):
-            if isinstance(found, RecordError):
-                raise found
-            yield found
+        for _, example in self._rows(start, 1):
+            if isinstance(example, RecordError):
+                raise example
+            yield example
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader: with ``ready`` in the place of a Preprocess, a loader takes these files as any other shards."""
-        for index, found in self._rows(start, step):
-            yield Location(self.source, index), found if isinstance(found, RecordError) else {"example": found}
+        """Read the examples as records; with ``ready`` as its preprocess a loader takes the file as any other shard."""
+        for index, example in self._rows(start, step):
+            yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
@@ -348,10 +348,10 @@ class SequenceShard:
             raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
 
     def _footer(self, file: Any) -> dict[str, Any]:
-        found = (file.metadata.metadata or {}).get(_METADATA)
-        if found is None:
+        stored = (file.metadata.metadata or {}).get(_METADATA)
+        if stored is None:
             raise InvalidInputError(f"{self.path}: got a Parquet file of others, want ready sequences of mmpos")
-        footer: dict[str, Any] = json.loads(found)
+        footer: dict[str, Any] = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
@@ -362,8 +362,8 @@ class SequenceShard:
         return footer
 
 
-def ready(record: Mapping[str, Any], location: Location) -> Example:
-    """The example of a record of a SequenceShard: what a Preprocess is for other shards."""
+def ready(record: Record, location: Location) -> Example:
+    """Return the example of a record of a SequenceShard; stands where a Preprocess does for other shards."""
     example = record.get("example")
     if not isinstance(example, Example):
         raise RecordError(f"{location}: got a raw record, want one of a SequenceShard, which opens ready sequences")

@@ -40,7 +40,7 @@ SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] =
 
 
 def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Reader]:
-    """A reader for each file, in the order given; the files of a pattern in that of their names.
+    """Open a reader for each file, in the order given; the files of a pattern are sorted by name.
 
     Args:
         paths: one or several paths or patterns with ``*``, ``?``, ``[…]`` or ``**``; a file that has such a name
@@ -49,14 +49,14 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     Raises:
         InvalidInputError: a file is not there or comes twice, a pattern finds none, or no reader has the suffix.
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: dict[str, Reader] = {}
-    for i, path in enumerate(given):
+    entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    readers: dict[str, Reader] = {}
+    for i, path in enumerate(entries):
         for name in _files(f"paths[{i}]", os.fspath(path)):
-            if name in found:
+            if name in readers:
                 raise InvalidInputError(f"paths[{i}]: got {name!r} again, want each file once")
-            found[name] = _reader(f"paths[{i}]", name)
-    return list(found.values())
+            readers[name] = _reader(f"paths[{i}]", name)
+    return list(readers.values())
 
 
 def _files(name: str, path: str) -> list[str]:

@@ -17,7 +17,7 @@ __all__ = ["DatasetReader", "ParquetReader", "dataset_shards", "row"]
 
 @dataclass(frozen=True)
 class ParquetReader:
-    """A Parquet file; a record is a row as Python has it, with bytes as bytes.
+    """Reader of a Parquet file; a record is a row as Python has it, with bytes as bytes.
 
     Row groups before the start are not read. Of a row group, ``batch_rows`` rows and the pages that hold them are in
     memory. Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
@@ -34,11 +34,11 @@ class ParquetReader:
 
     @property
     def source(self) -> str:
-        """The path."""
+        """Path of the file."""
         return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader."""
+        """Read records."""
         start, step = stride(start, step)
         pa, _ = _arrow()
         try:
@@ -54,13 +54,13 @@ class ParquetReader:
             for group in range(file.num_row_groups):
                 stop = first + file.metadata.row_group(group).num_rows
                 if stop > start:
-                    for index, found in self._group(file, group, first, stop):
+                    for index, table in self._group(file, group, first, stop):
                         if is_chosen(index, start, step):
-                            yield Location(self.path, index), row(found, index, self.path)
+                            yield Location(self.path, index), row(table, index, self.path)
                 first = stop
 
     def count(self) -> int | None:
-        """Rows, from the footer; None if it cannot be read."""
+        """Return the number of rows, from the footer; None if the footer cannot be read."""
         pa, _ = _arrow()
         try:
             with self._open() as file:
@@ -74,7 +74,7 @@ class ParquetReader:
         return parquet.ParquetFile(self.path, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
 
     def _group(self, file: Any, group: int, first: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Number of each row of a row group, with a table of that row or the error that hides it."""
+        """Yield the number of each row of a row group, with a table of that row or the error that hides it."""
         pa, _ = _arrow()
         index = first
         batches = file.iter_batches(self.batch_rows, row_groups=[group], columns=self.columns, use_threads=False)
@@ -89,13 +89,13 @@ class ParquetReader:
         yield from ((lost, wrong) for lost in range(index, stop))
 
 
-def row(found: Any, index: int, source: str) -> Raw:
-    """The record in a table of one row, or what is wrong with it."""
+def row(table: Any, index: int, source: str) -> Raw:
+    """Return the record in a table of one row, or the error that hides it."""
     here = Location(source, index)
-    if isinstance(found, Exception):
-        return broken(here, found)
+    if isinstance(table, Exception):
+        return broken(here, table)
     try:
-        record: dict[str, Any] = found.to_pylist()[0]
+        record: dict[str, Any] = table.to_pylist()[0]
     except UnicodeDecodeError as error:
         return broken(here, error)
     return record
@@ -110,7 +110,7 @@ def _arrow() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, eq=False)
 class DatasetReader:
-    """A Dataset or an IterableDataset as one shard; images stay structs of bytes and path.
+    """Reader of a Dataset or an IterableDataset as one shard; images stay structs of bytes and path.
 
     Args:
         dataset: the object; errors of its own code (a map function, a download) are raised as they are.
@@ -127,7 +127,7 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader. A Dataset reads the rows that are wanted, an IterableDataset those before them, too."""
+        """Read records; a Dataset reads the rows that are wanted, an IterableDataset those before them, too."""
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # the stored columns: nothing is decoded
         if hasattr(arrow, "__len__"):
@@ -146,12 +146,12 @@ class DatasetReader:
                 index += 1
 
     def count(self) -> int | None:
-        """Rows of a Dataset; None for an IterableDataset."""
+        """Return the number of rows of a Dataset; None for an IterableDataset."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
 def dataset_shards(dataset: Any, num_shards: int | None = None, name: str = "dataset") -> list[DatasetReader]:
-    """A dataset as shards.
+    """Split a dataset into shards.
 
     Args:
         dataset: a Dataset or an IterableDataset.

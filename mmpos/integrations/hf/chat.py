@@ -29,7 +29,7 @@ __all__ = [
 
 
 def flat(images: Any, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
-    """The images with their names, and how many are given for each text, where they are nested.
+    """Name the images, and count those of each text where they are nested.
 
     Args:
         images: one image, a list of them for all texts, a list of such a list for each text, or None.
@@ -54,19 +54,19 @@ def flat(images: Any, texts: int | None) -> tuple[list[tuple[str, Any]], IntArra
 def process(
     named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None
 ) -> list[ProcessedImage]:
-    """What the image processor makes of each; its errors name the image."""
-    found = []
+    """Process each image; an error names the image."""
+    processed = []
     for name, image in named:
         try:
             read = read_text(name, image) if isinstance(image, str) else image
-            found.append(images.process(read, temporal_patch_size=temporal_patch_size))
+            processed.append(images.process(read, temporal_patch_size=temporal_patch_size))
         except MmposError as error:
             raise type(error)(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
-    return found
+    return processed
 
 
-def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[Any] | None:
-    """The patches of all images in a row; None where they are known only by their sizes."""
+def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[np.generic] | None:
+    """Concatenate the patches of all images; None where only their sizes are known."""
     pixels = [image.patches for image in processed if image.patches is not None]
     if pixels and len(pixels) < len(processed):
         raise InvalidInputError("images: got images with and without pixels, want all of one sort")
@@ -76,7 +76,7 @@ def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[Any] | None:
 
 
 def read_text(name: str, text: str) -> bytes:
-    """The bytes of a data: URL; no other text stands for an image, since nothing is fetched or opened unasked."""
+    """Decode a data: URL; no other text stands for an image, since nothing is fetched or opened unasked."""
     head, comma, data = text.partition(",")
     if head[:5].lower() != "data:":
         raise InvalidInputError(
@@ -89,7 +89,7 @@ def read_text(name: str, text: str) -> bytes:
 
 
 def read_base64(name: str, data: Any) -> bytes:
-    """The bytes that base64 stands for."""
+    """Decode base64, or raise an error that names the image."""
     try:
         return base64.b64decode(data, validate=True)
     except (TypeError, ValueError) as error:
@@ -100,7 +100,7 @@ _SOURCES = ("image", "url", "path", "base64")
 _NO_PLACE = ("video", "video_url", "audio", "input_audio")
 
 
-def is_chat(text: Any) -> bool:
+def is_chat(text: object) -> bool:
     """Whether this is a conversation, a list of messages, or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
@@ -109,7 +109,7 @@ def is_chat(text: Any) -> bool:
 
 
 def read_conversations(conversation: Any) -> Any:
-    """A new conversation, or list of them, in which every image that is there is bytes, a path or an object.
+    """Copy a conversation, or a list of them, with every image as bytes, a path or an object.
 
     Raises:
         InvalidInputError: no messages, or an image that is named in no known way.
@@ -123,7 +123,7 @@ def read_conversations(conversation: Any) -> Any:
 
 
 def images_beside(conversation: Any, images: Any) -> list[Any]:
-    """Images that are given apart from their chat, in a list; of several chats, a list for each.
+    """List the images that are given apart from their chat; of several chats, a list for each.
 
     Raises:
         InvalidInputError: the chats hold images themselves, or their number is another.
@@ -144,7 +144,7 @@ def images_beside(conversation: Any, images: Any) -> list[Any]:
 def _read(name: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {_kind(messages)}, want a list of messages")
-    found = []
+    copies = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidInputError(f"{name}[{i}]: got {type(message).__name__}, want a message with role and content")
@@ -155,12 +155,12 @@ def _read(name: str, messages: Any) -> list[dict[str, Any]]:
         if isinstance(content, list | tuple):
             blocks = [_block(f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content)]
             message = {**message, "content": blocks}
-        found.append(dict(message))
-    return found
+        copies.append(dict(message))
+    return copies
 
 
 def _block(name: str, block: Any) -> Any:
-    """One block of content; one that is an image with its image under "image"."""
+    """Read one block of content; that of an image gets its image under "image"."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
@@ -194,11 +194,11 @@ def _block(name: str, block: Any) -> Any:
     return {**rest, "image": value}
 
 
-def _text(name: str, value: Any) -> bytes:
+def _text(name: str, value: object) -> bytes:
     if not isinstance(value, str):
         raise InvalidInputError(f"{name}: got a URL of type {type(value).__name__}, want text")
     return read_text(name, value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "none" if isinstance(value, list | tuple) and not value else type(value).__name__

@@ -40,7 +40,7 @@ _HANDED = "mm_turns"
 
 
 class Turns:
-    """What a call hands to the attentions of its layers: per layer type cos and sin, or positions and their Rotary."""
+    """Rotations that a call hands to its attentions: per layer type cos and sin, or positions and their Rotary."""
 
     def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
         self.pairs = pairs
@@ -48,7 +48,7 @@ class Turns:
 
 
 class HandDown:
-    """Hook before the model below the head: takes positions out of its arguments, and puts turns there for the layers.
+    """Hook before the model below the head; replaces positions in its arguments by rotations for the layers.
 
     Args:
         rotaries: one per layer type; None stands for all layers.
@@ -63,23 +63,23 @@ class HandDown:
         self.names = tuple(names)
         self.packs = packs
 
-    def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """New arguments, if positions are among them."""
-        told = kwargs.get("position_ids")
-        if isinstance(told, PositionTable | DevicePositions):
-            raise InvalidInputError(f"position_ids: got {type(told).__name__}, want it as {ARGUMENT}")
+    def __call__(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return new arguments, if positions are among them."""
+        position_ids = kwargs.get("position_ids")
+        if isinstance(position_ids, PositionTable | DevicePositions):
+            raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it as {ARGUMENT}")
         if ARGUMENT not in kwargs:
             return None
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        ids = given.pop(ARGUMENT)
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        ids = arguments.pop(ARGUMENT)
         if ids is None:
-            return (), given
-        tokens = tokens_of(given.get("inputs_embeds"), given.get("input_ids"))
+            return (), arguments
+        tokens = tokens_of(arguments.get("inputs_embeds"), arguments.get("input_ids"))
         rows = CallTokens(tokens.shape[0], tokens.shape[1], tokens.device)
-        given |= apart(ids, rows, given, self.packs)
-        return (), {**given, _HANDED: self._turns(ids, rows)}
+        arguments |= apart(ids, rows, arguments, self.packs)
+        return (), {**arguments, _HANDED: self._turns(ids, rows)}
 
-    def _turns(self, ids: Any, rows: CallTokens) -> Turns:
+    def _turns(self, ids: object, rows: CallTokens) -> Turns:
         positions = rows_of(ids, rows, list(self.rotaries.values()))
         if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
             return Turns({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
@@ -87,32 +87,32 @@ class HandDown:
 
 
 class Take:
-    """Hook before an attention: turns that were handed down take the place of the model's own cos and sin."""
+    """Hook before an attention; puts the rotations of the call in the place of the model's own cos and sin."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
 
     def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """New arguments, if turns are among them."""
+        """Return new arguments, if rotations are among them."""
         if _HANDED not in kwargs:
             return None
-        given = dict(kwargs)
-        turns = given.pop(_HANDED)
+        arguments = dict(kwargs)
+        turns = arguments.pop(_HANDED)
         turns.reached = True
         first, second = turns.pairs[self.layer_type]
         # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
-        own = given["position_embeddings"][0]
+        own = arguments["position_embeddings"][0]
         fused = isinstance(second, Rotary)
         width = second.rotary_dim if fused else first.shape[-1]
         if own.dim() != 3 or own.shape[-1] != width:
             got = f"{type(attention).__name__}, whose cos has shape {tuple(own.shape)}"
             raise UnsupportedError(f"model: got {got}, want (batch, seq, {width}) as in Llama")
         first, second = (first.to(own.device), second) if fused else (first.to(own), second.to(own))
-        return args, {**given, "position_embeddings": (first, second)}
+        return args, {**arguments, "position_embeddings": (first, second)}
 
 
-def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Hook after the model below the head: no positions are lost in silence."""
+def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    """Hook after the model below the head; raises if its layers never got the rotations."""
     turns = kwargs.get(_HANDED)
     if turns is not None and not turns.reached:
         name = type(base).__name__
@@ -128,7 +128,7 @@ def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: CallToke
 
 
 class FusedForward:
-    """The forward of an attention's class, where ``apply_rotary_pos_emb`` also takes positions and their Rotary.
+    """Forward of an attention's class, whose ``apply_rotary_pos_emb`` also takes positions and their Rotary.
 
     It is the same code with another name in its globals, so that no other model sees a difference.
 
@@ -149,7 +149,7 @@ class FusedForward:
         self.method = MethodType(copied, attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The attention."""
+        """Run the attention."""
         return self.method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class FusedForward:
 
 
 def turns_or(original: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
-    """``apply_rotary_pos_emb`` of a model, which rotates by positions where it is given them for cos."""
+    """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions where they come in place of cos."""
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(sin, Rotary):
@@ -174,7 +174,7 @@ _MARK = "_mmpos_patch"
 
 @dataclass(frozen=True, eq=False)
 class _Patch:
-    """What unpatch takes away: hooks, and attributes set on modules."""
+    """Hooks, and attributes set on modules, that unpatch removes."""
 
     handles: tuple[Any, ...]
     attributes: tuple[tuple[nn.Module, str, Any], ...]
@@ -222,7 +222,7 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
 
 
 def unpatch(model: Model) -> Model:
-    """Take away all that ``patch`` added.
+    """Remove everything that ``patch`` added.
 
     Args:
         model: the model that was patched, or a copy of it; changed in place.
@@ -233,17 +233,17 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched, or something else has since wrapped what patch set.
     """
-    found = vars(model).get(_MARK)
-    if found is None:
+    added = vars(model).get(_MARK)
+    if added is None:
         raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want the one that was")
-    for module, name, value in found.attributes:
+    for module, name, value in added.attributes:
         if vars(module).get(name) is not value:
             raise InvalidInputError(
                 f"model: got {type(module).__name__}.{name} that was replaced after patch, want ours before unpatch"
             )
-    for handle in found.handles:
+    for handle in added.handles:
         handle.remove()
-    for module, name, _ in found.attributes:
+    for module, name, _ in added.attributes:
         delattr(module, name)
     delattr(model, _MARK)
     return model
@@ -261,7 +261,7 @@ def _hooks(anatomy: Anatomy, hand_down: HandDown) -> tuple[Any, ...]:
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
-    """When layers rotate by positions themselves: "never", "always", or on "cuda"."""
+    """Decide when layers rotate by positions themselves: "never", "always", or on "cuda"."""
     if implementation == "reference":
         return "never"
     if implementation == "auto":
@@ -283,7 +283,7 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
 
 
 def _set(attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Set them all, or none."""
+    """Set all attributes, or none."""
     for module, name, _ in attributes:
         if name in vars(module):
             got = f"{type(module).__name__}.{name}"

@@ -34,23 +34,23 @@ ARGUMENT = "mm_position_ids"
 
 
 class CallTokens(NamedTuple):
-    """The tokens of a call: rows, tokens in a row, and where they are."""
+    """Shape of the tokens of a call, and their device."""
 
     batch: int
     seq: int
     device: torch.device
 
 
-def tokens_of(*candidates: Any) -> Tensor:
-    """The first that is there of input_ids and the embeddings that stand for them."""
+def tokens_of(*candidates: object) -> Tensor:
+    """Return the first that is there of input_ids and the embeddings in their place."""
     for tokens in candidates:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
     raise InvalidInputError("mm_position_ids: got neither input_ids nor inputs_embeds beside it, want one of them")
 
 
-def rows_of(ids: Any, rows: CallTokens, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
-    """Positions where kernels can read them, one for every token of the call.
+def rows_of(ids: object, rows: CallTokens, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
+    """Check positions of a call, one for every token, and move a table to where kernels can read it.
 
     Raises:
         InvalidInputError: another type or dtype, or axes, tokens, rows or device that differ from the call's.
@@ -75,7 +75,7 @@ def rows_of(ids: Any, rows: CallTokens, rotaries: Sequence[Rotary]) -> DevicePos
 
 
 def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
-    """Refuse a table whose cursor passes what a Rotary was made for, where its scaling depends on that."""
+    """Refuse a table whose next position passes the length that a Rotary is scaled for."""
     scaled = [rotary for rotary in rotaries if rotary.scaling is not None]
     if not scaled or not table.num_documents:
         return
@@ -89,15 +89,15 @@ def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
             )
 
 
-def apart(ids: Any, rows: CallTokens, given: Mapping[str, Any], packs: bool) -> dict[str, Any]:
-    """Arguments by which Transformers keeps the documents of one packed row apart.
+def apart(ids: object, rows: CallTokens, arguments: Mapping[str, Any], packs: bool) -> dict[str, Any]:
+    """Return arguments by which Transformers keeps the documents of one packed row apart.
 
     Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
 
     Args:
         ids: positions; a table says where documents end, DevicePositions only that there are several.
         rows: the tokens of the call.
-        given: its other arguments.
+        arguments: its other arguments.
         packs: whether the model keeps documents apart at all.
     """
     if rows.batch > 1 or not _several(ids, rows):
@@ -106,30 +106,33 @@ def apart(ids: Any, rows: CallTokens, given: Mapping[str, Any], packs: bool) -> 
         raise UnsupportedError(
             "mm_position_ids: got several documents in one row, which this model does not keep apart, want a row each"
         )
-    return _restarts(ids, rows, given) if isinstance(ids, PositionTable) else _told(ids, given)
+    if isinstance(ids, PositionTable):
+        return _restarts(ids, rows, arguments)
+    _check_boundaries(arguments)
+    return {}
 
 
-def _several(ids: Any, rows: CallTokens) -> bool:
+def _several(ids: object, rows: CallTokens) -> bool:
     """Whether one row holds more than one document; ids alone do not tell."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
     return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
 
 
-def _told(ids: DevicePositions, given: Mapping[str, Any]) -> dict[str, Any]:
-    mask, told = given.get("attention_mask"), ("position_ids", "past_key_values")
+def _check_boundaries(arguments: Mapping[str, Any]) -> None:
+    """Refuse DevicePositions of several documents, if no other argument keeps these apart."""
+    mask, names = arguments.get("attention_mask"), ("position_ids", "past_key_values")
     whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    if whole and all(given.get(name) is None for name in told):
+    if whole and all(arguments.get(name) is None for name in names):
         raise InvalidInputError(
             "mm_position_ids: got DevicePositions of several documents, which do not say where these end, want "
             "position_ids that restart with each beside them, or the PositionTable"
         )
-    return {}
 
 
-def _restarts(table: PositionTable, rows: CallTokens, given: Mapping[str, Any]) -> dict[str, Any]:
-    mask = given.get("attention_mask")
-    if given.get("past_key_values") is not None:
+def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    mask = arguments.get("attention_mask")
+    if arguments.get("past_key_values") is not None:
         raise UnsupportedError(
             "past_key_values: got a cache beside packed documents, want None: a cache does not keep them apart"
         )
@@ -140,9 +143,9 @@ def _restarts(table: PositionTable, rows: CallTokens, given: Mapping[str, Any]) 
         )
     if mask is not None:
         return {}
-    if given.get("use_cache"):
+    if arguments.get("use_cache"):
         raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not keep them apart")
-    if given.get("position_ids") is not None:
+    if arguments.get("position_ids") is not None:
         return {"use_cache": False}
     first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(rows.device, torch.int64)
     token = torch.arange(rows.seq, device=rows.device)
@@ -164,7 +167,7 @@ def _check_table(ids: DevicePositions, rows: CallTokens, axes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Ids of prompts, and how they go on; not a tensor, so that generation hands it on as it is.
+    """Ids of prompts, and how they go on; not a tensor, so that generation passes it on as it is.
 
     Args:
         ids: (axes, batch, seq) ids from the first token in the cache on.
@@ -178,7 +181,7 @@ class Prompt:
     def of(
         cls, positions: Any, next_positions: Any, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
     ) -> Prompt:
-        """The prompt that the arguments of generate tell, checked.
+        """Check the arguments of generate, and make a prompt of them.
 
         Args:
             positions: a PositionTable, or ids with next_positions beside them.
@@ -207,7 +210,7 @@ class Prompt:
         return cls(ids, next_positions.to(ids.device))
 
     def columns(self, start: int | Tensor, length: int, rows: int) -> Tensor:
-        """(axes, rows, length) ids of the tokens from start on, in the prompt and after it.
+        """Return (axes, rows, length) ids of the tokens from start on, in the prompt and after it.
 
         Rows are those of the batch, each repeated for the sequences that grow out of it.
         """
@@ -238,7 +241,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)
 
 
-def _check_next(next_positions: Any, batch: int, positions: Any) -> None:
+def _check_next(next_positions: Any, batch: int, positions: object) -> None:
     if next_positions is None:
         raise InvalidInputError(
             f"mm_next_positions: got None beside {type(positions).__name__}, want (batch,) ids of the tokens to come: "
@@ -259,7 +262,7 @@ def generate(
     mm_next_positions: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``generate`` of the model's class, with positions of the prompt.
+    """Call ``generate`` of the model's class with positions of the prompt.
 
     Args:
         model: the model.
@@ -295,7 +298,7 @@ def _check_guidance(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def prepare_inputs_for_generation(
     model: Any, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, mm_position_ids: Any = None, **kwargs: Any
 ) -> Any:
-    """``prepare_inputs_for_generation`` of the model's class, with the ids of the tokens that it chooses.
+    """Call the method of the model's class, and add the ids of the tokens that it chooses.
 
     Transformers reads the names of its arguments to know which ones ``generate`` may be given.
     """

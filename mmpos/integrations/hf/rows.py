@@ -19,13 +19,13 @@ from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer,
 __all__ = ["Options", "Rows", "expand", "flat_options"]
 
 
-def flat_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call, those of ``text_kwargs`` beside the others.
+def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the arguments of a call with those in ``text_kwargs``.
 
     Raises:
         InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
     """
-    flat = dict(given)
+    flat = dict(arguments)
     grouped = flat.pop("text_kwargs", None) or {}
     if not isinstance(grouped, Mapping):
         raise InvalidInputError(f"text_kwargs: got {type(grouped).__name__}, want options by their names")
@@ -84,15 +84,15 @@ class Options:
                 boolean(each.name, getattr(self, each.name))
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], tokenizer: Any) -> Options:
-        """The options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
+    def of(cls, arguments: Mapping[str, Any], tokenizer: Any) -> Options:
+        """Read the options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
 
         Those that are not given are what the tokenizer was made with, if it was.
 
         Raises:
             InvalidInputError: an argument that there is not, or that is given twice.
         """
-        flat = flat_options(given)
+        flat = flat_options(arguments)
         known = [each.name for each in fields(cls)]
         for name in flat.keys() - set(known):
             raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
@@ -100,7 +100,7 @@ class Options:
         return cls(**{name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with} | flat)
 
     def encode(self, tokenizer: Any, texts: list[str]) -> Any:
-        """The tokens of each text by itself, neither padded nor cut."""
+        """Tokenize each text by itself, neither padded nor cut."""
         marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
         cuts = self.limit(tokenizer) is not None
         encoded = tokenizer(
@@ -120,12 +120,12 @@ class Options:
         return encoded
 
     def side(self, tokenizer: Any) -> Side:
-        """The side on which rows are padded."""
+        """Return the side on which rows are padded."""
         side: Side = self.padding_side or tokenizer.padding_side
         return side
 
     def limit(self, tokenizer: Any) -> int | None:
-        """Most tokens of a row; None where rows are not to be cut."""
+        """Return the most tokens of a row; None where rows are not cut."""
         if self.truncation is None:
             cuts = self.max_length is not None and self.padding is False
         else:
@@ -133,12 +133,12 @@ class Options:
         return self._length(tokenizer) if cuts else None
 
     def _length(self, tokenizer: Any) -> int | None:
-        """Tokens of a row that max_length stands for; None where there is no such number."""
+        """Return the tokens of a row that max_length stands for; None where there is no such number."""
         length = tokenizer.model_max_length if self.max_length is None else self.max_length
         return int(length) if length <= INT32_MAX else None
 
     def width(self, lengths: IntArray, tokenizer: Any) -> int | None:
-        """Tokens of every row of the batch; None where rows are left as they are.
+        """Return the tokens of every row of the batch; None where rows are left as they are.
 
         Raises:
             InvalidInputError: a row that is longer than wanted, or rows of several lengths that are to be a tensor.
@@ -162,7 +162,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Rows:
-    """The token ids of several documents, one after the other, and the images in them.
+    """Token ids of several documents, one after the other, and the images in them.
 
     Args:
         input_ids: (tokens,) of all rows.
@@ -185,14 +185,14 @@ class Rows:
     markers: MarkerIds
 
     def segments(self) -> SegmentTable:
-        """What stands where; no token is read."""
+        """Make the table of segments; no token is read."""
         starts = self.lengths.cumsum() - self.lengths
         offsets = self.first + self.markers.margins[0] - starts[self.document]
         separated = self.markers.row is not None
         return SegmentTable.from_spans(self.lengths, offsets, self.grid_thw, self.document, row_separator=separated)
 
     def cut(self, length: int, side: str, added: IntArray) -> Rows:
-        """Every row cut to at most so many tokens, on the right or on the left, which may cut no image.
+        """Cut every row to at most so many tokens, on the right or on the left, but never through an image.
 
         Args:
             length: most tokens of a row.
@@ -235,7 +235,7 @@ class Rows:
 
 
 def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
-    """(rows, 2) special tokens that a tokenizer has put before and after each text, as its mask of them says."""
+    """Count (rows, 2) special tokens that a tokenizer has put before and after each text, by its mask of them."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
         for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
@@ -246,15 +246,15 @@ def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
 def expand(
     texts: Sequence[Sequence[int]],
     grid_thw: IntArray,
-    given: IntArray | None,
+    per_row: IntArray | None,
     markers: MarkerIds,
 ) -> Rows:
-    """Put the tokens of images in the place of their placeholders.
+    """Replace each placeholder by the tokens of its image.
 
     Args:
         texts: token ids of each row, with one placeholder per image.
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
-        given: (rows,) images given for each row; None where they are given for all together.
+        per_row: (rows,) images given for each row; None where they are given for all together.
         markers: the tokens to put around and into the images.
 
     Raises:
@@ -267,7 +267,7 @@ def expand(
     ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
     (at,) = (ids == markers.patch).nonzero()
     document = np.searchsorted(before, at, side="right") - 1
-    _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), given)
+    _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), per_row)
     frames, height, width = grid_thw.T
     front, back = markers.margins
     tokens = frames * height * (width + (markers.row is not None)) + front + back
@@ -282,13 +282,14 @@ def expand(
     return rows
 
 
-def _check_counts(found: IntArray, images: int, given: IntArray | None) -> None:
-    if given is not None:
-        wrong = found != given
+def _check_counts(placeholders: IntArray, images: int, per_row: IntArray | None) -> None:
+    if per_row is not None:
+        wrong = placeholders != per_row
         if wrong.any():
             i = int(wrong.argmax())
-            raise InvalidInputError(
-                f"images[{i}]: got {counted(given[i], 'image')}, want {found[i]}, the placeholders of text[{i}]"
-            )
-    elif found.sum() != images:
-        raise InvalidInputError(f"images: got {counted(images, 'image')}, want {found.sum()}, the placeholders of text")
+            want = f"{placeholders[i]}, the placeholders of text[{i}]"
+            raise InvalidInputError(f"images[{i}]: got {counted(per_row[i], 'image')}, want {want}")
+    elif placeholders.sum() != images:
+        raise InvalidInputError(
+            f"images: got {counted(images, 'image')}, want {placeholders.sum()}, the placeholders of text"
+        )

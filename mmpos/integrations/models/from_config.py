@@ -32,7 +32,7 @@ TEXT_TYPES = _names("""
 
 @dataclass(frozen=True)
 class ModelType:
-    """What the code of a model type does with positions.
+    """Positions of a model type, as its code has them.
 
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
@@ -180,7 +180,7 @@ def from_hf_config(
     engine: Literal["transformers", "serving"] = "transformers",
     layer_type: str | None = None,
 ) -> ModelSettings:
-    """The scheme, token ids, merge size and rotations of a model, from its config alone.
+    """Read the scheme, token ids, merge size and rotations of a model from its config.
 
     Args:
         config: the whole config object of a model, or the mapping of its config.json.
@@ -195,32 +195,32 @@ def from_hf_config(
         InvalidInputError: the config does not say what is needed, or contradicts itself; the message names the field.
     """
     one_of("engine", engine, ("transformers", "serving"))
-    told = Fields.of(config)
-    known = _known(told)
-    vision = told.part("vision_config")
-    if vision is None and "vision_config" in told.parts:
-        raise told.missing("vision_config", "the config of the encoder")
+    fields = Fields.of(config)
+    known = _known(fields)
+    vision = fields.part("vision_config")
+    if vision is None and "vision_config" in fields.parts:
+        raise fields.missing("vision_config", "the config of the encoder")
     scheme = _scheme(known, engine, vision)
     many_axes = scheme.axes > 1
-    settings: dict[str, Any] = {"spatial_merge_size": told.integer("spatial_merge_size", minimum=1) or 1}
+    settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
-        model_type=told.model_type,
+        model_type=fields.model_type,
         scheme=scheme,
-        rotary=_rotary(told, known, scheme, layer_type),
-        image_token_id=told.integer("image_token_id", "image_token_index", needed=many_axes),
-        video_token_id=told.integer("video_token_id", "video_token_index"),
-        image_markers=_pair(told, known.markers),
+        rotary=_rotary(fields, known, scheme, layer_type),
+        image_token_id=fields.integer("image_token_id", "image_token_index", needed=many_axes),
+        video_token_id=fields.integer("video_token_id", "video_token_index"),
+        image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
-        video_markers=_pair(told, known.video_markers),
+        video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
         **(settings if vision is None else settings | _encoder(known, scheme, vision)),
     )
 
 
-def _known(told: Fields) -> ModelType:
-    model = told.model_type
+def _known(fields: Fields) -> ModelType:
+    model = fields.model_type
     if not model:
-        raise told.missing("model_type", "the name of a model type")
+        raise fields.missing("model_type", "the name of a model type")
     if model in UNSUPPORTED_TYPES:
         raise UnsupportedError(f"config.model_type: got {model!r}, want another: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
@@ -240,25 +240,25 @@ def _scheme(known: ModelType, engine: str, vision: Fields | None) -> Scheme:
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
 
 
-def _rotary(told: Fields, known: ModelType, scheme: Scheme, layer_type: str | None) -> Rotary:
-    text = told.part("text_config") or told
+def _rotary(fields: Fields, known: ModelType, scheme: Scheme, layer_type: str | None) -> Rotary:
+    text = fields.part("text_config") or fields
     inside = text.own("model_type")
-    if inside not in {None, told.model_type, *known.text}:
-        got = f"{inside!r} inside {told.model_type!r}"
+    if inside not in {None, fields.model_type, *known.text}:
+        got = f"{inside!r} inside {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(known.text)}")
     overrides: dict[str, Any] = {}
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and has its own word for head_dim
-        head_dim = told.integer("attention_head_dim", needed=True, minimum=2)
+        head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
-    arguments = hf_arguments(told, layer_type=layer_type, overrides=overrides)
+    arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides)
     return Rotary(**{"axes": scheme.axes, **arguments})
 
 
-def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
-    """Ids of a marker before and one after, where the config has both."""
+def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
+    """Return the ids of a marker before and one after, where the config has both."""
     if names is None:
         return None
-    begin, end = (told.integer(name, name.replace("_id", "_index")) for name in names)
+    begin, end = (fields.integer(name, name.replace("_id", "_index")) for name in names)
     if begin is None or end is None:
         return None
     if begin == end:
@@ -267,7 +267,7 @@ def _pair(told: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None
 
 
 def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
-    """Sizes of an encoder, and its positions and rotation if its rows and columns turn."""
+    """Read the sizes of an encoder, and its positions and rotation where it rotates by rows and columns."""
     settings: dict[str, Any] = {name: vision.integer(name, minimum=1) for name in ("patch_size", "temporal_patch_size")}
     if known.merges_frames:
         settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)

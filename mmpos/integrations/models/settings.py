@@ -33,7 +33,7 @@ def tell_videos_apart(
     tokens: tuple[int, int],
     markers: tuple[int, int],
 ) -> IntArray:
-    """The ids, where a placeholder of an image between the markers of a video is one of a video.
+    """Replace the placeholders of images between the markers of a video by those of videos.
 
     Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
     have begun than ended.
@@ -61,7 +61,7 @@ def tell_videos_apart(
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a model does with positions; `from_hf_config` reads it from a config.
+    """Settings of a model's positions; `from_hf_config` reads them from a config.
 
     Args:
         model_type: of the config.
@@ -117,7 +117,7 @@ class ModelSettings:
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
     ) -> SegmentTable:
-        """The table of a tokenised batch, as the processor of the model made it.
+        """Make the table of a tokenised batch from the processor of the model.
 
         A model with one axis gives placeholders the ids of text; without grids they are counted as text.
 
@@ -155,12 +155,12 @@ class ModelSettings:
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
-        """The ids of the language model; see ``mmpos.place``."""
+        """Place segments as the language model does; see ``mmpos.place``."""
         return place(segments, self.scheme, start)
 
     @property
     def markers(self) -> Markers:
-        """The tokens around and inside an image, for ``SequenceBuilder``: by id, or by name those that end rows.
+        """Tokens around and inside an image, for ``SequenceBuilder``: by id, those that end rows by name.
 
         Raises:
             UnsupportedError: the config does not name them.
@@ -175,7 +175,7 @@ class ModelSettings:
         return Markers(*self.image_markers, self.image_token_id)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
-        """An ImageProcessor with the patches, merging and order of the encoder.
+        """Make an ImageProcessor with the patches, merging and order of the encoder.
 
         Args:
             arguments: of ImageProcessor, for what a config does not say: limits of sizes, mean and std.
@@ -189,8 +189,8 @@ class ModelSettings:
             raise UnsupportedError(
                 f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
             )
-        told = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
-        return ImageProcessor(**{**told, "order": self.vision_scheme.order, **arguments})
+        sizes = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
+        return ImageProcessor(**{**sizes, "order": self.vision_scheme.order, **arguments})
 
     def _merged_frames(self, video_grid_thw: npt.ArrayLike | None) -> npt.ArrayLike | None:
         if video_grid_thw is None or self.temporal_merge_size == 1:

@@ -1,4 +1,4 @@
-"""What engines with contiguous M-RoPE sections take: three rows of ids, one cos/sin cache, and weights in its order.
+"""Contiguous M-RoPE sections, as serving engines have them: three rows of ids, a cos/sin cache, weights in order.
 
 Shapes used throughout:
     ids            (3, tokens) int64, one row per section of pairs

@@ -36,7 +36,7 @@ ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
 
 
 def pair_order(rotary: Rotary) -> IntArray:
-    """(pairs,) the pair that comes in each place once pairs are sorted by their axis: evens then odds, if interleaved.
+    """Sort pairs by their axis: (pairs,) the old pair at each new one; evens then odds, if interleaved.
 
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -45,7 +45,7 @@ def pair_order(rotary: Rotary) -> IntArray:
 
 
 def qk_channels(rotary: Rotary) -> IntArray:
-    """(head_dim,) the channel of q and k that comes in each place once pairs are sorted by their axis.
+    """Sort the channels of q and k by the axis of their pairs: (head_dim,) the old channel at each new one.
 
     A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that do not turn stay.
 
@@ -71,7 +71,7 @@ def _check_rotary(rotary: Rotary) -> None:
 
 @dataclass(frozen=True)
 class Sections:
-    """A rotation of one to three axes as engines with contiguous M-RoPE sections carry it.
+    """Rotation of one to three axes as engines with contiguous M-RoPE sections carry it.
 
     Their kernels turn the first pairs by the first row of ids, the next ones by the second and the last by the third.
     Pairs that are sorted by axis fit as they are. Others fit once the channels of q and k come in that order in the
@@ -110,19 +110,19 @@ class Sections:
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Pairs turned by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
+        """Pairs rotated by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
         counts = np.bincount(self.rotary.pair_axis, minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """The axis of each row of ids: (0, 0, 1) is row, row, column."""
+        """Axis of each row of ids: (0, 0, 1) is row, row, column."""
         return ROWS[self.rotary.axes - 1]
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """What the config of the checkpoint must say so that an engine builds modules of this shape; a new dict."""
+        """Fields of the checkpoint's config by which an engine builds modules of this shape; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
         if int(head_dim * factor) < self.rotary.rotary_dim:  # as engines round it
@@ -136,7 +136,7 @@ class Sections:
 
     @property
     def order(self) -> IntArray:
-        """(pairs,) the model's pair in each place of the engine's."""
+        """(pairs,) the model's pair at each of the engine's."""
         return pair_order(self.rotary)
 
     @property
@@ -145,7 +145,7 @@ class Sections:
         return self.rotary.pairing == "half"
 
     def cos_sin_cache(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
-        """The cache that engines gather from, in the order of the sections, times the attention factor.
+        """Compute the cache that engines gather from, in the order of the sections, times the attention factor.
 
         With ``precision="exact"`` every entry is within 2e-7 of the truth before it is rounded to dtype; with "hf" it
         is that of Transformers' float32 angles. Scalings that depend on the length are those of ``Rotary.for_length``.
@@ -173,7 +173,7 @@ class Sections:
 def request_positions(
     positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0, computed: int = 0
 ) -> tuple[Tensor, int]:
-    """The ids of a prompt, and the delta by which the engine places what it generates.
+    """Return the ids of a prompt, and the delta by which the engine places what it generates.
 
     The engine gives token i of the request, counted from 0, the id i + delta once i is beyond the prompt.
 
@@ -196,14 +196,14 @@ def request_positions(
         raise InvalidInputError(
             f"positions: got {counted(positions.num_documents, 'document')}, want 1; see batch_positions"
         )
-    (found,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
-    return found
+    (request,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
+    return request
 
 
 def batch_positions(
     positions: PositionTable, sections: Sections, *, max_new_tokens: npt.ArrayLike = 0, computed: npt.ArrayLike = 0
 ) -> list[tuple[Tensor, int]]:
-    """``request_positions`` of every document.
+    """Return the ids and the delta of every document, as ``request_positions`` does of one.
 
     Args:
         positions: one document per request.
@@ -238,7 +238,7 @@ def window_positions(
     starts: npt.ArrayLike,
     lengths: npt.ArrayLike,
 ) -> Tensor:
-    """The ids of one step: of each entry a window of a request, as for chunked prefill, a cached prefix or drafts.
+    """Return the ids of one step: windows of requests, as for chunked prefill, cached prefixes and drafts.
 
     Args:
         positions: one document per request, from its first token.
@@ -259,7 +259,7 @@ def window_positions(
 def draft_positions(
     positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
 ) -> Tensor:
-    """The ids of a tree of drafts after a request: those of one depth share one id.
+    """Return the ids of a tree of drafts after a request; drafts of one depth share one id.
 
     Args:
         positions: one document per request, from its first token.

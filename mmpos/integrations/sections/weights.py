@@ -85,7 +85,7 @@ def permute_qk(
     leave: str | None = None,
     inverse: bool = False,
 ) -> dict[str, Tensor] | Iterator[tuple[str, Tensor]]:
-    """A checkpoint with the channels of q and k sorted by the axis that turns them, as ``Sections`` needs it.
+    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as ``Sections`` needs it.
 
     Rows of q_proj, k_proj and of the q and k in qkv_proj are sorted inside each head, with their biases, the weights
     of q and k norms (q_norm, q_layernorm, query_layernorm and those of k), per-row scales, and LoRA's B. What else
@@ -145,28 +145,28 @@ class _Turn:
     def pairs(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         seen = _Seen()
         for name, tensor in weights:
-            found = PROJECTION.fullmatch(name)
+            match = PROJECTION.fullmatch(name)
             if not self._wanted(name):
                 yield name, tensor
             elif self.norms is not None and self.norms.search(name):
                 seen.counterparts[name] = name
                 yield name, self._turned(name, tensor, "weight", "norm", norm=True)
-            elif found is None:
+            elif match is None:
                 self._look_at(name, tensor, seen)
                 yield name, tensor
             else:
-                role = found["role"] or found["norm"][0]
+                role = match["role"] or match["norm"][0]
                 # An adapter may be of q alone.
-                counterpart = _counterpart(found) if found["leaf"] == "weight" and role != "qkv" else name
-                turned = self._turned(name, tensor, found["leaf"], role, norm=found["norm"] is not None)
+                counterpart = _counterpart(match) if match["leaf"] == "weight" and role != "qkv" else name
+                turned = self._turned(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
                 seen.counterparts[name] = counterpart
                 seen.rows[name] = len(turned) if turned.dim() else 1
-                seen.blocks.add(found["layer"])
+                seen.blocks.add(match["layer"])
                 yield name, turned
         seen.check()
 
     def _look_at(self, name: str, tensor: Tensor, seen: _Seen) -> None:
-        """Note what is passed on, or refuse it at once if its name says that it is of q or k."""
+        """Note a tensor that is passed on, or refuse it if its name says that it is of q or k."""
         if output := OUTPUT.fullmatch(name):
             seen.outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
         shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold other things
@@ -210,7 +210,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a pass over a checkpoint has come across, which only its end can judge.
+    """Facts of a pass over a checkpoint that only its end can judge.
 
     Args:
         counterparts: of every tensor of q and k, the name of the one that must be there, too.
@@ -246,11 +246,11 @@ class _Seen:
                     raise _unknown(name, shape)
 
 
-def _counterpart(found: re.Match[str]) -> str:
-    """The name of k beside that of q, or of q beside that of k."""
+def _counterpart(match: re.Match[str]) -> str:
+    """Return the name of k beside that of q, or of q beside that of k."""
     other = {"q": "k", "k": "q", "query": "key", "key": "query"}
-    which, rest = found["part"].split("_", 1)
-    return f"{found['layer']}{other[which]}_{rest}.{found['leaf']}"
+    which, rest = match["part"].split("_", 1)
+    return f"{match['layer']}{other[which]}_{rest}.{match['leaf']}"
 
 
 def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
@@ -261,7 +261,7 @@ def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
 
 
 def _turns(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """(heads,) 1 for the heads of q and k in a fused qkv, 0 for those of v."""
+    """Return (heads,) 1 for the heads of q and k in a fused qkv, 0 for those of v."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None
@@ -296,22 +296,22 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
     Raises:
         InvalidInputError: no such module, or one that does not fit.
     """
-    found: list[Any] = [module for module in model.modules() if _is_rotary(module)]
-    if not found:
+    modules: list[Any] = [module for module in model.modules() if _is_rotary(module)]
+    if not modules:
         raise InvalidInputError("model: got no module with cos_sin_cache and mrope_section, want at least one")
-    for module in found:
+    for module in modules:
         _check(module, sections)
     made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-    for module in found:
+    for module in modules:
         where = (module.cos_sin_cache.dtype, module.cos_sin_cache.device)
         if where not in made:
             made[where] = sections.cos_sin_cache(*where)
         module.cos_sin_cache = made[where]
         module._ensure_cos_sin_cache_length = partial(_grow, module, sections)
-    return len(found)
+    return len(modules)
 
 
-def _is_rotary(module: Any) -> bool:
+def _is_rotary(module: object) -> bool:
     return isinstance(getattr(module, "cos_sin_cache", None), Tensor) and bool(getattr(module, "mrope_section", None))
 
 
@@ -336,7 +336,7 @@ def _check(module: Any, sections: Sections) -> None:
 
 
 def _grow(module: Any, sections: Sections, needed_max_pos: int) -> None:
-    """In place of SGLang's ``_ensure_cos_sin_cache_length``: rows for all ids up to this one."""
+    """Extend the cache to all ids up to this one, in place of SGLang's ``_ensure_cos_sin_cache_length``."""
     cache = module.cos_sin_cache
     if needed_max_pos >= len(cache):
         rows = BLOCK * (needed_max_pos // BLOCK + 1)  # many at a time, since ids may come one by one

@@ -19,7 +19,7 @@ __all__ = ["LoadBalancer", "document_positions", "rope_cache", "shard", "shard_t
 
 
 def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tensor:
-    """The table as one tensor of integers, which no mixed precision rounds and no stage of a pipeline slices.
+    """Pack the table into one tensor of integers, which no mixed precision rounds and no pipeline stage slices.
 
     Its shape tells it from ids, which are (batch, seq), (tokens,), or either with an axis behind.
 
@@ -44,7 +44,7 @@ def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tenso
 
 
 def document_positions(positions: PositionTable, seq: int | None = None) -> Tensor:
-    """How far every token is behind the first of its document: what torchtitan reads documents and masks from.
+    """Count tokens from the first of their document, from which torchtitan reads documents and masks.
 
     Ids of images are no such thing: torchtitan takes every 0 for the start of a document. A run of padding is a
     document of its own, so that no token sees it.
@@ -65,7 +65,7 @@ def document_positions(positions: PositionTable, seq: int | None = None) -> Tens
 
 
 def rope_cache(rotary: Rotary, positions: PositionTable, seq: int | None = None) -> Tensor:
-    """The cache that torchtitan's ``apply_rotary_emb`` broadcasts over the heads, for the tokens of this batch alone.
+    """Compute the cache that torchtitan's ``apply_rotary_emb`` broadcasts over the heads, for this batch alone.
 
     Args:
         rotary: pairing "half" for CosSinRoPE, "adjacent" for ComplexRoPE.
@@ -83,7 +83,7 @@ def rope_cache(rotary: Rotary, positions: PositionTable, seq: int | None = None)
 
 
 def tokens_of(positions: PositionTable, seq: int | None) -> tuple[int, ...]:
-    """(batch, seq), or (tokens,) without seq."""
+    """Return (batch, seq), or (tokens,) without seq."""
     if seq is None:
         return (positions.num_tokens,)
     seq = integer("seq", seq, minimum=1)
@@ -102,7 +102,7 @@ def shard(
     world_size: int,
     load_balancer: LoadBalancer | None = "headtail",
 ) -> PositionTable:
-    """The tokens of one context-parallel rank. Source: torch's ``_HeadTailLoadBalancer``, whose indices these are.
+    """Cut out the tokens of one context-parallel rank. Source: torch's ``_HeadTailLoadBalancer``.
 
     Args:
         positions: the tokens of a batch, row after row.
@@ -137,7 +137,7 @@ def shard_tensors(
     load_balancer: LoadBalancer | None = "headtail",
     capacity: int | None = None,
 ) -> Tensor:
-    """The tables of all context-parallel ranks in one tensor, since a loader hands all ranks the same.
+    """Stack the tables of all context-parallel ranks in one tensor, since a loader hands all ranks the same.
 
     Args:
         positions: the tokens of a batch, row after row.

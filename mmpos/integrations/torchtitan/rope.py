@@ -23,7 +23,7 @@ PAIRINGS = {"ComplexRoPE.Config": "adjacent", "CosSinRoPE.Config": "half"}
 
 
 def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
-    """The rotation of a torchtitan RoPE config, with the axes that images need.
+    """Make a Rotary of a torchtitan RoPE config, with the axes that images need.
 
     Theta, dim and scaling are the config's; max_seq_len is not needed. MRoPE's sections come with its allocation.
     YaRN has no attention factor here, as torchtitan folds it into the scale of the softmax.
@@ -40,10 +40,15 @@ def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
     pairing = next((PAIRINGS[name] for name in names if name in PAIRINGS), None)
     if pairing is None:
         raise InvalidInputError(f"config: got {names[0]}, want {' or '.join(PAIRINGS)}")
-    found = {"head_dim": config.dim, "theta": config.theta, "pairing": pairing, "scaling": _scaling(config, pairing)}
+    arguments = {
+        "head_dim": config.dim,
+        "theta": config.theta,
+        "pairing": pairing,
+        "scaling": _scaling(config, pairing),
+    }
     if "MRoPE.Config" in names and "allocation" not in overrides:
-        found |= {"axes": 3, "allocation": "mrope-interleaved", "mrope_section": config.mrope_section}
-    return Rotary(**{**found, **overrides})
+        arguments |= {"axes": 3, "allocation": "mrope-interleaved", "mrope_section": config.mrope_section}
+    return Rotary(**{**arguments, **overrides})
 
 
 def _scaling(config: Any, pairing: str) -> Scaling | None:
@@ -71,7 +76,7 @@ def _scaling(config: Any, pairing: str) -> Scaling | None:
 
 
 class RoPE(RotaryEmbedding):
-    """Rotates queries and keys as torchtitan's RoPE modules are called; any id has its angle, past max_seq_len too.
+    """Module that rotates queries and keys as torchtitan's RoPE modules do, for any id, past max_seq_len too.
 
     Args:
         rotary: frequencies, and how they are allotted to axes and channels.
@@ -103,13 +108,13 @@ class RoPE(RotaryEmbedding):
         placements = query.placements if isinstance(query, DTensor) else ()
         if positions is None and any(part.is_shard(len(tokens) - 1) for part in placements):
             raise InvalidInputError("positions: got None for tokens on several ranks, want those of the local tokens")
-        given = self._positions(positions, tokens, local_query.device)
-        q, k = super().forward(local_query, local_key, given, layout="bshd" if len(tokens) == 2 else "thd")
+        local_positions = self._positions(positions, tokens, local_query.device)
+        q, k = super().forward(local_query, local_key, local_positions, layout="bshd" if len(tokens) == 2 else "thd")
         assert k is not None
         return _as(query, q), _as(key, k)
 
     def _positions(self, positions: Tensor | None, tokens: torch.Size, device: torch.device) -> Positions:
-        """What rotates: a table, or ids with the axes first; tokens are (batch, seq) or (tokens,)."""
+        """Return a table, or ids with the axes first; tokens are (batch, seq) or (tokens,)."""
         axes = self.rotary.axes
         assert axes is not None
         if positions is None:
@@ -145,7 +150,7 @@ def _table(positions: Tensor, axes: int, tokens: torch.Size) -> DevicePositions:
 
 
 def _check_tokens(table: Tensor, tokens: torch.Size) -> None:
-    """The last column, which no token reaches, begins at the token count."""
+    """Compare the token count with the last column of the table, which begins there."""
     end = table[OFFSET, -1]
     if table.device.type == "cpu":
         if int(end) != tokens.numel():
@@ -156,7 +161,7 @@ def _check_tokens(table: Tensor, tokens: torch.Size) -> None:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a tensor as it is."""
+    """Return the part of a DTensor on this rank; a tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -169,7 +174,7 @@ def _local(name: str, x: Tensor) -> Tensor:
 
 
 def _as(like: Tensor, x: Tensor) -> Tensor:
-    """The local result as a DTensor where one came: a rotation keeps rows, tokens and heads where they are."""
+    """Wrap the local result as a DTensor like the input: a rotation keeps rows, tokens and heads in place."""
     if not isinstance(like, DTensor):
         return x
     return DTensor.from_local(
@@ -181,7 +186,7 @@ NAME = "mm_position_ids"
 
 
 def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
-    """Let a model, or a stage of a pipeline, take ``mm_position_ids`` and hand them to its layers as positions.
+    """Let a model, or a stage of a pipeline, take ``mm_position_ids`` and pass them to its layers as positions.
 
     torchtitan's trainer gives whatever else a batch holds to every stage as keyword arguments. Its masks and losses
     keep the ``positions`` of the batch, since those are made before this and are read outside of the model.
@@ -196,27 +201,27 @@ def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
     rank = integer("rank", rank, minimum=0)
 
     def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = kwargs.get(NAME)
+        positions = kwargs.get(NAME)
         kept = {name: value for name, value in kwargs.items() if name != NAME}
-        if given is None:
+        if positions is None:
             return args, kept
         if kept.get("mrope_positions") is not None:
             raise InvalidInputError(f"mrope_positions: got ids beside {NAME}, want build_mrope_positions=False")
-        return args, {**kept, "positions": _own(given, rank)}
+        return args, {**kept, "positions": _own(positions, rank)}
 
     return model.register_forward_pre_hook(swap, with_kwargs=True)
 
 
-def _own(given: Tensor, rank: int) -> Tensor:
-    if not isinstance(given, Tensor) or given.dim() not in (2, 3, 4):
-        got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+def _own(positions: Tensor, rank: int) -> Tensor:
+    if not isinstance(positions, Tensor) or positions.dim() not in (2, 3, 4):
+        got = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
         want = (
             "a table_tensor, (world_size, 1, 1, columns) of shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"
         )
         raise InvalidInputError(f"{NAME}: got {got}, want {want}")
-    given = local(given)  # where the trainer wrapped all that it passes on
-    if given.dim() != 4:
-        return given
-    if rank >= given.shape[0]:
-        raise InvalidInputError(f"{NAME}: got tables of {given.shape[0]} ranks, want one for rank {rank}")
-    return given[rank]
+    positions = local(positions)  # where the trainer wrapped all that it passes on
+    if positions.dim() != 4:
+        return positions
+    if rank >= positions.shape[0]:
+        raise InvalidInputError(f"{NAME}: got tables of {positions.shape[0]} ranks, want one for rank {rank}")
+    return positions[rank]

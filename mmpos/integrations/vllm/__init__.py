@@ -1,4 +1,4 @@
-"""What vLLM takes: ids of a request from its multimodal features, and weights and caches for its kernels.
+"""Positions for vLLM: ids of a request from its multimodal features, and weights and caches for its kernels.
 
 Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``models``, which it then asks for.
 """

@@ -18,7 +18,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def register() -> None:
-    """Make the architectures known to vLLM; it may do so many times, in every process."""
+    """Register the architectures with vLLM, which may call this many times, in every process."""
     from vllm import ModelRegistry
 
     for architecture, where in ARCHITECTURES.items():

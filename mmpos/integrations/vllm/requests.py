@@ -29,7 +29,7 @@ AS_TEXT = "prompt_embeds"
 def request_segments(
     num_tokens: int, mm_features: Sequence[Any], *, spatial_merge_size: int, row_separator: bool = False
 ) -> SegmentTable:
-    """The segments of one request, from what vLLM knows of its images and videos.
+    """Make the segments of one request from the spans and grids of its images and videos.
 
     A feature is vLLM's MultiModalFeatureSpec, or anything with its fields: ``modality``, ``data`` with the grid, and
     ``mm_position`` with ``offset``, ``length`` and ``is_embed``. Where ``is_embed`` tells patches from other tokens of
@@ -67,7 +67,7 @@ def request_segments(
 
 
 def check_apart(mm_placeholders: Mapping[str, Sequence[Any]], scheme: str | Scheme) -> None:
-    """Refuse images without text between them, if the scheme does; vLLM knows their spans before it knows grids.
+    """Refuse images without text between them, if the scheme does, by their spans, before their grids are known.
 
     Args:
         mm_placeholders: of each modality the spans of its items, with ``offset`` and ``length``.
@@ -78,7 +78,7 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Any]], scheme: str | Sche
     """
     if not get_scheme(scheme).strict:
         return
-    spans = sorted((span.offset, span.offset + span.length) for found in mm_placeholders.values() for span in found)
+    spans = sorted((span.offset, span.offset + span.length) for items in mm_placeholders.values() for span in items)
     for (_, stop), (start, _) in pairwise(spans):
         if start == stop:
             raise InvalidInputError(
@@ -88,7 +88,7 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Any]], scheme: str | Sche
 
 
 class _Item(NamedTuple):
-    """What is read of a feature: its span, and its grid before merging."""
+    """Span of a feature, and its grid before merging."""
 
     name: str
     offset: int
@@ -99,13 +99,13 @@ class _Item(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """The grids that a feature is made of, and where they begin."""
+    """Grids of a feature, and their first tokens."""
 
     offsets: Sequence[int]
     grids: Sequence[Sequence[int]]
 
 
-def _has_patches(feature: Any) -> bool:
+def _has_patches(feature: object) -> bool:
     return getattr(feature, "modality", None) != AS_TEXT
 
 
@@ -128,7 +128,7 @@ def _read(name: str, feature: Any) -> _Item:
     return _Item(name, offset, length, _mask(f"{name}.mm_position.is_embed", is_embed, length), grid, seconds)
 
 
-def _mask(name: str, is_embed: Any, length: int) -> npt.NDArray[np.bool_] | None:
+def _mask(name: str, is_embed: object, length: int) -> npt.NDArray[np.bool_] | None:
     if is_embed is None:
         return None
     mask = host_array(name, is_embed)
@@ -138,7 +138,7 @@ def _mask(name: str, is_embed: Any, length: int) -> npt.NDArray[np.bool_] | None
 
 
 def _merged(items: Sequence[_Item], merge: int) -> list[list[int]]:
-    """Frames, height and width of every item, after merging."""
+    """Return frames, height and width of every item after merging."""
     grids = np.array([item.grid for item in items], np.int64).reshape(-1, 3)
     odd = (grids < 1).any(axis=1) | (grids[:, 1:] % merge > 0).any(axis=1)
     if odd.any():
@@ -199,7 +199,7 @@ def mrope_input_positions(
     strict: bool | None = None,
     row_separator: bool = False,
 ) -> tuple[Tensor, int]:
-    """The ids of a prompt as ``SupportsMRoPE.get_mrope_input_positions`` returns them.
+    """Return the ids of a prompt as ``SupportsMRoPE.get_mrope_input_positions`` does.
 
     vLLM slices them for chunks and cached prefixes, and gives token i after the prompt the id i + delta. An exception
     in its worker ends the engine with all its requests: call this once where a request comes in, with

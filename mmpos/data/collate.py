@@ -188,7 +188,7 @@ def _lay(
     """Write pieces into a row, each with padding before and after it; documents beyond the pieces are empty."""
     if before.any() or after.any():
         gap = np.full(max(before.max(), after.max()), padding, row.dtype)
-        pieces = pieces + [gap[:0]] * (before.size - len(pieces))
+        pieces = [*pieces, *[gap[:0]] * (before.size - len(pieces))]
         gaps = zip(before.tolist(), pieces, after.tolist(), strict=True)
         pieces = [part for left, piece, right in gaps for part in (gap[:left], piece, gap[:right])]
     np.concatenate(pieces, out=row)

@@ -314,8 +314,8 @@ def mask_mod(
         padded: whether rows of the batch are the documents, all of one length, instead of one packed row (b = 0).
         image_spans: (images, 2) integers, ascending: the first patch of each image and one past its last, counted
             over the batch, separators between rows included; the tokens of an image then see one another both ways.
-            None is causal everywhere. A table alone cannot tell a row of patches from text, hence the spans.
-        device: where the mask will be read; the spans, if a tensor, lie there as well.
+            None is causal everywhere. The spans are needed, since a row of patches looks like text in a table.
+        device: device of the mask, and of the spans if they are a tensor.
 
     Returns:
         a function for B = 1 and Q = KV = tokens, or with padded for B = documents and Q = KV = length.

@@ -1,4 +1,4 @@
-"""BatchDataset: batches of image-text corpora for a torch DataLoader, the same in every run, resumable anywhere."""
+"""BatchDataset: batches of image-text corpora for a torch DataLoader, reproducible and resumable."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _VERSION = 1
 class BatchDataset(IterableDataset[Any]):
     """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
-    What comes follows from the arguments, the epoch and the number of workers alone. All workers of all ranks together
+    The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
     read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
     resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches.
 
     Args:
-        shards: what ``mmpos.data.readers`` give, the same on every rank; an own Reader will do.
+        shards: readers of ``mmpos.data.readers`` or of your own, the same on every rank.
         preprocess: makes an example of a record; runs in the workers.
         batching: a Packer for packed batches, a Batcher for padded ones; it stays as it is, copies of it are used.
         collate: makes a batch of a group of examples, in the workers; None gives Packs or lists of examples.
@@ -114,7 +114,7 @@ class BatchDataset(IterableDataset[Any]):
         # The epoch of a state is its own, whatever was set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
-            self._check(self._state)  # again: a worker is not who the state was loaded for
+            self._check(self._state)  # again: the state was loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         self._stream = self._begin(self._state)
         self._state = None

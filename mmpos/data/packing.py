@@ -123,11 +123,11 @@ class PackCounts:
 class Packer:
     """Packer of a stream of examples, which holds some of them and combines those that fill a pack best.
 
-    A pack begins with the example that has waited longest, so none waits for ever, and goes on with the longest
+    A pack begins with the example that has waited longest, so that each is packed in time, and goes on with the longest
     that still fits. With split_text what then remains is filled with the head of a document, cut between two text
     tokens; the rest of it goes on as an example of its own, with the ids that it has in the whole.
     A Packer to which the ``pending`` examples of another with the same arguments are added, in their order, gives no
-    pack meanwhile and goes on exactly as the other would; only its counts begin anew.
+    pack meanwhile and goes on exactly as the other would; only its counts restart.
 
     Args:
         max_tokens: most tokens in a pack.
@@ -138,7 +138,7 @@ class Packer:
         multiple_of: documents count as padded to a multiple of this; see PackedCollator.
         min_piece: fewest tokens on either side of a cut that fills a pack. A document longer than a pack is cut
             wherever it must be.
-        overlong: what becomes of an example that cannot be packed: one longer than max_tokens, or with split_text
+        overlong: policy for examples that cannot be packed: longer than max_tokens, or with split_text
             an image that is. "raise" a RecordError, "truncate" before what does not fit, or "drop"; both are counted.
     """
 

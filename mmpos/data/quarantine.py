@@ -19,7 +19,7 @@ __all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarant
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, Any]
-"""What is written of a skipped record: source, index, key, error, and facts."""
+"""Line of a skipped record: source, index, key, error, and facts."""
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Quarantine:
     Args:
         on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
         keep: takes each line, such as a QuarantineFile.
-        facts: what else each line says.
+        facts: further fields of each line.
 
     Attributes:
         skipped: records so far.
@@ -51,12 +51,12 @@ class Quarantine:
         """Raise the error of a record, or count, log and write down the record.
 
         Args:
-            location: where it lies.
+            location: its shard and number.
             raw: the record, if it could be read.
-            error: what is wrong.
+            error: the fault, which names the record.
 
         Raises:
-            RecordError: the error, if that is the policy.
+            RecordError: the error, if on_error is "raise".
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
         if self._keep is None:

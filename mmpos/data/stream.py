@@ -130,8 +130,8 @@ class Bookmark(NamedTuple):
     """Point between two records of an epoch, in its order.
 
     Args:
-        portion: where the current window begins: the portion …
-        record: … and the number in its shard of the first record that may belong to it.
+        portion: portion in which the current window begins …
+        record: … and number in its shard of the first record that may belong to the window.
         window: number of the window.
         done: records of the window before this point.
     """
@@ -149,8 +149,8 @@ class Entry(NamedTuple):
     """Record of an epoch, with the point behind it.
 
     Args:
-        origin: where to find it again.
-        location: where it lies, for people.
+        origin: portion and number, by which it is read again.
+        location: shard and number, for messages.
         raw: the record, or its error.
         after: the bookmark behind it.
     """
@@ -166,11 +166,11 @@ class Feed:
     """Records that one consumer reads in one epoch.
 
     The records of its portions, one after the other, are cut into windows, and each window is shuffled by itself. A
-    window is in memory, undecoded, while it is used; where it begins and how much of it is done says all.
+    window is in memory, undecoded, while it is used; its start and the number of records done are the whole state.
 
     Args:
         readers: the shards of all consumers in the order of the epoch.
-        portions: what this consumer reads of them.
+        portions: parts of them that this consumer reads.
         window: records that are shuffled among each other; 1 leaves the order as it is.
         seed: seed, epoch and number of the consumer.
     """
@@ -264,7 +264,7 @@ class Stages:
         preprocess: makes an example of a raw record and its location.
         batching: a Packer or a Batcher, empty; a copy of it makes the groups.
         collate: makes a batch of a group; None gives the groups.
-        threads: how many preprocess records at once, a few ahead of the batches; 0 is the caller's own thread.
+        threads: threads that preprocess, a few records ahead of the batches; 0 uses the caller's own.
     """
 
     preprocess: MakeExample
@@ -285,8 +285,8 @@ class BatchStream(Iterator[Any]):
 
     Args:
         feed: the records.
-        stages: what happens to them.
-        quarantine: what happens to those that cannot be used.
+        stages: steps from a record to a batch.
+        quarantine: policy for records that cannot be used.
         state: a state of a stream with the same arguments, to go on from there.
 
     Raises:

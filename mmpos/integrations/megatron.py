@@ -56,8 +56,8 @@ def rotary_pos_emb(
         positions: DevicePositions, a PositionTable, or dense ids.
         rotary: frequencies, and how they are allotted; pairing "adjacent" is their rotary_interleaved.
         layout: "sbhd" where the documents are the rows of a batch, "thd" where they are packed into one.
-        mscale: what the engine multiplies cos and sin by, its YaRN config's; the angles do not hold it.
-        device: where to make them; None is where the positions are.
+        mscale: factor by which the engine multiplies cos and sin (of its YaRN config); not part of the angles.
+        device: device of the angles; None is that of the positions.
 
     Returns:
         a new tensor, (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim) float32, contiguous.
@@ -109,7 +109,7 @@ class MultimodalRotaryEmbedding(nn.Module):
         layout: "sbhd" for rows of one length, "thd" for packed sequences.
         cp_group: context-parallel ranks; None for one alone.
         mscale: as for ``rotary_pos_emb``.
-        device: where to make angles; None is where the positions are.
+        device: device of the angles; None is that of the positions.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ def broadcast_table(
 
     Args:
         positions: the table on rank src; None elsewhere.
-        src: who has it: its global rank, as torch.distributed.broadcast has it.
-        group: who gets it; None is everybody. All its ranks make this call.
-        device: where the group communicates; None is the current CUDA device under nccl, else the host.
+        src: global rank of the sender, as for torch.distributed.broadcast.
+        group: ranks that receive it, all of which make this call; None is all ranks.
+        device: device on which the group communicates; None is the current CUDA device under nccl, else the host.
 
     Returns:
         on rank src the table that came, elsewhere an equal one on the host. Under nccl this waits for the device.

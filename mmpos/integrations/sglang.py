@@ -29,7 +29,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
 
     Args:
         positions: one document, the whole prompt.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         max_new_tokens: tokens that the request may generate, drafts included.
 
     Returns:

@@ -40,11 +40,11 @@ class ChatTemplate:
     ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
 
     Args:
-        system: of the instructions in front; None refuses the role, here and below.
-        developer: of the instructions of a developer, as newer models call them.
-        user: of what a person says.
-        assistant: of what the model says; only these turns are trained on.
-        tool: of what a tool answers.
+        system: instructions in front; None refuses the role, here and below.
+        developer: instructions of a developer, as newer models call them.
+        user: turns of a person.
+        assistant: turns of the model; only these are trained on.
+        tool: answers of tools.
     """
 
     system: Turn | None = Turn("System:\n", "\n\n")
@@ -75,8 +75,8 @@ class ChatTemplate:
         """Make the pieces of a turn.
 
         Args:
-            role: who speaks.
-            parts: the texts and images that are said.
+            role: role of the speaker.
+            parts: texts and images of the turn.
         """
         name, turn = self.turn(role)
         train = name == "assistant"
@@ -96,7 +96,7 @@ class Chat:
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
     ``{"type": "refusal", "refusal": …}`` of chat completions, and ``input_text``, ``output_text`` and
     ``{"type": "input_image", "image_url": …}`` of responses. Other parts (audio, files) and calls of tools are refused,
-    since a model would be trained as if they had not been said.
+    since a model would be trained as if they were missing.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response".
 
@@ -105,8 +105,8 @@ class Chat:
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: what stands around the turns.
-        images: where the images come from; ``data:`` URLs need nothing.
+        template: text around the turns.
+        images: sources of the images; ``data:`` URLs need none.
     """
 
     template: ChatTemplate = field(default_factory=ChatTemplate)
@@ -168,8 +168,8 @@ class LLaVA:
     ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
 
     Args:
-        template: what stands around the turns; human is its user, gpt its assistant.
-        images: where the images come from; LLaVA itself has paths.
+        template: text around the turns; human is its user, gpt its assistant.
+        images: sources of the images; LLaVA itself has paths.
     """
 
     template: ChatTemplate = field(default_factory=ChatTemplate)

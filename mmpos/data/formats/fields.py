@@ -23,8 +23,8 @@ class Field:
     """Value of a record. Null and missing are the same, since Parquet has no missing values.
 
     Args:
-        record: what errors call the record.
-        name: what they call the value: ``messages[0].content``; empty for the record itself.
+        record: name of the record in errors.
+        name: name of the value, as ``messages[0].content``; empty for the record itself.
         value: the value.
     """
 
@@ -137,7 +137,7 @@ def assemble(key: str, record: Field, names: str, pieces: Iterable[Piece], separ
         record: the record.
         names: the fields that the pieces came from, for the error.
         pieces: texts and images in order.
-        separator: what stands between two texts that become one.
+        separator: text between two texts that become one.
 
     Raises:
         RecordError: nothing is left.

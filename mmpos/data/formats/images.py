@@ -23,7 +23,7 @@ from mmpos.segments.parts import Grid
 __all__ = ["REFERENCE", "Images", "describe"]
 
 REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
-"""What an error wants where an image is referred to."""
+"""Good references to an image, as errors describe them."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -66,9 +66,9 @@ class Images:
         """Resolve a reference to an image: bytes, a pathlib.Path, or the object where it was decoded already.
 
         Args:
-            name: what errors call the reference, such as ``shard-3.jsonl[17]: images[2]``.
+            name: name of the reference in errors, such as ``shard-3.jsonl[17]: images[2]``.
             reference: see the class.
-            want: what an error says it should have been.
+            want: description of a good value, for errors.
 
         Raises:
             RecordError: nothing that refers to an image, or to one that this object cannot or may not read.

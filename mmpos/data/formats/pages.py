@@ -30,8 +30,8 @@ class Obelics:
     ['A cat:', b'GIF89a']
 
     Args:
-        images: where the images come from; OBELICS itself has URLs.
-        separator: stands between two texts with no image between them; OBELICS separates paragraphs so.
+        images: sources of the images; OBELICS itself has URLs.
+        separator: stands between two texts with no image between them; as OBELICS separates paragraphs.
     """
 
     images: Images = field(default_factory=Images)
@@ -89,7 +89,7 @@ class MMC4:
     ['One. Two.']
 
     Args:
-        images: where the images come from.
+        images: sources of the images.
         reference: the field that images are looked up by, "image_name" or "raw_url".
         min_similarity: leave out images with a smaller matched_sim, unread; None to keep all.
         separator: stands between two sentences with no image between them.
@@ -156,7 +156,7 @@ class Energon:
     ['A cat:', b'GIF89a']
 
     Args:
-        images: where the images come from that are structs with only a path.
+        images: sources of images that are structs with only a path.
         separator: stands between two texts with no image between them.
     """
 

@@ -86,7 +86,7 @@ class HFImages:
     Args:
         image: name of the column of images.
         text: name of the column of text.
-        images: where the images come from whose bytes are null.
+        images: sources of images whose bytes are null.
         separator: stands between two texts with no image between them.
     """
 

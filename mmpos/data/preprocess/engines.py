@@ -40,15 +40,15 @@ class Step(NamedTuple):
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
-_PAUSE = 0.1  # seconds between two words of a worker
+_PAUSE = 0.1  # seconds between two messages of a worker
 
 
 def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks on this machine, several at a time.
 
     Args:
-        job: what to do.
-        tasks: with what.
+        job: the work.
+        tasks: inputs and outputs.
         workers: processes; one worker is this process. Others are killed if the iterator is closed early or fails, and
             may leave temporary files.
 
@@ -161,7 +161,7 @@ def _work(pipe: _Pipe) -> None:
             number, task = pipe.recv()
             _do(job, number, task, pipe)
     except Exception as error:
-        with suppress(OSError):  # at the end of the pipe there is nobody to tell
+        with suppress(OSError):  # the parent has closed the pipe
             pipe.send(_portable(error))
 
 
@@ -198,8 +198,8 @@ class ShardWorker:
     """Callable of an actor for ``map_batches``: rows of tasks become rows of their results.
 
     Args:
-        job: what is done with every task.
-        folder: where relative paths begin.
+        job: the work on every task.
+        folder: folder of relative paths.
     """
 
     def __init__(self, job: ShardJob, folder: str) -> None:
@@ -229,8 +229,8 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
     anew: an output is written under a name of its own and renamed in the end.
 
     Args:
-        job: what to do.
-        tasks: with what.
+        job: the work.
+        tasks: inputs and outputs.
         workers: actors, of one processor each; where the cluster has fewer, those work that it has room for.
 
     Yields:
@@ -252,7 +252,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
             fn_constructor_args=(job, os.getcwd()),
             num_cpus=1,
         )
-        # The bar is ours, and so is the last word.
+        # The caller reports progress itself.
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         for row in dataset.iter_rows():

@@ -43,7 +43,7 @@ class Progress:
         shards: in all.
         done: shards that are finished, those of earlier runs included.
         reused: those of earlier runs.
-        counts: what has come of records in this run.
+        counts: records of this run, and their results.
     """
 
     shards: int
@@ -59,7 +59,7 @@ class Output:
     Args:
         source: path or name of its input.
         path: the file of ready sequences; SequenceShard reads it.
-        counts: what came of its records.
+        counts: its records, and their results.
         reused: whether an earlier run had made it.
     """
 
@@ -103,7 +103,7 @@ class Summary:
     Args:
         outputs: in the order of the inputs.
         fill: of all their documents.
-        seconds: that this run took, without the packing.
+        seconds: duration of this run, without the packing.
     """
 
     outputs: tuple[Output, ...]
@@ -142,14 +142,14 @@ def write_sequences(
 ) -> Summary:
     """Preprocess all shards into files of ready sequences, one Parquet file for each.
 
-    A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
-    not done again, unless its input or the settings changed, which is an error. A file of input that was touched or
+    A file is there wholly or not at all, so the same call completes a run that was killed: finished shards are not done
+    again, unless its input or the settings changed, which is an error. A file of input that was touched or
     copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
     depend on the engine, on the workers, or on interruptions. One run at a time writes to a folder, which it locks.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
-        folder: where the files go, each named after its input; made if it is not there.
+        folder: folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
         engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
         workers: shards that are worked on at the same time.
@@ -158,7 +158,7 @@ def write_sequences(
         patches: whether pixels are stored.
         overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
         max_tokens: of the packs whose fill rate is in the summary.
-        report: is told of progress, about ten times a second and at the end.
+        report: called with the progress about ten times a second, and at the end.
 
     Raises:
         InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
@@ -285,7 +285,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     The lock is an flock of a file that names its holder and is removed in the end. Killed holders leave the file, which
     locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock; some other network
-    filesystems lock one machine only, or know no locks, of which a RuntimeWarning tells.
+    filesystems lock one machine only, or have no locks, which gives a RuntimeWarning.
 
     Raises:
         InvalidInputError: another run has the lock, in this process or any other.

@@ -111,7 +111,7 @@ class ShardJob:
             task: input and output.
 
         Yields:
-            What has come of the records so far, after each.
+            Counts of the records so far, after each record.
 
         Raises:
             RecordError: a record cannot be used, and on_error is "raise".

@@ -199,7 +199,7 @@ class SequenceWriter:
         self._axes: int | None = None
         self.facts: dict[str, Any] = {}
         with ExitStack() as stack:
-            # A page of pixels is not worth a dictionary, and a checksum tells a broken disk from broken code.
+            # A page of pixels is not worth a dictionary, and a checksum finds a broken disk.
             self._parquet = parquet.ParquetWriter(
                 stack.enter_context(whole_file(path)),
                 SCHEMA,
@@ -263,7 +263,7 @@ class SequenceShard:
 
     Args:
         path: the file.
-        axes: what its positions must have; None takes what there is.
+        axes: axes that its positions must have; None takes any.
     """
 
     path: str | Path

@@ -11,7 +11,7 @@ from mmpos.support.checks import integer
 __all__ = ["Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
-"""A record as its shard has it, images undecoded; or, in its place, what is wrong with it."""
+"""A record as its shard has it, images undecoded; or, in its place, the error that hides it."""
 
 
 @runtime_checkable
@@ -51,8 +51,8 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
     """Make the error that stands in the place of a record that cannot be read.
 
     Args:
-        location: where.
-        error: why. One of the operating system (no such file, no permission) is raised: no fault of the record.
+        location: its shard and number.
+        error: the cause. One of the operating system (no such file, no permission) is raised: no fault of the record.
         rest: whether all after it is lost, too.
     """
     if isinstance(error, OSError) and error.errno is not None:

@@ -155,8 +155,8 @@ def dataset_shards(dataset: Any, num_shards: int | None = None, name: str = "dat
 
     Args:
         dataset: a Dataset or an IterableDataset.
-        num_shards: how many; None is those that an IterableDataset has, and 1 for a Dataset.
-        name: what messages call it.
+        num_shards: number of shards; None keeps those of an IterableDataset, and is 1 for a Dataset.
+        name: name in messages.
     """
     whole = DatasetReader(dataset, name)
     if num_shards is None:

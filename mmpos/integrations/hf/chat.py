@@ -76,7 +76,7 @@ def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[np.generic] | Non
 
 
 def read_text(name: str, text: str) -> bytes:
-    """Decode a data: URL; no other text stands for an image, since nothing is fetched or opened unasked."""
+    """Decode a data: URL; no other text stands for an image, since nothing is fetched or opened."""
     head, comma, data = text.partition(",")
     if head[:5].lower() != "data:":
         raise InvalidInputError(
@@ -170,7 +170,7 @@ def _block(name: str, block: Any) -> Any:
         url = block.get("image_url")
         return {"type": "image", "image": _text(name, url.get("url") if isinstance(url, Mapping) else url)}
     if kind != "image":
-        # Templates pass over what they do not know: the image would be lost without a word.
+        # Templates skip what they do not know: the image would be lost in silence.
         for key in ("image", "image_url"):
             if block.get(key) is not None:
                 raise InvalidInputError(f"{name}.{key}: got one in a block of type {kind!r}, want type 'image'")

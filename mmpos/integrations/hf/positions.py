@@ -186,7 +186,7 @@ class Prompt:
         Args:
             positions: a PositionTable, or ids with next_positions beside them.
             next_positions: (batch,) integers, or None for a table, which knows.
-            rotaries: what the ids are for.
+            rotaries: the rotations that take the ids.
             tokens: (batch, seq, …) the tokens of the prompts, or those after a cache.
             cached: whether there is a cache, whose tokens come first.
         """
@@ -266,7 +266,7 @@ def generate(
 
     Args:
         model: the model.
-        rotaries: what its layers turn by.
+        rotaries: the rotations of its layers.
         inputs: as there.
         args: as there.
         mm_position_ids: a PositionTable with a document for every row, all of one length; or dense ids (axes, batch,

@@ -129,10 +129,10 @@ def per_token(
 
     Args:
         values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
-        rows: how long they are.
+        rows: their lengths.
         positions: of all rows, without padding.
-        tokenizer: which side is padded, and with what.
-        options: how the rows become equally long, if they do.
+        tokenizer: its padding side and token are the defaults.
+        options: padding and type of the result.
     """
     width = options.width(rows.lengths, tokenizer)
     dtype = None if positions.fractional else np.int64

@@ -50,10 +50,10 @@ class Options:
         max_length: tokens of a row, of rows that are cut or padded to it; None is model_max_length of the tokenizer,
             and where it has none nothing is cut or padded to it.
         add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
-        sanitize_control_tokens: that user text was marked by ``apply_chat_template``, which sets this.
-        return_mm_token_type_ids: whether to say which tokens are patches.
-        return_offsets_mapping: whether to say of which characters of the text each token is; those of an image are of
-            its placeholder.
+        sanitize_control_tokens: whether ``apply_chat_template`` marked user text; it sets this itself.
+        return_mm_token_type_ids: whether to return which tokens are patches.
+        return_offsets_mapping: whether to return the characters of each token in the text; tokens of an image have
+            those of its placeholder.
         return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
         add_generation_prompt: whether chats end in the start of an answer; not for text.
     """
@@ -197,7 +197,7 @@ class Rows:
         Args:
             length: most tokens of a row.
             side: "right" or "left".
-            added: (rows, 2) tokens at the begin and at the end of each row that stay.
+            added: (rows, 2) tokens at the start and at the end of each row that stay.
 
         Raises:
             InvalidInputError: an image would be cut, or cut off: its pixels would have no place; or there would be no
@@ -207,7 +207,7 @@ class Rows:
         least = int((added.sum(axis=1) * long).max())
         if least > length:
             raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
-        # What goes is one run of tokens, before those that stay at the end or behind those at the begin.
+        # What goes is one run of tokens, before those that stay at the end or behind those at the start.
         begin = length - added[:, 1] if side == "right" else added[:, 0]
         begin = np.where(long, begin, self.lengths)
         kept = np.minimum(self.lengths, length)

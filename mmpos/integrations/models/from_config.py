@@ -45,7 +45,7 @@ class ModelType:
         merges_frames: vision_config.temporal_merge_size frames of a video become one.
         row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
             Pixtral's; nothing stands around it then.
-        note: what is special, for people.
+        note: peculiarities, for readers.
     """
 
     scheme: str
@@ -187,12 +187,12 @@ def from_hf_config(
         engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL): of
             "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
             video.
-        layer_type: which rotation, where the config has one for each type of layer (Gemma 3).
+        layer_type: type of layer, where the config has a rotation for each (Gemma 3).
 
     Raises:
         UnsupportedError: a model type that is not known, or whose positions have no scheme here; the message names
             those that are known.
-        InvalidInputError: the config does not say what is needed, or contradicts itself; the message names the field.
+        InvalidInputError: the config lacks a field, or contradicts itself; the message names the field.
     """
     one_of("engine", engine, ("transformers", "serving"))
     fields = Fields.of(config)
@@ -247,7 +247,7 @@ def _rotary(fields: Fields, known: ModelType, scheme: Scheme, layer_type: str | 
         got = f"{inside!r} inside {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(known.text)}")
     overrides: dict[str, Any] = {}
-    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and has its own word for head_dim
+    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and names head_dim otherwise
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
     arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides)

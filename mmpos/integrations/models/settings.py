@@ -65,10 +65,10 @@ class ModelSettings:
 
     Args:
         model_type: of the config.
-        scheme: how the language model places text and grids.
-        rotary: how it turns q and k; one axis where positions are those of text.
+        scheme: positions of text and grids in the language model.
+        rotary: rotation of its q and k; one axis where positions are those of text.
         vision_scheme: positions in the encoder, of grids before merging; None where it has none of ours.
-        vision_rotary: how the encoder turns q and k; None where it does not, or it is not known.
+        vision_rotary: rotation of the encoder's q and k; None where there is none, or it is not known.
         image_token_id: the placeholder of image patches; None where the config does not name it.
         video_token_id: likewise of videos.
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
@@ -77,7 +77,7 @@ class ModelSettings:
         video_markers: ids around a video whose frames have the placeholders of images; else None.
         spatial_merge_size: patches merged along each side into one token.
         temporal_merge_size: frames of video_grid_thw merged into one.
-        patch_size: side of a patch in pixels; None where the config does not say it.
+        patch_size: side of a patch in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
     """
@@ -178,7 +178,7 @@ class ModelSettings:
         """Make an ImageProcessor with the patches, merging and order of the encoder.
 
         Args:
-            arguments: of ImageProcessor, for what a config does not say: limits of sizes, mean and std.
+            arguments: of ImageProcessor that are not in a config: limits of sizes, mean and std.
 
         Raises:
             UnsupportedError: the order of the encoder's patches is not known.

@@ -152,7 +152,7 @@ class Sections:
 
         Args:
             dtype: of the cache; engines hold that of the model, or float32.
-            device: where to make it; None is the CPU.
+            device: device of the cache; None is the CPU.
 
         Returns:
             (max_position, rotary_dim) cos of all pairs, then sin; a new tensor.
@@ -180,7 +180,7 @@ def request_positions(
     Args:
         positions: one document: the prompt, or what is left of it after a cached prefix, placed with ``start`` at the
             cursor of the prefix.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         max_new_tokens: tokens that it may generate, drafts included.
         computed: tokens of the request before this document.
 
@@ -207,7 +207,7 @@ def batch_positions(
 
     Args:
         positions: one document per request.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         max_new_tokens: tokens that may be generated, one number for all or (documents,).
         computed: tokens of each request before its document, likewise.
 
@@ -242,7 +242,7 @@ def window_positions(
 
     Args:
         positions: one document per request, from its first token.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         documents: (windows,) the request of each window, in any order.
         starts: (windows,) tokens of the request that are computed already.
         lengths: (windows,) tokens scheduled; those past the prompt are generated, or drafts one after the other.
@@ -263,7 +263,7 @@ def draft_positions(
 
     Args:
         positions: one document per request, from its first token.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         start: tokens of the request before the root of the tree; at least those of the prompt.
         depths: (drafts,) depth of each draft; 0 for the root.
         document: the request.

@@ -90,8 +90,8 @@ def permute_qk(
     Rows of q_proj, k_proj and of the q and k in qkv_proj are sorted inside each head, with their biases, the weights
     of q and k norms (q_norm, q_layernorm, query_layernorm and those of k), per-row scales, and LoRA's B. What else
     could hold channels of q or k is refused until ``norms`` or ``leave`` says what it is: by its name, or since it lies
-    beside q_proj and is no known part of attention. All other tensors are passed on as they are. Nothing in a
-    checkpoint can tell whether this was done: do it once, and keep what comes out under another name.
+    beside q_proj and is no known part of attention. All other tensors are passed on as they are. A
+    checkpoint does not show whether it is sorted: do this once, and save the result under another name.
 
     Args:
         weights: name to tensor, or (name, tensor) pairs as engines load them; the whole model, or a whole adapter.
@@ -116,7 +116,7 @@ def permute_qk(
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
-    patterns = (_pattern(*told) for told in (("names", names), ("norms", norms), ("leave", leave)))
+    patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
     turn = _Turn(channels, _turns(num_heads, num_kv_heads, fused), *patterns)
     given: object = weights
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
@@ -130,8 +130,8 @@ class _Turn:
 
     Args:
         channels: (head_dim,) which channel comes in each place of a head.
-        turns: (heads,) 1 for those of a fused qkv that are sorted; None if their numbers are not told.
-        names: what a name must contain to be sorted.
+        turns: (heads,) 1 for those of a fused qkv that are sorted; None without their numbers.
+        names: pattern of the names that are sorted; None is all but towers.
         norms: names of further norms.
         leave: names of what is passed on.
     """
@@ -288,7 +288,7 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
 
     Args:
         model: anything that holds modules with ``cos_sin_cache`` and ``mrope_section``, as vLLM and SGLang name them.
-        sections: what they must carry; each module's sizes, pairing and sections are compared with it.
+        sections: the layout to install; each module's sizes, pairing and sections are compared with it.
 
     Returns:
         how many modules were changed.

@@ -21,7 +21,7 @@ __all__ = ["LoadBalancer", "document_positions", "rope_cache", "shard", "shard_t
 def table_tensor(positions: PositionTable, capacity: int | None = None) -> Tensor:
     """Pack the table into one tensor of integers, which no mixed precision rounds and no pipeline stage slices.
 
-    Its shape tells it from ids, which are (batch, seq), (tokens,), or either with an axis behind.
+    Its shape differs from that of ids, which are (batch, seq), (tokens,), or either with an axis behind.
 
     Args:
         positions: the tokens of a batch, row after row; or those of a rank, from ``shard``.

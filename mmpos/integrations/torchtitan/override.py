@@ -51,7 +51,7 @@ def multimodal_rope(config: Any, **rotary: Any) -> Any:
 
     Args:
         config: a CosSinRoPE.Config or ComplexRoPE.Config, or one that inherits from them, such as Qwen3.5's MRoPE.
-        rotary: arguments of Rotary that replace what the config says, such as axes and allocation.
+        rotary: arguments of Rotary that replace those of the config, such as axes and allocation.
     """
     rotation = rotary_from_config(config, **rotary)
     kept = {**rotary, "axes": rotation.axes, "allocation": rotation.allocation, "mrope_section": rotation.mrope_section}

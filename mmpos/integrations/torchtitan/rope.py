@@ -30,7 +30,7 @@ def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
 
     Args:
         config: a ``CosSinRoPE.Config``, ``ComplexRoPE.Config``, or one that inherits from them.
-        overrides: arguments of Rotary that replace what the config says, such as axes and allocation.
+        overrides: arguments of Rotary that replace those of the config, such as axes and allocation.
 
     Raises:
         InvalidInputError: another object.
@@ -91,7 +91,7 @@ class RoPE(RotaryEmbedding):
             query: (batch, seq, num_heads, head_dim), or (tokens, num_heads, head_dim) of a folded batch; float32,
                 bfloat16 or float16.
             key: likewise with num_kv_heads.
-            positions: what its shape says: (1, 1, columns) a ``table_tensor`` of all tokens; (batch, seq) or (1, seq),
+            positions: by shape: (1, 1, columns) a ``table_tensor`` of all tokens; (batch, seq) or (1, seq),
                 or (tokens,), ids of text, equal on all axes; (batch, seq, axes), or (tokens, axes), ids, integer or
                 float64; None for text from 0 on. Of a sharded query, the positions of the local tokens.
 

@@ -32,8 +32,8 @@ def request_segments(
     """Make the segments of one request from the spans and grids of its images and videos.
 
     A feature is vLLM's MultiModalFeatureSpec, or anything with its fields: ``modality``, ``data`` with the grid, and
-    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. Where ``is_embed`` tells patches from other tokens of
-    a span, their runs say what they are: one run is the whole grid, and a run per frame is a video with text between
+    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. Where ``is_embed`` marks the patches of a span, their
+    runs show what they are: one run is the whole grid, and a run per frame is a video with text between
     its frames (Qwen3-VL).
 
     Args:
@@ -209,7 +209,7 @@ def mrope_input_positions(
         input_tokens: of the prompt; only counted.
         mm_features: of the request, as vLLM holds them; see ``request_segments``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
-        sections: how vLLM's kernels carry the rotation.
+        sections: layout of vLLM's rotation.
         spatial_merge_size: patches merged along each side into one token.
         max_new_tokens: tokens that may be generated.
         strict: whether two images without text between are an error; None asks the scheme.

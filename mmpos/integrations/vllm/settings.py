@@ -29,8 +29,8 @@ class ServedModel:
     """Scheme, sections and merge size of a model of two axes; ``from_config`` reads them.
 
     Args:
-        scheme: how text and images are placed.
-        sections: how vLLM's kernels carry the rotation.
+        scheme: positions of text and images.
+        sections: layout of vLLM's rotation.
         spatial_merge_size: patches merged along each side into one token.
         permute: whether weights are still to be permuted as they are loaded.
     """

@@ -19,16 +19,13 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 
-__all__ = ["Batch", "MaskMod", "mask_mod", "whole_images"]
-
+__all__ = ["Batch", "MaskMod", "mask_mod"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(b, h, q_idx, kv_idx) -> bool, whether the one token sees the other; what FlexAttention takes."""
+"""Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, whether a query attends to a key."""
 
-
-PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
-"""The tensors of a batch that have one value per token."""
-
+_PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
+"""Tensors of a batch with one value per token."""
 
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", "image_spans", "feature_spans")
 
@@ -54,10 +51,10 @@ class Batch:
         patches: (patches, patch_size, patch_size, 3) pixels of all images; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
-            ``positions.dense()``, which are places in ``input_ids.view(-1)``. Of each row of an image whose rows end in
-            separators, which are no patches; in a shard, of each piece of an image or a row.
-        feature_spans: (spans, 2) int64 the rows that belong there of what a vision encoder makes of the patches:
-            one row per token of grid_thw.
+            ``positions.dense()``, which index ``input_ids.view(-1)``. An image whose rows end in separators, which are
+            no patches, has a span for each row; in a shard, each piece of an image or a row has one.
+        feature_spans: (spans, 2) int64 rows of the vision encoder's features that belong there; it makes one row per
+            token of grid_thw.
         shifted: whether labels stand at the token that predicts them; see ``shift_labels``.
         world_size: context-parallel ranks that share the batch; 1 for a whole batch.
     """
@@ -82,7 +79,7 @@ class Batch:
         if self.input_ids.numel() != self.positions.num_tokens:
             got, want = self.input_ids.numel(), self.positions.num_tokens
             raise InvalidInputError(f"input_ids: got {counted(got, 'token')}, want {want} as in positions")
-        for name in PER_TOKEN:
+        for name in _PER_TOKEN:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, want {shape}, that of input_ids")
@@ -148,8 +145,8 @@ class Batch:
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
-            text_row: whether text_positions come first, as one more row: what Transformers takes, [4, batch, seq] for
-                schemes of three axes, and finds the documents of a packed row by.
+            text_row: whether text_positions come first, as one more row: Transformers takes [4, batch, seq] for schemes
+                of three axes, and reads the documents of a packed row from the first.
 
         Returns:
             (axes, tokens) or (axes, batch, seq), with text_row one row more.
@@ -173,14 +170,14 @@ class Batch:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
         spans = None
         if boolean("bidirectional_images", bidirectional_images):
-            spans = whole_images(self.image_spans, self.feature_spans, self.grid_thw)
+            spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
         return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
         """Index image features into embeddings: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
-            (patch tokens,) int64 places in ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
+            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
         """
         firsts, lengths = self.image_spans[:, 0], self.image_spans[:, 1] - self.image_spans[:, 0]
         before = lengths.cumsum(0) - lengths
@@ -235,7 +232,7 @@ class Batch:
         indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
         shape = (*self.input_ids.shape[:-1], -1)
         whole = self.shift_labels()
-        per_token = {name: tensor for name in PER_TOKEN if (tensor := getattr(whole, name)) is not None}
+        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(whole, name)) is not None}
         spans, features = (tensor.cpu().numpy() for tensor in (self.image_spans, self.feature_spans))
         image_spans, feature_spans = _pieces(spans, features[:, 0], starts, stops)
         return replace(
@@ -286,7 +283,7 @@ class Batch:
         return arguments | {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _each(self, move: Callable[[Any], Any]) -> Batch:
-        names = PER_TOKEN + _PER_BATCH
+        names = _PER_TOKEN + _PER_BATCH
         return replace(self, **{name: move(value) for name in names if (value := getattr(self, name)) is not None})
 
     def __repr__(self) -> str:
@@ -344,7 +341,7 @@ def mask_mod(
     return causal if image is None else causal_but_for_images
 
 
-def whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
+def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
     """Join the spans of rows to (images, 2) spans of whole images: first patch and one past the last; no shards.
 
     Args:

@@ -15,7 +15,19 @@ from mmpos.segments.table import GRID, SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 
-__all__ = ["IGNORE_INDEX", "Builder", "Document", "Example", "Format", "Location", "Piece", "Preprocess", "RecordError"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Builder",
+    "Document",
+    "Example",
+    "Format",
+    "Location",
+    "MakeExample",
+    "Piece",
+    "Preprocess",
+    "Record",
+    "RecordError",
+]
 
 
 class RecordError(InvalidInputError):

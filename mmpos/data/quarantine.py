@@ -36,7 +36,7 @@ class Quarantine:
         skipped: records so far.
 
     Raises:
-        InvalidInputError: "skip" without a place for the lines.
+        InvalidInputError: "skip" without keep.
     """
 
     def __init__(self, on_error: OnError, keep: Callable[[Line], object] | None, facts: Line | None = None) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "shard_order",
 ]
 
-
 SplitBy = Literal["auto", "shards", "records"]
 
 
@@ -185,7 +184,7 @@ class Feed:
         portion, record, window, done = bookmark
         stream = self._stream(portion, record)
         while block := list(islice(stream, self.window)):
-            last = block[-1][0]
+            last, _, _ = block[-1]
             following = Bookmark(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
             order = record_order(len(block), *self.seed, window) if self.window > 1 else range(len(block))
             taken = [block[i] for i in order][: done - 1 if done else None : -1]  # the next one last

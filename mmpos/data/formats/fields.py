@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -142,17 +143,15 @@ def assemble(key: str, record: Field, names: str, pieces: Iterable[Piece], separ
     Raises:
         RecordError: nothing is left.
     """
-    runs: list[tuple[bool, Any]] = []
-    for piece in pieces:
-        if not isinstance(piece.part, str):
-            runs.append((piece.train, piece.part))
-        elif piece.part and runs and isinstance(runs[-1][1], list) and runs[-1][0] == piece.train:
-            runs[-1][1].append(piece.part)
-        elif piece.part:
-            runs.append((piece.train, [piece.part]))
-    if not runs:
+    kept = [piece for piece in pieces if not isinstance(piece.part, str) or piece.part]
+    joined: list[Piece] = []
+    for (is_text, train), run in groupby(kept, lambda piece: (isinstance(piece.part, str), piece.train)):
+        if is_text:
+            joined.append(Piece(separator.join(piece.part for piece in run), train))
+        else:
+            joined += run
+    if not joined:
         raise Field(record.record, names, None).error("at least one", got="no image and no text")
-    joined = [Piece(separator.join(part) if isinstance(part, list) else part, train) for train, part in runs]
     return Document(key, tuple(joined))
 
 

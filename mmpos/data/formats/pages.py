@@ -19,7 +19,7 @@ __all__ = ["MMC4", "Energon", "Obelics"]
 class Obelics:
     """Format of OBELICS, and of corpora with its fields.
 
-    ``images`` and ``texts`` are lists of one length; at each place one holds a value and the other is null. Where
+    ``images`` and ``texts`` are lists of one length; at each index one holds a value and the other is null. Where
     ``metadata`` is there it is a list of that length, and ``general_metadata`` is an object, both as JSON in text;
     they are checked and not used.
 

@@ -12,7 +12,6 @@ from mmpos.data.formats.images import Images, describe
 
 __all__ = ["HFImages", "Pairs"]
 
-
 _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
 

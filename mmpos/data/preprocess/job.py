@@ -31,7 +31,6 @@ from mmpos.support.files import leftovers, named
 
 __all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
 
-
 _NAME = ".mmpos.lock"
 
 

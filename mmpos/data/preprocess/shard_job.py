@@ -23,7 +23,6 @@ from mmpos.support.files import whole_file
 
 __all__ = ["Counts", "ShardJob", "Task", "describe", "differences", "quarantine_of"]
 
-
 _MAX_ITEMS = 64  # of a list or a mapping that is described one by one
 _DIGEST = "sha256:"
 
@@ -224,11 +223,11 @@ def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     """
     named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
-        values = repr(got.get(path)), repr(want.get(path))
-        if values[0] == values[1] or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
+        old, new = repr(got.get(path)), repr(want.get(path))
+        if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
-        hidden = any(value.startswith(f"'{_DIGEST}") for value in values)
-        named[path] = f"another {path}" if hidden else f"{path} {values[0]}, want {values[1]}"
+        hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))
+        named[path] = f"another {path}" if hidden else f"{path} {old}, want {new}"
     return list(named.values())
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "shards",
 ]
 
-
 SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] = {
     ".jsonl": JsonlReader,
     ".jsonl.gz": JsonlReader,

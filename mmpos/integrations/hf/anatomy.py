@@ -18,7 +18,7 @@ from mmpos.rotary.hf_config import hf_pairing
 __all__ = ["APPLY", "Anatomy", "dissect", "rotaries_of", "turning_forward"]
 
 APPLY = "apply_rotary_pos_emb"
-"""What the attention of every Llama-like model calls to rotate q and k."""
+"""Function that the attention of every Llama-like model calls to rotate q and k."""
 
 _MASKS_OF_ONE_DOCUMENT = ("afmoe", "granitemoehybrid")
 """Model types of Transformers 5.23 whose masks are made without ``position_ids``."""

@@ -35,7 +35,6 @@ from mmpos.support.checks import one_of
 
 __all__ = ["patch", "unpatch"]
 
-
 Arguments = dict[str, Any]
 Call = tuple[tuple[Any, ...], Arguments]
 

@@ -28,7 +28,6 @@ __all__ = [
     "tokens_of",
 ]
 
-
 ARGUMENT = "mm_position_ids"
 """The argument of a patched model."""
 

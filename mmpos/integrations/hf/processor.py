@@ -34,136 +34,10 @@ __all__ = [
     "to_json",
 ]
 
-
 T = TypeVar("T")
 
 
-def to_json(settings: Any) -> dict[str, Any]:
-    """Convert a frozen object to JSON: tuples become lists, fractions "3/2", and numpy's numbers Python's."""
-    return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
-
-
-def object_of(name: str, kind: type[T], source: Any) -> T:
-    """Return an object of this kind as it is, or make one of its fields in JSON.
-
-    Raises:
-        InvalidInputError: something else, or a field that the kind does not have.
-    """
-    if isinstance(source, kind):
-        return source
-    if not isinstance(source, Mapping):
-        raise InvalidInputError(f"{name}: got {type(source).__name__}, want {kind.__name__} or its fields")
-    known = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]
-    for field in source.keys() - set(known):
-        raise InvalidInputError(f"{name}: got the field {field!r}, want {', '.join(known)}")
-    return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in source.items()})
-
-
-def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
-    """Return the name of a scheme and its parameters.
-
-    Raises:
-        UnsupportedError: a scheme of the caller's own, which no file can name.
-    """
-    if SCHEMES.get(scheme.name) is not type(scheme):
-        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES to write it to a file")
-    return {"name": scheme.name, **to_json(scheme)}
-
-
-def scheme_of(source: Any) -> Scheme:
-    """Return a scheme as it is, by its name, or made of its name and parameters in JSON."""
-    if not isinstance(source, Mapping):
-        return get_scheme(source)
-    parameters = dict(source)
-    name = parameters.pop("name", None)
-    kind = type(get_scheme(name))
-    rate = parameters.get("tokens_per_second")
-    if isinstance(rate, str):
-        try:
-            parameters["tokens_per_second"] = Fraction(rate)
-        except (ValueError, ZeroDivisionError):
-            raise InvalidInputError(f"scheme.tokens_per_second: got {rate!r}, want a fraction such as 3/2") from None
-    return object_of("scheme", kind, parameters)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return str(value) if isinstance(value, Fraction) else value
-
-
 _NOT_TENSORS = ["positions", "offset_mapping"]  # read token by token, which tensors are slow at
-
-
-class PositionBatch(BatchFeature):
-    """BatchFeature whose position ids keep their numbers when the batch is cast to another dtype."""
-
-    skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
-
-    def __init__(self, data: dict[str, Any], tensor_type: str | None = None) -> None:
-        super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
-
-    def convert_to_tensors(self, tensor_type: Any = None, skip_tensor_conversion: Any = None) -> PositionBatch:
-        """Convert lists of rows of one length to tensors, in the shapes that a call with ``return_tensors`` gives."""
-        ids = self.data.get("mm_position_ids")
-        if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
-            self.data["mm_position_ids"] = np.stack(ids, axis=1)
-        super().convert_to_tensors(tensor_type, skip_tensor_conversion)
-        return self
-
-    def to(self, *args: Any, **kwargs: Any) -> PositionBatch:
-        """Move all tensors and cast floating ones, except fractional position ids, which bfloat16 would round."""
-        ids = self.data.get("mm_position_ids")
-        super().to(*args, **kwargs)
-        if ids is not None and hasattr(ids, "to"):
-            self.data["mm_position_ids"] = ids.to(self.data["mm_position_ids"].device)
-        return self
-
-
-def per_token(
-    values: dict[str, npt.NDArray[Any]], rows: Rows, positions: PositionTable, tokenizer: Any, options: Options
-) -> dict[str, Any]:
-    """Collect everything with an entry per token, and its table: padded arrays, or a list with one array for each row.
-
-    Args:
-        values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
-        rows: their lengths.
-        positions: of all rows, without padding.
-        tokenizer: its padding side and token are the defaults.
-        options: padding and type of the result.
-    """
-    width = options.width(rows.lengths, tokenizer)
-    dtype = None if positions.fractional else np.int64
-    if width is None:
-        split = rows.lengths.cumsum()[:-1]
-        batch: dict[str, Any] = {name: np.split(each, split) for name, each in values.items()}
-        batch["attention_mask"] = np.split(np.ones(rows.input_ids.size, np.int64), split)
-        batch["mm_position_ids"] = np.split(positions.dense(dtype=dtype), split, axis=1)
-    else:
-        side: Side = options.side(tokenizer)
-        fill = tokenizer.pad_token_id
-        if fill is None and (rows.lengths < width).any():
-            raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
-        fills = {"input_ids": fill or 0}
-        batch = {name: padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
-        ids, batch["attention_mask"] = positions.padded(width, side, dtype)
-        batch["mm_position_ids"] = ids if options.return_tensors else list(ids.swapaxes(0, 1))
-        positions = positions.pad(width, side)
-    for name in batch.keys() - {"mm_position_ids"}:
-        if options.return_tensors is None or name in _NOT_TENSORS:
-            batch[name] = [row.tolist() for row in batch[name]]
-    return {**batch, "positions": positions}
-
-
-def padded(values: npt.NDArray[Any], lengths: IntArray, width: int, side: str, fill: int = 0) -> npt.NDArray[Any]:
-    """Pad the values of all rows, one after the other, to (rows, width, …)."""
-    out = np.full((lengths.size, width, *values.shape[1:]), fill, values.dtype)
-    column = np.arange(width)
-    real = column < lengths[:, None] if side == "right" else column >= width - lengths[:, None]
-    out[real] = values
-    return out
 
 
 class MMPosProcessor(ProcessorMixin):
@@ -396,3 +270,128 @@ def _texts(text: object, images: object) -> list[str] | None:
         if not isinstance(each, str):
             raise InvalidInputError(f"text[{i}]: got {type(each).__name__}, want a text")
     return list(texts)
+
+
+class PositionBatch(BatchFeature):
+    """BatchFeature whose position ids keep their numbers when the batch is cast to another dtype."""
+
+    skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
+
+    def __init__(self, data: dict[str, Any], tensor_type: str | None = None) -> None:
+        super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
+
+    def convert_to_tensors(self, tensor_type: Any = None, skip_tensor_conversion: Any = None) -> PositionBatch:
+        """Convert lists of rows of one length to tensors, in the shapes that a call with ``return_tensors`` gives."""
+        ids = self.data.get("mm_position_ids")
+        if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
+            self.data["mm_position_ids"] = np.stack(ids, axis=1)
+        super().convert_to_tensors(tensor_type, skip_tensor_conversion)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> PositionBatch:
+        """Move all tensors and cast floating ones, except fractional position ids, which bfloat16 would round."""
+        ids = self.data.get("mm_position_ids")
+        super().to(*args, **kwargs)
+        if ids is not None and hasattr(ids, "to"):
+            self.data["mm_position_ids"] = ids.to(self.data["mm_position_ids"].device)
+        return self
+
+
+def per_token(
+    values: dict[str, npt.NDArray[Any]], rows: Rows, positions: PositionTable, tokenizer: Any, options: Options
+) -> dict[str, Any]:
+    """Collect everything with an entry per token, and its table: padded arrays, or a list with one array for each row.
+
+    Args:
+        values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
+        rows: their lengths.
+        positions: of all rows, without padding.
+        tokenizer: its padding side and token are the defaults.
+        options: padding and type of the result.
+    """
+    width = options.width(rows.lengths, tokenizer)
+    dtype = None if positions.fractional else np.int64
+    if width is None:
+        split = rows.lengths.cumsum()[:-1]
+        batch: dict[str, Any] = {name: np.split(each, split) for name, each in values.items()}
+        batch["attention_mask"] = np.split(np.ones(rows.input_ids.size, np.int64), split)
+        batch["mm_position_ids"] = np.split(positions.dense(dtype=dtype), split, axis=1)
+    else:
+        side: Side = options.side(tokenizer)
+        fill = tokenizer.pad_token_id
+        if fill is None and (rows.lengths < width).any():
+            raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
+        fills = {"input_ids": fill or 0}
+        batch = {name: padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
+        ids, batch["attention_mask"] = positions.padded(width, side, dtype)
+        batch["mm_position_ids"] = ids if options.return_tensors else list(ids.swapaxes(0, 1))
+        positions = positions.pad(width, side)
+    for name in batch.keys() - {"mm_position_ids"}:
+        if options.return_tensors is None or name in _NOT_TENSORS:
+            batch[name] = [row.tolist() for row in batch[name]]
+    return {**batch, "positions": positions}
+
+
+def padded(values: npt.NDArray[Any], lengths: IntArray, width: int, side: str, fill: int = 0) -> npt.NDArray[Any]:
+    """Pad the values of all rows, one after the other, to (rows, width, …)."""
+    out = np.full((lengths.size, width, *values.shape[1:]), fill, values.dtype)
+    column = np.arange(width)
+    real = column < lengths[:, None] if side == "right" else column >= width - lengths[:, None]
+    out[real] = values
+    return out
+
+
+def scheme_of(source: Any) -> Scheme:
+    """Return a scheme as it is, by its name, or made of its name and parameters in JSON."""
+    if not isinstance(source, Mapping):
+        return get_scheme(source)
+    parameters = dict(source)
+    name = parameters.pop("name", None)
+    kind = type(get_scheme(name))
+    rate = parameters.get("tokens_per_second")
+    if isinstance(rate, str):
+        try:
+            parameters["tokens_per_second"] = Fraction(rate)
+        except (ValueError, ZeroDivisionError):
+            raise InvalidInputError(f"scheme.tokens_per_second: got {rate!r}, want a fraction such as 3/2") from None
+    return object_of("scheme", kind, parameters)
+
+
+def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
+    """Return the name of a scheme and its parameters.
+
+    Raises:
+        UnsupportedError: a scheme of the caller's own, which no file can name.
+    """
+    if SCHEMES.get(scheme.name) is not type(scheme):
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES to write it to a file")
+    return {"name": scheme.name, **to_json(scheme)}
+
+
+def object_of(name: str, kind: type[T], source: Any) -> T:
+    """Return an object of this kind as it is, or make one of its fields in JSON.
+
+    Raises:
+        InvalidInputError: something else, or a field that the kind does not have.
+    """
+    if isinstance(source, kind):
+        return source
+    if not isinstance(source, Mapping):
+        raise InvalidInputError(f"{name}: got {type(source).__name__}, want {kind.__name__} or its fields")
+    known = [each.name for each in fields(kind) if each.init]  # type: ignore[arg-type]
+    for field in source.keys() - set(known):
+        raise InvalidInputError(f"{name}: got the field {field!r}, want {', '.join(known)}")
+    return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in source.items()})
+
+
+def to_json(settings: Any) -> dict[str, Any]:
+    """Convert a frozen object to JSON: tuples become lists, fractions "3/2", and numpy's numbers Python's."""
+    return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Fraction) else value

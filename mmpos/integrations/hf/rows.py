@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.table import Side
@@ -84,7 +85,7 @@ class Options:
                 boolean(each.name, getattr(self, each.name))
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], tokenizer: Any) -> Options:
+    def of(cls, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Options:
         """Read the options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
 
         Those that are not given are what the tokenizer was made with, if it was.
@@ -99,7 +100,7 @@ class Options:
         made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
         return cls(**{name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with} | flat)
 
-    def encode(self, tokenizer: Any, texts: list[str]) -> Any:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
         """Tokenize each text by itself, neither padded nor cut."""
         marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
         cuts = self.limit(tokenizer) is not None
@@ -119,12 +120,11 @@ class Options:
             raise UnsupportedError(f"return_offsets_mapping: got True, want False: {why} gives no offsets")
         return encoded
 
-    def side(self, tokenizer: Any) -> Side:
+    def side(self, tokenizer: PreTrainedTokenizerBase) -> Side:
         """Return the side on which rows are padded."""
-        side: Side = self.padding_side or tokenizer.padding_side
-        return side
+        return self.padding_side or cast("Side", tokenizer.padding_side)
 
-    def limit(self, tokenizer: Any) -> int | None:
+    def limit(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the most tokens of a row; None where rows are not cut."""
         if self.truncation is None:
             cuts = self.max_length is not None and self.padding is False
@@ -132,12 +132,12 @@ class Options:
             cuts = self.truncation not in (False, "do_not_truncate")
         return self._length(tokenizer) if cuts else None
 
-    def _length(self, tokenizer: Any) -> int | None:
+    def _length(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the tokens of a row that max_length stands for; None where there is no such number."""
         length = tokenizer.model_max_length if self.max_length is None else self.max_length
         return int(length) if length <= INT32_MAX else None
 
-    def width(self, lengths: IntArray, tokenizer: Any) -> int | None:
+    def width(self, lengths: IntArray, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the tokens of every row of the batch; None where rows are left as they are.
 
         Raises:

@@ -262,7 +262,8 @@ def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | No
     if begin is None or end is None:
         return None
     if begin == end:
-        raise InvalidInputError(f"config.{names[1]}: got {end}, want another than {names[0]}")
+        before, after = names
+        raise InvalidInputError(f"config.{after}: got {end}, want another than {before}")
     return begin, end
 
 

@@ -23,40 +23,7 @@ from mmpos.support.checks import IntArray, counted, int_array
 if TYPE_CHECKING:
     from mmpos.images import ImageProcessor
 
-__all__ = ["ModelSettings", "tell_videos_apart"]
-
-
-def tell_videos_apart(
-    input_ids: npt.ArrayLike,
-    cu_seqlens: npt.ArrayLike | None,
-    attention_mask: npt.ArrayLike | None,
-    tokens: tuple[int, int],
-    markers: tuple[int, int],
-) -> IntArray:
-    """Replace the placeholders of images between the markers of a video by those of videos.
-
-    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
-    have begun than ended.
-
-    Args:
-        input_ids: as SegmentTable.from_input_ids takes them.
-        cu_seqlens: likewise.
-        attention_mask: likewise.
-        tokens: placeholder ids of images and of videos.
-        markers: ids before and after a video.
-
-    Returns:
-        a new array of the shape of input_ids.
-    """
-    batch = read_batch(input_ids, cu_seqlens, attention_mask)
-    ids = batch.ids.astype(np.int64)
-    begin, end = (ids == marker for marker in markers)
-    open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
-    at = np.flatnonzero(ids == tokens[0])
-    if at.size:  # and so there is a document
-        document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
-        ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = tokens[1]
-    return ids.reshape(np.shape(input_ids))
+__all__ = ["ModelSettings"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +105,7 @@ class ModelSettings:
         as_text = self.scheme.axes == 1 and image_grid_thw is None and video_grid_thw is None
         if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
             tokens = (self.image_token_id, self.video_token_id)
-            input_ids = tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
+            input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
@@ -205,3 +172,37 @@ class ModelSettings:
             )
         grids[:, 0] //= self.temporal_merge_size
         return grids
+
+
+def _tell_videos_apart(
+    input_ids: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike | None,
+    attention_mask: npt.ArrayLike | None,
+    tokens: tuple[int, int],
+    markers: tuple[int, int],
+) -> IntArray:
+    """Replace the placeholders of images between the markers of a video by those of videos.
+
+    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
+    have begun than ended.
+
+    Args:
+        input_ids: as SegmentTable.from_input_ids takes them.
+        cu_seqlens: likewise.
+        attention_mask: likewise.
+        tokens: placeholder ids of images and of videos.
+        markers: ids before and after a video.
+
+    Returns:
+        a new array of the shape of input_ids.
+    """
+    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    ids = batch.ids.astype(np.int64)
+    begin, end = (ids == marker for marker in markers)
+    open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
+    image_token, video_token = tokens
+    at = np.flatnonzero(ids == image_token)
+    if at.size:  # and so there is a document
+        document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
+        ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video_token
+    return ids.reshape(np.shape(input_ids))

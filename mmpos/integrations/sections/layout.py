@@ -27,7 +27,6 @@ __all__ = [
     "window_positions",
 ]
 
-
 BLOCK = 1 << 14
 """Rows of the cache computed at a time."""
 

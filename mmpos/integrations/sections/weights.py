@@ -19,7 +19,6 @@ from mmpos.support.checks import IntArray, boolean, integer, one_of
 
 __all__ = ["install_cache", "permute_qk"]
 
-
 Weights = Mapping[str, Tensor]
 NamedWeights = Iterable[tuple[str, Tensor]]
 Fused = Literal["stacked", "grouped"]
@@ -40,7 +39,7 @@ QUERY_OR_KEY = re.compile(
 OTHERS = re.compile(
     r"(v|o|c|g|out|output|gate)_\w+|wo|dense|gate|proj|sinks?|rotary_emb|attn_sub_norm|inner_attn_ln", re.I
 )
-"""What lies beside q_proj and k_proj in attention and holds no channels of q and k, in models of Transformers."""
+"""Parts of attention beside q_proj and k_proj without channels of q and k, in models of Transformers."""
 
 
 @overload
@@ -129,7 +128,7 @@ class _Turn:
     """One pass over a checkpoint.
 
     Args:
-        channels: (head_dim,) which channel comes in each place of a head.
+        channels: (head_dim,) old channel at each new one of a head.
         turns: (heads,) 1 for those of a fused qkv that are sorted; None without their numbers.
         names: pattern of the names that are sorted; None is all but towers.
         norms: names of further norms.

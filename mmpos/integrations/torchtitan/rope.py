@@ -17,7 +17,6 @@ from mmpos.support.checks import integer
 
 __all__ = ["RoPE", "deliver_positions", "local", "rotary_from_config"]
 
-
 PAIRINGS = {"ComplexRoPE.Config": "adjacent", "CosSinRoPE.Config": "half"}
 """Pairs of channels by the config's class, or one that it inherits from."""
 

@@ -14,7 +14,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "MMPosQwen3VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen3VL",
     }
 )
-"""Where vLLM finds the class of each architecture."""
+"""Module and class of each architecture."""
 
 
 def register() -> None:

@@ -20,7 +20,6 @@ from mmpos.support.checks import IntArray, boolean, host_array, int_array, integ
 
 __all__ = ["check_apart", "mrope_input_positions", "request_segments"]
 
-
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 SECONDS = "second_per_grid_ts"
 AS_TEXT = "prompt_embeds"

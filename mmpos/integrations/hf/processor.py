@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import BatchFeature, ProcessorMixin
+from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
@@ -23,19 +23,9 @@ from mmpos.sequence.markers import Markers
 from mmpos.sequence.tokenizers import adapt
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 
-__all__ = [
-    "MMPosProcessor",
-    "PositionBatch",
-    "object_of",
-    "padded",
-    "per_token",
-    "scheme_of",
-    "scheme_to_json",
-    "to_json",
-]
+__all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
-
 
 _NOT_TENSORS = ["positions", "offset_mapping"]  # read token by token, which tensors are slow at
 
@@ -251,7 +241,7 @@ class MMPosProcessor(ProcessorMixin):
             values["mm_token_type_ids"] = (rows.input_ids == self.image_token_id).astype(np.int64)
         if options.return_offsets_mapping:
             values["offset_mapping"] = np.concatenate(encoded["offset_mapping"])[rows.source]
-        batch = per_token(values, rows, table, self.tokenizer, options)
+        batch = _per_token(values, rows, table, self.tokenizer, options)
         if self.scheme.resumable:
             batch["mm_next_positions"], batch["deltas"] = np.array(table.next_positions), np.array(table.deltas)
         return batch
@@ -297,8 +287,12 @@ class PositionBatch(BatchFeature):
         return self
 
 
-def per_token(
-    values: dict[str, npt.NDArray[Any]], rows: Rows, positions: PositionTable, tokenizer: Any, options: Options
+def _per_token(
+    values: Mapping[str, npt.NDArray[np.integer]],
+    rows: Rows,
+    positions: PositionTable,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Options,
 ) -> dict[str, Any]:
     """Collect everything with an entry per token, and its table: padded arrays, or a list with one array for each row.
 
@@ -322,7 +316,7 @@ def per_token(
         if fill is None and (rows.lengths < width).any():
             raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
         fills = {"input_ids": fill or 0}
-        batch = {name: padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
+        batch = {name: _padded(each, rows.lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
         ids, batch["attention_mask"] = positions.padded(width, side, dtype)
         batch["mm_position_ids"] = ids if options.return_tensors else list(ids.swapaxes(0, 1))
         positions = positions.pad(width, side)
@@ -332,7 +326,9 @@ def per_token(
     return {**batch, "positions": positions}
 
 
-def padded(values: npt.NDArray[Any], lengths: IntArray, width: int, side: str, fill: int = 0) -> npt.NDArray[Any]:
+def _padded(
+    values: npt.NDArray[np.integer], lengths: IntArray, width: int, side: str, fill: int = 0
+) -> npt.NDArray[np.integer]:
     """Pad the values of all rows, one after the other, to (rows, width, …)."""
     out = np.full((lengths.size, width, *values.shape[1:]), fill, values.dtype)
     column = np.arange(width)

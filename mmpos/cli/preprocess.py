@@ -25,7 +25,7 @@ from mmpos.support.extras import needed_for
 from mmpos.support.program import console
 
 if TYPE_CHECKING:
-    from mmpos.data.preprocess.summary import Progress, Summary
+    from mmpos.data.preprocess.job import Progress, Summary
     from mmpos.sequence.builder import SequenceBuilder
 
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "hf", "pairs")
@@ -137,7 +137,7 @@ def preprocess(
 def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Any:
     from mmpos.data.examples import Preprocess
     from mmpos.data.formats import FORMATS
-    from mmpos.data.formats.resolve import Images
+    from mmpos.data.formats.images import Images
 
     if name not in FORMATS:
         raise InvalidInputError(

@@ -5,13 +5,11 @@ shards ──readers──▶ records ──formats──▶ Document ──Prep
 
 from typing import TYPE_CHECKING
 
-from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
+from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece, Preprocess, RecordError
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
-    from mmpos.data.batch import Batch
-    from mmpos.data.batching import Batcher
+    from mmpos.data.batch import Batch, mask_mod
     from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
     from mmpos.data.formats import (
         FORMATS,
@@ -25,13 +23,11 @@ if TYPE_CHECKING:
         Pairs,
         Turn,
     )
-    from mmpos.data.formats.resolve import Images
+    from mmpos.data.formats.images import Images
     from mmpos.data.loader import BatchDataset
-    from mmpos.data.masks import mask_mod
-    from mmpos.data.packing import Pack, Packer, first_fit_decreasing
-    from mmpos.data.preprocess.job import write_sequences
+    from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
+    from mmpos.data.preprocess.job import Progress, Summary, write_sequences
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
-    from mmpos.data.preprocess.summary import Progress, Summary
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.readers import Reader, dataset_shards, shards
 
@@ -79,21 +75,18 @@ __all__ = [
 
 # Imported when they are first named: batches need torch, readers and storage what they read with.
 _ROOMS = {
-    "batch": ("Batch",),
-    "batching": ("Batcher",),
+    "batch": ("Batch", "mask_mod"),
     "collate": ("PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Energon", "HFImages", "LLaVA", "Obelics", "Pairs", "Turn"),
     ),
     "loader": ("BatchDataset",),
-    "masks": ("mask_mod",),
-    "packing": ("Pack", "Packer", "first_fit_decreasing"),
-    "preprocess.job": ("write_sequences",),
+    "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
+    "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "readers": ("Reader", "dataset_shards", "shards"),
-    "formats.resolve": ("Images",),
+    "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),
-    "preprocess.summary": ("Progress", "Summary"),
 }
 _LAZY = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What a training step takes: the tensors of a batch beside the one table that its positions follow from."""
+"""A training batch: tensors beside the one table that its positions follow from, its attention mask and its shards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.data.masks import MaskMod, mask_mod, whole_images
-from mmpos.data.ranks import PER_TOKEN, shard, shift_labels
+from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.sharding import Layout
+from mmpos.positions.columns import FIRST_SEGMENT
+from mmpos.positions.sharding import Layout, shard_ranges
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "MaskMod", "mask_mod"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, whether a query attends to a key."""
+
+_PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
+"""Tensors of a batch with one value per token."""
 
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", "image_spans", "feature_spans")
 
@@ -45,10 +51,10 @@ class Batch:
         patches: (patches, patch_size, patch_size, 3) pixels of all images; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
-            ``positions.dense()``, which are places in ``input_ids.view(-1)``. Of each row of an image whose rows end in
-            separators, which are no patches; in a shard, of each piece of an image or a row.
-        feature_spans: (spans, 2) int64 the rows that belong there of what a vision encoder makes of the patches:
-            one row per token of grid_thw.
+            ``positions.dense()``, which index ``input_ids.view(-1)``. An image whose rows end in separators, which are
+            no patches, has a span for each row; in a shard, each piece of an image or a row has one.
+        feature_spans: (spans, 2) int64 rows of the vision encoder's features that belong there; it makes one row per
+            token of grid_thw.
         shifted: whether labels stand at the token that predicts them; see ``shift_labels``.
         world_size: context-parallel ranks that share the batch; 1 for a whole batch.
     """
@@ -73,7 +79,7 @@ class Batch:
         if self.input_ids.numel() != self.positions.num_tokens:
             got, want = self.input_ids.numel(), self.positions.num_tokens
             raise InvalidInputError(f"input_ids: got {counted(got, 'token')}, want {want} as in positions")
-        for name in PER_TOKEN:
+        for name in _PER_TOKEN:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, want {shape}, that of input_ids")
@@ -93,9 +99,9 @@ class Batch:
         grid_thw: IntArray,
         image_spans: IntArray,
         attention_mask: IntArray | None = None,
-        patches: npt.NDArray[Any] | None = None,
+        patches: npt.NDArray[np.generic] | None = None,
     ) -> Batch:
-        """A batch on the host that shares memory with these arrays; the arguments are those of the class."""
+        """Make a batch on the host that shares memory with these arrays; the arguments are those of the class."""
         ends = np.cumsum(image_spans[:, 1] - image_spans[:, 0])
         firsts = np.append(0, ends[:-1])[: len(ends)]
         return cls(
@@ -125,22 +131,22 @@ class Batch:
 
     @property
     def fill(self) -> float:
-        """Tokens that are no padding over all tokens."""
+        """Fraction of the tokens that are not padding."""
         padding = int(self.positions.segment_lengths[self.positions.is_padding].sum())
         return 1 - padding / self.positions.num_tokens
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Ids of all tokens, made where the batch lies.
+        """Expand the position ids of all tokens on the device of the batch.
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
-            text_row: whether text_positions come first, as one more row: what Transformers takes, [4, batch, seq] for
-                schemes of three axes, and finds the documents of a packed row by.
+            text_row: whether text_positions come first, as one more row: Transformers takes [4, batch, seq] for schemes
+                of three axes, and reads the documents of a packed row from the first.
 
         Returns:
             (axes, tokens) or (axes, batch, seq), with text_row one row more.
@@ -151,7 +157,7 @@ class Batch:
         return torch.cat([self.text_positions[None].to(kind), ids]) if boolean("text_row", text_row) else ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """The FlexAttention mask of this batch, on its device; see ``mmpos.data.masks.mask_mod``.
+        """Make the FlexAttention mask of this batch on its device; see ``mmpos.data.mask_mod``.
 
         Args:
             bidirectional_images: whether tokens from the first patch of an image to its last see one another both
@@ -164,14 +170,14 @@ class Batch:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
         spans = None
         if boolean("bidirectional_images", bidirectional_images):
-            spans = whole_images(self.image_spans, self.feature_spans, self.grid_thw)
+            spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
         return mask_mod(self.positions, padded=not self.packed, image_spans=spans, device=self.device)
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
-        """Where features of images go: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
+        """Index image features into embeddings: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
-            (patch tokens,) int64 places in ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
+            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
         """
         firsts, lengths = self.image_spans[:, 0], self.image_spans[:, 1] - self.image_spans[:, 0]
         before = lengths.cumsum(0) - lengths
@@ -180,23 +186,29 @@ class Batch:
         return token + counter, torch.repeat_interleave(self.feature_spans[:, 0] - before, lengths) + counter
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """The batch on another device; ``positions`` stays on the host."""
+        """Move the batch to another device; ``positions`` stays on the host."""
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; a DataLoader with pin_memory=True calls this."""
+        """Copy the batch to page-locked memory; a DataLoader with pin_memory=True calls this."""
         return self._each(lambda value: value.pin_memory())
 
     def shift_labels(self) -> Batch:
-        """Labels moved to the token that predicts them, one to the left in each document; once only.
+        """Move each label to the token that predicts it, one to the left in its document; a second call does nothing.
 
         A model that computes its own loss shifts labels itself and takes them unshifted. It cannot do so in a
         shard, whose neighbours lie elsewhere: there, compare logits and labels token by token.
         """
-        return shift_labels(self)
+        if self.shifted:
+            return self
+        labels = torch.full_like(self.labels, IGNORE_INDEX)
+        flat = labels.view(-1)
+        flat[:-1] = self.labels.reshape(-1)[1:]
+        flat[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+        return replace(self, labels=labels, shifted=True)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
-        """What a context-parallel rank has of the batch: its tokens, and labels shifted before the cut.
+        """Cut out the tokens of a context-parallel rank, with labels that are shifted before the cut.
 
         Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans say which rows of the
         features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host, before ``to``.
@@ -211,12 +223,33 @@ class Batch:
             InvalidInputError: a document is no multiple of 2C (zigzag) or C tokens; collate with multiple_of.
             UnsupportedError: "…-sequence" of a padded batch, whose rows would not stay rows.
         """
-        return shard(self, rank, world_size, layout)
+        if str(layout).endswith("sequence") and not self.packed:
+            raise UnsupportedError(
+                f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
+            )
+        starts, stops = shard_ranges(self.positions, rank, world_size, layout)
+        positions = self.positions.shard(rank, world_size, layout)
+        indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
+        shape = (*self.input_ids.shape[:-1], -1)
+        whole = self.shift_labels()
+        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(whole, name)) is not None}
+        spans, features = (tensor.cpu().numpy() for tensor in (self.image_spans, self.feature_spans))
+        image_spans, feature_spans = _pieces(spans, features[:, 0], starts, stops)
+        return replace(
+            whole,
+            positions=positions,
+            device_positions=DevicePositions.from_table(positions, self.device),
+            cu_seqlens=torch.from_numpy(positions.cu_seqlens).to(self.device),
+            image_spans=torch.from_numpy(image_spans).to(self.device),
+            feature_spans=torch.from_numpy(feature_spans).to(self.device),
+            world_size=self.world_size * world_size,
+            **{name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()},
+        )
 
     def as_dict(
         self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
     ) -> dict[str, Any]:
-        """Keyword arguments for a model or a trainer; what is None is left out.
+        """Give the batch as keyword arguments for a model or a trainer, without those that are None.
 
         Args:
             positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
@@ -233,24 +266,24 @@ class Batch:
         """
         one_of("positions", positions, ("ids", "table"))
         add = boolean("batched", batched) and self.packed
-        found: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels}
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
-            found["shift_labels"] = self.labels
+            arguments["shift_labels"] = self.labels
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
                     "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds"
                 )
-            found["position_ids"] = self.position_ids(torch.int64, text_row)
+            arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if add:
-            found = {name: tensor.unsqueeze(-2) for name, tensor in found.items()}
+            arguments = {name: tensor.unsqueeze(-2) for name, tensor in arguments.items()}
         if positions == "table":
-            found["positions"] = self.device_positions
+            arguments["positions"] = self.device_positions
         names = ("cu_seqlens", "max_seqlen", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
-        return found | {name: value for name in names if (value := getattr(self, name)) is not None}
+        return arguments | {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _each(self, move: Callable[[Any], Any]) -> Batch:
-        names = PER_TOKEN + _PER_BATCH
+        names = _PER_TOKEN + _PER_BATCH
         return replace(self, **{name: move(value) for name in names if (value := getattr(self, name)) is not None})
 
     def __repr__(self) -> str:
@@ -259,3 +292,112 @@ class Batch:
         documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
         images = counted(len(self.grid_thw), "image")
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
+
+
+def mask_mod(
+    positions: PositionTable,
+    *,
+    padded: bool = False,
+    image_spans: npt.ArrayLike | Tensor | None = None,
+    device: torch.device | str | int = "cpu",
+) -> MaskMod:
+    """Make the mask of a batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
+
+    Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
+    flex_attention gives zeros for it, where a plain softmax would give NaN.
+
+    Args:
+        positions: the table of the whole batch, no context-parallel shard of it.
+        padded: whether rows of the batch are the documents, all of one length, instead of one packed row (b = 0).
+        image_spans: (images, 2) integers, ascending: the first patch of each image and one past its last, counted
+            over the batch, separators between rows included; the tokens of an image then see one another both ways.
+            None is causal everywhere. The spans are needed, since a row of patches looks like text in a table.
+        device: device of the mask, and of the spans if they are a tensor.
+
+    Returns:
+        a function for B = 1 and Q = KV = tokens, or with padded for B = documents and Q = KV = length.
+
+    Raises:
+        InvalidInputError: padded, and documents of different lengths; or spans of another shape.
+    """
+    shape = (1, positions.num_tokens)
+    if boolean("padded", padded):
+        shape = (positions.num_documents, positions.max_seqlen)
+        if shape[0] * shape[1] != positions.num_tokens:
+            got = f"{positions.lengths.min()} to {shape[1]} tokens"
+            raise InvalidInputError(f"positions: got documents of {got}, want one length for padded=True")
+    document = torch.from_numpy(_documents(positions).reshape(shape)).to(device)
+    image = None if image_spans is None else _images(image_spans, positions.num_tokens, device).reshape(shape)
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        of_query = document[b, q_idx]
+        return (of_query == document[b, kv_idx]) & (of_query >= 0) & (q_idx >= kv_idx)
+
+    def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert image is not None
+        of_query = image[b, q_idx]
+        return causal(b, h, q_idx, kv_idx) | ((of_query == image[b, kv_idx]) & (of_query >= 0))
+
+    return causal if image is None else causal_but_for_images
+
+
+def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
+    """Join the spans of rows to (images, 2) spans of whole images: first patch and one past the last; no shards.
+
+    Args:
+        image_spans: (spans, 2) of images, or of their rows where those end in separators.
+        feature_spans: (spans, 2) the rows of features that belong there, as in Batch.
+        grid_thw: (images, 3) frames, height, width after merging.
+    """
+    images = len(grid_thw)
+    if len(image_spans) == images:
+        return image_spans
+    ends = grid_thw.prod(dim=1).cumsum(0)
+    image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
+    edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
+    return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
+
+
+def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
+    """Return (tokens,) the document of each token, -1 for padding."""
+    segments = np.arange(positions.num_segments)
+    document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
+    document[positions.is_padding] = -1
+    return document.astype(np.int32).repeat(positions.segment_lengths)
+
+
+def _images(image_spans: npt.ArrayLike | Tensor, tokens: int, device: torch.device | str | int) -> Tensor:
+    """Return (tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
+    spans = torch.as_tensor(image_spans, device=device)
+    if spans.dim() != 2 or spans.shape[1] != 2 or spans.is_floating_point():
+        raise InvalidInputError(f"image_spans: got {spans.dtype} {tuple(spans.shape)}, want integers (images, 2)")
+    token = torch.arange(tokens, device=spans.device)
+    if not len(spans):
+        return torch.full_like(token, -1)
+    image = torch.searchsorted(spans[:, 0].contiguous(), token, right=True) - 1
+    inside = (image >= 0) & (token < spans[image.clamp(min=0), 1])
+    return torch.where(inside, image, -1).to(torch.int32)
+
+
+def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+    """Cut spans by ascending token ranges, and count the pieces over these ranges put side by side.
+
+    Args:
+        spans: (spans, 2) first token and one past the last.
+        features: (spans,) the feature of each span's first token.
+        starts: (ranges,) first token.
+        stops: (ranges,) one past the last token.
+
+    Returns:
+        (pieces, 2) tokens, counted over the ranges, and (pieces, 2) features.
+    """
+    first = np.searchsorted(stops, spans[:, 0], side="right")
+    count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
+    owner = np.arange(len(spans)).repeat(count)
+    within = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
+    begin = np.maximum(starts[within], spans[owner, 0])
+    lengths = np.minimum(stops[within], spans[owner, 1]) - begin
+    before = (stops - starts).cumsum() - (stops - starts)
+    token = before[within] + begin - starts[within]
+    feature = features[owner] + begin - spans[owner, 0]
+    return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]

@@ -1,10 +1,10 @@
-"""Examples into a batch: packed in one row, or padded to rows of one length."""
+"""Collation: examples become a batch, packed in one row or padded to rows of one length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Puts documents side by side in one row; a collate_fn for DataLoader that pickles.
+    """Collator that packs documents side by side in one row; a collate_fn for DataLoader that pickles.
 
     Args:
         multiple_of: every document is padded to a multiple of this, inside its own cu_seqlens; 2 * world_size for
@@ -42,7 +42,7 @@ class PackedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """One batch of all these examples, or of those of a Pack or of several.
+        """Collate these examples, or those of a Pack or of several, into one batch.
 
         Raises:
             InvalidInputError: an example does not fit the first, or all together do not fit length.
@@ -66,7 +66,7 @@ class PackedCollator:
 
 @dataclass(frozen=True)
 class PaddedCollator:
-    """Puts every document in a row of its own, padded to one length; a collate_fn for DataLoader that pickles.
+    """Collator that pads every document to a row of one length; a collate_fn for DataLoader that pickles.
 
     Args:
         side: where padding stands, "right" or "left".
@@ -85,7 +85,7 @@ class PaddedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """One batch of all these examples, or of those of a Pack or of several.
+        """Collate these examples, or those of a Pack or of several, into one batch.
 
         Raises:
             InvalidInputError: an example does not fit the first, or is longer than length.
@@ -104,7 +104,7 @@ class PaddedCollator:
 def collate_packed(
     examples: Examples, *, multiple_of: int = 1, length: int | None = None, pad_token_id: int = 0
 ) -> Batch:
-    """One packed batch; the arguments are those of PackedCollator."""
+    """Pack examples into one batch; the arguments are those of PackedCollator."""
     return PackedCollator(multiple_of, length, pad_token_id)(examples)
 
 
@@ -116,14 +116,14 @@ def collate_padded(
     length: int | None = None,
     pad_token_id: int = 0,
 ) -> Batch:
-    """One padded batch; the arguments are those of PaddedCollator."""
+    """Pad examples to one batch; the arguments are those of PaddedCollator."""
     return PaddedCollator(side, multiple_of, length, pad_token_id)(examples)
 
 
 def _batch(
     examples: Sequence[Example], positions: PositionTable, starts: IntArray, pad_token_id: int, shape: tuple[int, ...]
 ) -> Batch:
-    """The batch whose documents begin at these columns of dense(); of two dimensions if it is padded."""
+    """Make the batch whose documents begin at these columns of dense(); with two dimensions if it is padded."""
     rows = _Rows.empty(positions.num_tokens, masked=len(shape) == 2)
     edges = positions.cu_seqlens.astype(np.int64)
     # A document beyond the examples is padding alone.
@@ -158,7 +158,7 @@ def _batch(
 
 
 class _Rows(NamedTuple):
-    """What a batch has per token.
+    """Arrays of a batch that have one value per token.
 
     They lie in one block: the system gives a few megabytes at once in large pages, and the same in pieces in
     hundreds of small ones, each of which costs more than what is written to it.
@@ -171,7 +171,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def empty(cls, tokens: int, *, masked: bool) -> _Rows:
-        """Rows to write to."""
+        """Allocate rows without initialising them."""
         wide = 3 if masked else 2
         block = np.empty((8 * wide + 4) * tokens, np.uint8)
         rows = block[: 8 * wide * tokens].view(np.int64).reshape(wide, tokens)
@@ -179,56 +179,60 @@ class _Rows(NamedTuple):
 
 
 def _lay(
-    row: npt.NDArray[Any], pieces: list[npt.NDArray[Any]], before: IntArray, after: IntArray, padding: int
+    row: npt.NDArray[np.generic],
+    pieces: Sequence[npt.NDArray[np.generic]],
+    before: IntArray,
+    after: IntArray,
+    padding: int,
 ) -> None:
-    """Write pieces, each with so much padding before and after it; those that are missing are empty."""
+    """Write pieces into a row, each with padding before and after it; documents beyond the pieces are empty."""
     if before.any() or after.any():
         gap = np.full(max(before.max(), after.max()), padding, row.dtype)
-        pieces = pieces + [gap[:0]] * (before.size - len(pieces))
+        pieces = [*pieces, *[gap[:0]] * (before.size - len(pieces))]
         gaps = zip(before.tolist(), pieces, after.tolist(), strict=True)
         pieces = [part for left, piece, right in gaps for part in (gap[:left], piece, gap[:right])]
     np.concatenate(pieces, out=row)
 
 
-def _read(examples: Any) -> Sequence[Example]:
-    """The examples of anything that holds some, all fit for one batch."""
-    given = [examples] if isinstance(examples, Pack) else examples
-    if not isinstance(given, list | tuple):
-        raise InvalidInputError(f"examples: got {type(given).__name__}, want a list of Examples or a Pack")
-    found: list[Example] = []
-    for i, one in enumerate(given):
+def _read(examples: object) -> Sequence[Example]:
+    """Return the examples of a list, of a Pack or of several, checked to fit one batch."""
+    entries = [examples] if isinstance(examples, Pack) else examples
+    if not isinstance(entries, list | tuple):
+        raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
+    flattened: list[Example] = []
+    for i, one in enumerate(entries):
         if not isinstance(one, Example | Pack):
             raise InvalidInputError(f"examples[{i}]: got {type(one).__name__}, want an Example or a Pack")
-        found += one.examples if isinstance(one, Pack) else [one]
-    if not found:
+        flattened += one.examples if isinstance(one, Pack) else [one]
+    if not flattened:
         raise InvalidInputError("examples: got none, want at least one")
-    axes = found[0].sequence.positions.axes
-    for i, example in enumerate(found):
+    axes = flattened[0].sequence.positions.axes
+    for i, example in enumerate(flattened):
         if not example.num_tokens:
-            raise InvalidInputError(f"{_name(found, i)}: got no tokens, want at least one")
+            raise InvalidInputError(f"{_name(flattened, i)}: got no tokens, want at least one")
         if example.sequence.positions.axes != axes:
             got = example.sequence.positions.axes
             raise InvalidInputError(
-                f"{_name(found, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
+                f"{_name(flattened, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
             )
-    return found
+    return flattened
 
 
 def _join(examples: Sequence[Example]) -> PositionTable:
     return PositionTable.concatenate([example.sequence.positions for example in examples])
 
 
-def _patches(examples: Sequence[Example]) -> npt.NDArray[Any] | None:
-    """Pixels of all images in order, if all that have images have pixels of one sort."""
-    found = [(i, example.sequence.patches) for i, example in enumerate(examples) if len(example.sequence.grid_thw)]
-    sorts = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in found]
-    for (i, _), sort in zip(found, sorts, strict=True):
+def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
+    """Concatenate the pixels of all images, which must be of one sort; None without pixels."""
+    numbered = [(i, example.sequence.patches) for i, example in enumerate(examples) if len(example.sequence.grid_thw)]
+    sorts = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in numbered]
+    for (i, _), sort in zip(numbered, sorts, strict=True):
         if sort != sorts[0]:
             got, want = (("no pixels" if s is None else " ".join(map(str, s))) for s in (sort, sorts[0]))
             raise InvalidInputError(
-                f"{_name(examples, i)}: patches: got {got}, want {want} as in examples[{found[0][0]}]"
+                f"{_name(examples, i)}: patches: got {got}, want {want} as in examples[{numbered[0][0]}]"
             )
-    arrays = [patches for _, patches in found if patches is not None]
+    arrays = [patches for _, patches in numbered if patches is not None]
     return np.concatenate(arrays) if arrays else None
 
 

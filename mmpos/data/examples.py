@@ -1,39 +1,116 @@
-"""From a raw record to an example that can be trained on: format, build, label."""
+"""Documents and examples: a record becomes an ordered list of parts, and these become tokens, positions and labels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
 from mmpos.segments.separators import separator_tokens
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 
-__all__ = ["IGNORE_INDEX", "Builder", "Example", "Format", "Preprocess"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Builder",
+    "Document",
+    "Example",
+    "Format",
+    "Location",
+    "MakeExample",
+    "Piece",
+    "Preprocess",
+    "Record",
+    "RecordError",
+]
+
+
+class RecordError(InvalidInputError):
+    """Error of a record that cannot be used; names the record, the field, what came and what was wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Shard and number of a record.
+
+    >>> print(Location("shard-003.tar", 17))
+    shard-003.tar[17]
+
+    Args:
+        source: path or name of the shard.
+        index: number of the record in it, from 0.
+    """
+
+    source: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.source}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Part of a document, with whether it is trained on.
+
+    Args:
+        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid, a Video …
+        train: whether its tokens are labels, those of a Video's timestamps too; patches never are.
+    """
+
+    part: Any
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        boolean("Piece.train", self.train)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """Text and images of one record, in order.
+
+    Args:
+        key: id of the record.
+        pieces: its parts; at least one.
+    """
+
+    key: str
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise RecordError(f"{self.key}: got no parts, want at least one")
+
+    @property
+    def parts(self) -> list[Any]:
+        """Parts of all pieces, as a builder takes them."""
+        return [piece.part for piece in self.pieces]
+
+
+Record: TypeAlias = Mapping[str, Any]
+"""A raw record: values by their names, images undecoded."""
 
 IGNORE_INDEX = -100
 """The label of tokens that are not trained on, as torch's cross_entropy has it."""
 
-Format = Callable[[Mapping[str, Any], Location], Document]
+Format = Callable[[Record, Location], Document]
 """Makes a document of a raw record."""
 
 
 class Builder(Protocol):
-    """What makes sequences: a SequenceBuilder, or a client of the service."""
+    """Maker of sequences: a SequenceBuilder, or a client of the service."""
 
     def build(self, parts: Any, /) -> InterleavedSequence:
-        """The sequence of these parts."""
+        """Build the sequence of these parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One document, ready to be packed.
+    """Document that is tokenised, placed and labelled, ready to be packed.
 
     Args:
         key: id of its record.
@@ -52,11 +129,11 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, markers and patches included."""
+        """Number of tokens, markers and patches included."""
         return self.sequence.input_ids.size
 
     def slice(self, start: int, stop: int) -> Example:
-        """Tokens start to stop, with the ids that they have in the whole; images stay whole.
+        """Cut out the tokens from start to stop, with their ids in the whole; images stay whole.
 
         Args:
             start: first token.
@@ -89,9 +166,13 @@ class Example:
         return Example(self.key, sequence, self.labels[start:stop])
 
 
+MakeExample = Callable[[Record, Location], Example]
+"""Makes an example of a raw record and its location: a Preprocess, ``ready``, or a callable of the user's own."""
+
+
 @dataclass(frozen=True)
 class Preprocess:
-    """The one callable of every engine: from a raw record to an example. It pickles.
+    """Callable that makes an Example of a raw record, for the loader and all engines; it pickles.
 
     Args:
         format: makes a document of a record; one of mmpos.data.formats, or your own.
@@ -111,8 +192,8 @@ class Preprocess:
             raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
         boolean("train_markers", self.train_markers)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Example:
-        """The example of a record.
+    def __call__(self, record: Record, location: Location) -> Example:
+        """Make the example of a record.
 
         Raises:
             RecordError: the record is wrong; the message names it and the field or part.
@@ -141,22 +222,22 @@ class Preprocess:
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
 
 
-def _segments(whole: InterleavedSequence, start: int, stop: int, kept: Any) -> SegmentTable:
-    """The segments of a slice, whose grids are as they were."""
+def _segments(whole: InterleavedSequence, start: int, stop: int, kept: npt.NDArray[np.bool_]) -> SegmentTable:
+    """Return the segments of a slice; its grids are those of the whole."""
     of_whole = whole.segments
     separated = of_whole.row_separator is not None
-    found = SegmentTable.from_spans(
+    segments = SegmentTable.from_spans(
         [stop - start], whole.image_spans[kept, 0] - start, whole.grid_thw[kept], row_separator=separated
     )
     if of_whole.seconds_per_frame is None or not kept.any():
-        return found
-    seconds = np.array([[0], [1]]).repeat(found.kind.size, axis=1)
-    seconds[:, found.kind == GRID] = of_whole.seconds_per_frame[:, of_whole.kind == GRID][:, kept]
-    return replace(found, seconds_per_frame=seconds)
+        return segments
+    seconds = np.array([[0], [1]]).repeat(segments.kind.size, axis=1)
+    seconds[:, segments.kind == GRID] = of_whole.seconds_per_frame[:, of_whole.kind == GRID][:, kept]
+    return replace(segments, seconds_per_frame=seconds)
 
 
-def _patches(whole: InterleavedSequence, kept: Any) -> Any:
-    """The patches of the images that are kept: as many per image as its tokens times those merged into one."""
+def _patches(whole: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:
+    """Return the patches of the images that are kept; an image has a fixed number of them per token."""
     if whole.patches is None or not kept.any():
         return None
     tokens = whole.grid_thw.prod(axis=1)

@@ -1,25 +1,21 @@
-"""What a torch DataLoader iterates: batches of image-text corpora, the same in every run, resumable anywhere."""
+"""BatchDataset: batches of image-text corpora for a torch DataLoader, reproducible and resumable."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mmpos.data.batching import Batching, settings
-from mmpos.data.documents import Location
-from mmpos.data.examples import Example
-from mmpos.data.feed import Feed
+from mmpos.data.examples import MakeExample
+from mmpos.data.packing import Batching
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
-from mmpos.data.shuffle import shard_order
-from mmpos.data.split import Portion, Split, SplitBy
-from mmpos.data.stream import BatchStream, Stages
+from mmpos.data.stream import BatchStream, Collate, Feed, Portion, Split, SplitBy, Stages, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import integer, one_of
 
@@ -29,14 +25,14 @@ _VERSION = 1
 
 
 class BatchDataset(IterableDataset[Any]):
-    """Batches of shards, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
+    """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
-    What comes follows from the arguments, the epoch and the number of workers alone. All workers of all ranks together
+    The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
     read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
     resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches.
 
     Args:
-        shards: what ``mmpos.data.readers`` give, the same on every rank; an own Reader will do.
+        shards: readers of ``mmpos.data.readers`` or of your own, the same on every rank.
         preprocess: makes an example of a record; runs in the workers.
         batching: a Packer for packed batches, a Batcher for padded ones; it stays as it is, copies of it are used.
         collate: makes a batch of a group of examples, in the workers; None gives Packs or lists of examples.
@@ -59,9 +55,9 @@ class BatchDataset(IterableDataset[Any]):
     def __init__(
         self,
         shards: Iterable[Reader],
-        preprocess: Callable[[Mapping[str, Any], Location], Example],
+        preprocess: MakeExample,
         batching: Batching,
-        collate: Callable[[Any], Any] | None = None,
+        collate: Collate | None = None,
         *,
         seed: int = 0,
         epoch: int = 0,
@@ -105,27 +101,27 @@ class BatchDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration reads."""
+        """Epoch that the next iteration reads."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, after the rest of a state; workers that live on see it, too."""
+        """Choose the order of the next iteration, after the rest of a state; running workers see it, too."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
     def __iter__(self) -> BatchStream:
-        """The batches of an epoch, from the begin or from the state that was loaded."""
+        """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
         # The epoch of a state is its own, whatever was set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
-            self._check(self._state)  # again: a worker is not who the state was loaded for
+            self._check(self._state)  # again: the state was loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         self._stream = self._begin(self._state)
         self._state = None
         return self._stream
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iterator is: a few numbers per pending example, no pixels; JSON will carry it.
+        """Return the state of the latest iterator: a few numbers per pending example and no pixels, fit for JSON.
 
         Raises:
             UnsupportedError: workers read the dataset, and only the DataLoader can ask them.
@@ -143,7 +139,7 @@ class BatchDataset(IterableDataset[Any]):
         return {**state, **self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a state; those after it read its epoch, too, unless set_epoch was called.
+        """Let the next iteration resume from a state; later ones read its epoch, too, unless set_epoch was called.
 
         Raises:
             InvalidInputError: the state is of a dataset with other arguments, or of another worker.
@@ -156,7 +152,7 @@ class BatchDataset(IterableDataset[Any]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What the latest iterator of this process read, skipped, dropped and gave; workers log theirs."""
+        """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs."""
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +167,7 @@ class BatchDataset(IterableDataset[Any]):
         return {**self.__dict__, "_stream": None}
 
     def _here(self) -> Split:
-        """The split, as seen from this worker."""
+        """Return the split as seen from this worker."""
         if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
             raise InvalidInputError(
                 "rank: got a dataset made before torch.distributed was initialised, want it made after, or with rank "
@@ -195,7 +191,7 @@ class BatchDataset(IterableDataset[Any]):
         return None if self._folder is None else QuarantineFile(self._folder / name)
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to fit."""
+        """Return the arguments that a state depends on."""
         split = self._here()
         names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
         return {
@@ -203,7 +199,7 @@ class BatchDataset(IterableDataset[Any]):
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batching": settings(self._stages.batching),
+            "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
         }
 
 

@@ -1,21 +1,29 @@
-"""Packing: examples into packs of at most so many tokens, with images whole, from a stream in bounded memory."""
+"""Groups of examples: packs of bounded size from a stream or from known lengths, and batches by number."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.data.documents import RecordError
-from mmpos.data.examples import Example
-from mmpos.data.fitting import first_fit_decreasing
+from mmpos.data.examples import Example, RecordError
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import boolean, integer, one_of
+from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 
-__all__ = ["Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
+__all__ = [
+    "Batcher",
+    "Batching",
+    "Overlong",
+    "Pack",
+    "PackCounts",
+    "Packer",
+    "first_fit_decreasing",
+]
 
 Overlong = Literal["raise", "truncate", "drop"]
 
@@ -45,7 +53,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackCounts:
-    """What a Packer has done since it was made.
+    """Counts of the work of a Packer since it was made.
 
     Args:
         packs: packs given out.
@@ -72,13 +80,13 @@ class PackCounts:
 
 
 class Packer:
-    """Packs a stream: holds some examples, and puts those together that fill a pack best.
+    """Packer of a stream of examples, which holds some of them and combines those that fill a pack best.
 
-    A pack begins with the example that has waited longest, so none waits for ever, and goes on with the longest
+    A pack begins with the example that has waited longest, so that each is packed in time, and goes on with the longest
     that still fits. With split_text what then remains is filled with the head of a document, cut between two text
     tokens; the rest of it goes on as an example of its own, with the ids that it has in the whole.
     A Packer to which the ``pending`` examples of another with the same arguments are added, in their order, gives no
-    pack meanwhile and goes on exactly as the other would; only its counts begin anew.
+    pack meanwhile and goes on exactly as the other would; only its counts restart.
 
     Args:
         max_tokens: most tokens in a pack.
@@ -89,7 +97,7 @@ class Packer:
         multiple_of: documents count as padded to a multiple of this; see PackedCollator.
         min_piece: fewest tokens on either side of a cut that fills a pack. A document longer than a pack is cut
             wherever it must be.
-        overlong: what becomes of an example that cannot be packed: one longer than max_tokens, or with split_text
+        overlong: policy for examples that cannot be packed: longer than max_tokens, or with split_text
             an image that is. "raise" a RecordError, "truncate" before what does not fit, or "drop"; both are counted.
     """
 
@@ -122,16 +130,16 @@ class Packer:
 
     @property
     def pending(self) -> tuple[Example, ...]:
-        """The examples held, in order; save these, and add them to a new Packer to go on."""
+        """Examples held, in order; save these, and add them to a new Packer to resume."""
         return tuple(self._held.values())
 
     @property
     def counts(self) -> PackCounts:
-        """What was packed, cut and lost, and the fill rate of the packs."""
+        """Counts of what was packed, cut and lost, and the fill rate of the packs."""
         return self._counts
 
     def add(self, example: Example) -> list[Pack]:
-        """Take an example, and give the packs for which there is no more reason to wait.
+        """Add an example, and return the packs for which there is no more reason to wait.
 
         Raises:
             RecordError: it cannot be packed, and overlong is "raise"; the Packer is as it was before.
@@ -149,7 +157,7 @@ class Packer:
         return packs
 
     def flush(self) -> list[Pack]:
-        """All that is held, in packs; the last may be far from full."""
+        """Pack everything that is held; the last pack may be far from full."""
         packs = []
         while self._held:
             packs.append(self._pack())
@@ -163,28 +171,29 @@ class Packer:
         gap -= self._size(chosen[0])
         # The longest that fits; of several, minus the number sorts the one that came first to the end.
         while at := bisect_right(self._by_size, (gap, 1)):
-            chosen.append(self._release(-self._by_size[at - 1][1]))
+            _, number = self._by_size[at - 1]
+            chosen.append(self._release(-number))
             gap -= self._size(chosen[-1])
-        while self.split_text and gap >= self.min_piece and (found := self._best_cut(gap)):
-            chosen.append(self._split(*found))
+        while self.split_text and gap >= self.min_piece and (cut := self._best_cut(gap)):
+            chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
         pack = Pack(tuple(chosen), self.max_tokens)
         self._count(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
         return pack
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
-        """The example whose head fills most of the gap, and where to cut it: the first of several that came."""
-        best, found = self.min_piece - 1, None
+        """Find the example whose head fills most of the gap, the first of several, and where to cut it."""
+        best, where = self.min_piece - 1, None
         for number, example in self._held.items():
             cut = _last_cut(example, min(gap, example.num_tokens - self.min_piece))
             if cut > best:
-                best, found = cut, (number, cut)
+                best, where = cut, (number, cut)
             if best == gap:
                 break
-        return found
+        return where
 
     def _split(self, number: int, cut: int) -> Example:
-        """The head of a held example; the rest keeps its place."""
+        """Cut the head off a held example; the rest keeps its turn."""
         example = self._held[number]
         self._forget(number)
         self._hold(number, example.slice(cut, example.num_tokens))
@@ -213,7 +222,7 @@ class Packer:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
     def _admit(self, example: Example) -> Example | None:
-        """The example, or what can be packed of it, or none."""
+        """Return the example, or what can be packed of it, or None."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
@@ -239,7 +248,106 @@ class Packer:
 
 
 def _last_cut(example: Example, limit: int) -> int:
-    """The last place at or before limit where Example.slice may cut: limit itself, or the begin of an image."""
+    """Return the last token at or before limit where Example.slice may cut: limit, or the start of an image."""
     spans = example.sequence.marked_spans
     image = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
     return min(limit, int(spans[image, 0])) if image < len(spans) else limit
+
+
+class Batching(Protocol):
+    """Maker of groups of a stream of examples.
+
+    One to which the pending examples of another with the same settings are added, in their order, gives no group
+    meanwhile and goes on exactly as the other would. It may cut examples by ``Example.slice`` only.
+    """
+
+    @property
+    def pending(self) -> Sequence[Example]:
+        """Examples held, in order."""
+
+    def add(self, example: Example, /) -> Sequence[Any]:
+        """Add an example, and return the groups that are ready."""
+
+    def flush(self) -> Sequence[Any]:
+        """Return everything that is held, in groups."""
+
+
+class Batcher:
+    """Maker of batches of a fixed number of examples, in the order in which they come.
+
+    Args:
+        batch_size: examples in a batch.
+        max_tokens: most tokens of an example; None takes any.
+        drop_last: whether fewer, at the end, are dropped instead of a smaller batch.
+    """
+
+    def __init__(self, batch_size: int, *, max_tokens: int | None = None, drop_last: bool = False) -> None:
+        self.batch_size = integer("batch_size", batch_size, minimum=1)
+        self.max_tokens = None if max_tokens is None else integer("max_tokens", max_tokens, minimum=1)
+        self.drop_last = boolean("drop_last", drop_last)
+        self._held: list[Example] = []
+
+    @property
+    def pending(self) -> tuple[Example, ...]:
+        """Examples held, in order."""
+        return tuple(self._held)
+
+    def add(self, example: Example) -> list[list[Example]]:
+        """Add an example, and return the batch that it completes.
+
+        Raises:
+            RecordError: it is longer than max_tokens; nothing else changes.
+        """
+        if self.max_tokens is not None and example.num_tokens > self.max_tokens:
+            raise RecordError(f"{example.key}: tokens: got {example.num_tokens}, want at most {self.max_tokens}")
+        self._held.append(example)
+        return self._cut() if len(self._held) == self.batch_size else []
+
+    def flush(self) -> list[list[Example]]:
+        """Return what is left as a batch, unless it is to be dropped."""
+        groups = self._cut()
+        return groups if groups[0] and not self.drop_last else []
+
+    def _cut(self) -> list[list[Example]]:
+        group, self._held = self._held, []
+        return [group]
+
+
+def first_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
+    """Group lengths that are all known: the longest first, each into the first group that has room for it.
+
+    >>> first_fit_decreasing([3, 5, 2, 4], 7)
+    [[1, 2], [3, 0]]
+
+    Args:
+        lengths: (examples,) tokens of each, 1 to max_tokens.
+        max_tokens: most tokens in a group.
+
+    Returns:
+        indices into lengths, group by group; every index once.
+    """
+    lengths = int_array("lengths", lengths, (None,))
+    max_tokens = integer("max_tokens", max_tokens, minimum=1)
+    first_bad("lengths", lengths, minimum=1, maximum=max_tokens)
+    # Two groups in a row hold more than max_tokens together, which bounds how many there are.
+    groups: list[list[int]] = [[] for _ in range(min(lengths.size, 2 * int(lengths.sum()) // max_tokens + 1))]
+    # A tournament tree: leaves are the room in every group, and inner nodes the most room below them.
+    leaves = 1 << max(len(groups) - 1, 0).bit_length()
+    room = [max_tokens] * (2 * leaves)
+    order = np.argsort(-lengths, kind="stable")
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        groups[node - leaves].append(index)
+        left = room[node] = room[node] - length
+        while node > 1:
+            sibling = room[node ^ 1]
+            left = sibling if sibling > left else left
+            node //= 2
+            if room[node] == left:
+                break
+            room[node] = left
+    return [group for group in groups if group]

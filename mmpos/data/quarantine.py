@@ -1,4 +1,4 @@
-"""What happens to records that cannot be used: they stop everything, or they are counted, logged and written down."""
+"""Quarantine: records that cannot be used stop the run, or are counted, logged and written to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos.support.files import named
@@ -19,29 +19,27 @@ __all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarant
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, Any]
-"""What is written of a skipped record: source, index, key, error, and facts."""
+"""Line of a skipped record: source, index, key, error, and facts."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Where the records of one worker go that cannot be used.
+    """Policy of one worker for records that cannot be used.
 
     Args:
         on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
         keep: takes each line, such as a QuarantineFile.
-        facts: what else each line says.
+        facts: further fields of each line.
 
     Attributes:
         skipped: records so far.
 
     Raises:
-        InvalidInputError: "skip" without a place for the lines.
+        InvalidInputError: "skip" without keep.
     """
 
-    def __init__(
-        self, on_error: OnError, keep: Callable[[Line], object] | None, facts: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, on_error: OnError, keep: Callable[[Line], object] | None, facts: Line | None = None) -> None:
         one_of("on_error", on_error, ("raise", "skip"))
         if on_error == "skip" and keep is None:
             raise InvalidInputError("quarantine: got None, want a path, as skipped records are never dropped silently")
@@ -50,15 +48,15 @@ class Quarantine:
         self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:
-        """Deal with a record that cannot be used.
+        """Raise the error of a record, or count, log and write down the record.
 
         Args:
-            location: where it lies.
+            location: its shard and number.
             raw: the record, if it could be read.
-            error: what is wrong.
+            error: the fault, which names the record.
 
         Raises:
-            RecordError: the error, if that is the policy.
+            RecordError: the error, if on_error is "raise".
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
         if self._keep is None:
@@ -70,7 +68,7 @@ class Quarantine:
 
 
 class QuarantineFile:
-    """A file of JSON lines that grows with each record, which it holds once, also where a run is resumed before it.
+    """File of JSON lines, one for each skipped record, also where a run resumes before some of them.
 
     Args:
         path: the file; made with its folder by the first line, and added to if it is there.
@@ -78,7 +76,7 @@ class QuarantineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._records: set[tuple[Any, ...]] | None = None
+        self._records: set[tuple[object, ...]] | None = None
 
     def __call__(self, line: Line) -> None:
         """Add the line of a record that is not in the file.
@@ -108,12 +106,12 @@ class QuarantineFile:
 
 
 def json_line(line: Line) -> bytes:
-    """A line as a file has it."""
+    """Encode a line as the file has it."""
     return (json.dumps(line) + "\n").encode()
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of all files in a folder of quarantine files; none if there is no folder."""
+    """Read the lines of all files in a folder of quarantine files; none if the folder is missing."""
     return [line for path in sorted(Path(folder).glob("*.jsonl")) for line in _lines(path)]
 
 
@@ -121,13 +119,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def _record(line: Line) -> tuple[Any, ...]:
-    """Which record of which epoch a line is about."""
+def _record(line: Line) -> tuple[object, ...]:
+    """Return the values of a line that identify the record and the epoch."""
     return tuple(value for name, value in line.items() if name not in ("key", "error"))
 
 
 def _key(raw: object) -> str | None:
-    """What the record calls itself, under the names that are common."""
+    """Return the key of a record, under the names that are common; None without one."""
     if isinstance(raw, Mapping):
         for name in ("__key__", "key", "id"):
             if isinstance(raw.get(name), str | int):

@@ -1,30 +1,232 @@
-"""From the records of one consumer to its batches, with a small state from which they go on exactly."""
+"""The batches of one worker: which records it reads, in which order, and how it resumes from a small state."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Self
 
-from mmpos.data.batching import Batching, members, regroup
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Example
-from mmpos.data.feed import START, Entry, Feed, Origin, Place
-from mmpos.data.packing import Packer
+import numpy as np
+
+from mmpos.data.examples import Example, Location, MakeExample, RecordError
+from mmpos.data.packing import Batching, Pack, Packer
 from mmpos.data.quarantine import Quarantine
-from mmpos.data.readers.base import Raw
+from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import IntArray, integer, one_of
 
-__all__ = ["BatchStream", "Stages"]
+__all__ = [
+    "START",
+    "BatchStream",
+    "Bookmark",
+    "Collate",
+    "Entry",
+    "Feed",
+    "Origin",
+    "Portion",
+    "Split",
+    "SplitBy",
+    "Stages",
+    "record_order",
+    "shard_order",
+]
+
+SplitBy = Literal["auto", "shards", "records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Records of a shard that one consumer reads: first, first + step, …
+
+    Args:
+        shard: number of the shard in the order of the epoch.
+        first: its first record.
+        step: distance to the next.
+    """
+
+    shard: int
+    first: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """One consumer among all: a worker of a rank.
+
+    >>> Split(rank=1, world_size=2).portions(3)
+    [Portion(shard=1, first=0, step=1)]
+    >>> Split(rank=1, world_size=2, by="records").portions(2)
+    [Portion(shard=0, first=1, step=2), Portion(shard=1, first=0, step=2)]
+
+    Args:
+        rank: 0 to world_size − 1.
+        world_size: ranks.
+        worker: 0 to num_workers − 1.
+        num_workers: workers of each rank, the same for all; one that loads in its own process is 1.
+        by: "shards" gives whole shards, each read by one consumer only; "records" gives every consumer its part of
+            every shard, even to one record, for which all walk through all shards; "auto" is "shards" where there
+            are at least as many of them as consumers, else "records".
+
+    Raises:
+        InvalidInputError: a number is out of its range, or by is something else.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    worker: int = 0
+    num_workers: int = 1
+    by: SplitBy = "auto"
+
+    def __post_init__(self) -> None:
+        integer("world_size", self.world_size, minimum=1)
+        integer("rank", self.rank, minimum=0, maximum=self.world_size - 1)
+        integer("num_workers", self.num_workers, minimum=1)
+        integer("worker", self.worker, minimum=0, maximum=self.num_workers - 1)
+        one_of("by", self.by, ("auto", "shards", "records"))
+
+    @property
+    def consumers(self) -> int:
+        """Number of workers of all ranks."""
+        return self.world_size * self.num_workers
+
+    @property
+    def consumer(self) -> int:
+        """Number of this consumer, from 0. Ranks count first, so that left-over shards go to different ranks."""
+        return self.worker * self.world_size + self.rank
+
+    def portions(self, num_shards: int) -> list[Portion]:
+        """List what this consumer reads of so many shards."""
+        consumer, consumers = self.consumer, self.consumers
+        if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
+            return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
+        # Each shard begins with the next consumer, so that short shards do not all go to the first ones.
+        return [Portion(shard, (consumer - shard) % consumers, consumers) for shard in range(num_shards)]
+
+
+def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
+    """Return (shards,) the order in which an epoch reads the shards, the same for every consumer."""
+    return np.random.default_rng((seed, epoch)).permutation(num_shards)
+
+
+def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
+    """Return (records,) the order of the records in one window of one consumer."""
+    return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
+
+
+class Origin(NamedTuple):
+    """Identity of a record in an epoch: the portion of its consumer, and its number in the shard."""
+
+    portion: int
+    record: int
+
+
+class Bookmark(NamedTuple):
+    """Point between two records of an epoch, in its order.
+
+    Args:
+        portion: portion in which the current window begins …
+        record: … and number in its shard of the first record that may belong to the window.
+        window: number of the window.
+        done: records of the window before this point.
+    """
+
+    portion: int
+    record: int
+    window: int
+    done: int
+
+
+START = Bookmark(0, 0, 0, 0)
+
+
+class Entry(NamedTuple):
+    """Record of an epoch, with the point behind it.
+
+    Args:
+        origin: portion and number, by which it is read again.
+        location: shard and number, for messages.
+        raw: the record, or its error.
+        after: the bookmark behind it.
+    """
+
+    origin: Origin
+    location: Location
+    raw: Raw
+    after: Bookmark
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Records that one consumer reads in one epoch.
+
+    The records of its portions, one after the other, are cut into windows, and each window is shuffled by itself. A
+    window is in memory, undecoded, while it is used; its start and the number of records done are the whole state.
+
+    Args:
+        readers: the shards of all consumers in the order of the epoch.
+        portions: parts of them that this consumer reads.
+        window: records that are shuffled among each other; 1 leaves the order as it is.
+        seed: seed, epoch and number of the consumer.
+    """
+
+    readers: tuple[Reader, ...]
+    portions: tuple[Portion, ...]
+    window: int
+    seed: tuple[int, int, int]
+
+    def entries(self, bookmark: Bookmark = START) -> Iterator[Entry]:
+        """Read the records behind a point, in order."""
+        portion, record, window, done = bookmark
+        stream = self._stream(portion, record)
+        while block := list(islice(stream, self.window)):
+            last, _, _ = block[-1]
+            following = Bookmark(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
+            order = record_order(len(block), *self.seed, window) if self.window > 1 else range(len(block))
+            taken = [block[i] for i in order][: done - 1 if done else None : -1]  # the next one last
+            del block
+            while taken:
+                done += 1
+                after = Bookmark(portion, record, window, done) if len(taken) > 1 else following
+                yield Entry(*taken.pop(), after)
+            portion, record, window, done = following
+
+    def find(self, origins: Collection[Origin]) -> Iterator[tuple[Origin, Location, Raw]]:
+        """Read these records again, in the order of the shards; those between them are skipped.
+
+        Raises:
+            InvalidInputError: a shard has no such record any more.
+        """
+        for portion in sorted({origin.portion for origin in origins}):
+            wanted = {origin for origin in origins if origin.portion == portion}
+            part = self.portions[portion]
+            start = min(origin.record for origin in wanted)
+            for location, raw in self.readers[part.shard].records(start, part.step):
+                origin = Origin(portion, location.index)
+                if origin in wanted:
+                    wanted.remove(origin)
+                    yield origin, location, raw
+                if not wanted:
+                    break
+            if wanted:
+                here = Location(self.readers[part.shard].source, min(wanted).record)
+                raise InvalidInputError(f"{here}: got no such record, want the shards that the state was made with")
+
+    def _stream(self, portion: int, record: int) -> Iterator[tuple[Origin, Location, Raw]]:
+        for number in range(portion, len(self.portions)):
+            part = self.portions[number]
+            start = max(part.first, record) if number == portion else part.first
+            for location, raw in self.readers[part.shard].records(start, part.step):
+                yield Origin(number, location.index), location, raw
 
 
 @dataclass(frozen=True, eq=False)
 class _Traced(Example):
-    """An example, or a slice of one, that knows its record.
+    """Example, or slice of one, that knows its record.
 
     Args:
         origin: the record.
@@ -45,24 +247,28 @@ class _Traced(Example):
 
     @property
     def trace(self) -> list[int]:
-        """The record and the slice as a few numbers."""
+        """Record and slice as a few numbers."""
         return [*self.origin, *(self.cut or ())]
+
+
+Collate = Callable[[Any], Any]
+"""Makes a batch of a group."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What happens to a record.
+    """Steps from a record to a batch.
 
     Args:
         preprocess: makes an example of a raw record and its location.
         batching: a Packer or a Batcher, empty; a copy of it makes the groups.
         collate: makes a batch of a group; None gives the groups.
-        threads: how many preprocess records at once, a few ahead of the batches; 0 is the caller's own thread.
+        threads: threads that preprocess, a few records ahead of the batches; 0 uses the caller's own.
     """
 
-    preprocess: Callable[[Mapping[str, Any], Location], Example]
+    preprocess: MakeExample
     batching: Batching
-    collate: Callable[[Any], Any] | None = None
+    collate: Collate | None = None
     threads: int = 0
 
 
@@ -70,16 +276,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class BatchStream(Iterator[Any]):
-    """The batches of one consumer in one epoch.
+    """Iterator over the batches of one consumer in one epoch.
 
-    The state between two batches is small: the place in the feed behind the last record that was taken, the records
+    The state between two batches is small: the bookmark in the feed behind the last record that was taken, the records
     of the examples that wait in the packer or in groups not yet given, and counts. To go on, those records are read
     and preprocessed again, and what comes is byte for byte what would have come.
 
     Args:
         feed: the records.
-        stages: what happens to them.
-        quarantine: what happens to those that cannot be used.
+        stages: steps from a record to a batch.
+        quarantine: policy for records that cannot be used.
         state: a state of a stream with the same arguments, to go on from there.
 
     Raises:
@@ -91,7 +297,7 @@ class BatchStream(Iterator[Any]):
     ) -> None:
         self._feed, self._stages, self._quarantine = feed, stages, quarantine
         self._batching = copy.deepcopy(stages.batching)
-        self._place, self._ready, self._counts = START, deque[Any](), Counter[str]()
+        self._bookmark, self._ready, self._counts = START, deque[Any](), Counter[str]()
         if state is not None:
             self._restore(state)
         self._batches = self._run()
@@ -100,28 +306,28 @@ class BatchStream(Iterator[Any]):
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as JSON has it."""
+        """Return the state of the stream, fit for JSON."""
         return {
-            "place": list(self._place),
+            "bookmark": list(self._bookmark),
             "pending": [_trace(example) for example in self._batching.pending],
-            "ready": [[_trace(example) for example in members(group)] for group in self._ready],
+            "ready": [[_trace(example) for example in _members(group)] for group in self._ready],
             "counts": dict(self.counts),
         }
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Records read, records skipped, batches given, and what the packer counts, from the begin of the epoch."""
+        """Counts of records read and skipped, of batches, and of the packer, from the start of the epoch."""
         now = self._counts + Counter(skipped=self._quarantine.skipped)
         return now + Counter(asdict(self._batching.counts)) if isinstance(self._batching, Packer) else now
 
     def _run(self) -> Iterator[Any]:
-        for entry, found in self._examples():
-            self._place = entry.after
+        for entry, example in self._examples():
+            self._bookmark = entry.after
             self._counts["records"] += 1
             try:
-                if isinstance(found, RecordError):
-                    raise found
-                self._ready.extend(self._batching.add(_Traced.of(found, entry.origin)))
+                if isinstance(example, RecordError):
+                    raise example
+                self._ready.extend(self._batching.add(_Traced.of(example, entry.origin)))
             except RecordError as error:
                 self._quarantine.refuse(entry.location, entry.raw, error)
             yield from self._collated()
@@ -138,7 +344,7 @@ class BatchStream(Iterator[Any]):
             yield group if self._stages.collate is None else self._stages.collate(group)
 
     def _examples(self) -> Iterator[tuple[Entry, Example | RecordError]]:
-        entries = self._feed.entries(self._place)
+        entries = self._feed.entries(self._bookmark)
         if not self._stages.threads:
             for entry in entries:
                 yield entry, self._example(entry.raw, entry.location)
@@ -149,11 +355,11 @@ class BatchStream(Iterator[Any]):
             for entry in entries:
                 ahead.append((entry, pool.submit(self._example, entry.raw, entry.location)))
                 if len(ahead) > 2 * self._stages.threads:
-                    first, found = ahead.popleft()
-                    yield first, found.result()
+                    first, future = ahead.popleft()
+                    yield first, future.result()
             while ahead:
-                first, found = ahead.popleft()
-                yield first, found.result()
+                first, future = ahead.popleft()
+                yield first, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -161,24 +367,24 @@ class BatchStream(Iterator[Any]):
         if isinstance(raw, RecordError):
             return raw
         try:
-            found = self._stages.preprocess(raw, location)
+            example = self._stages.preprocess(raw, location)
         except RecordError as error:
             return error
         except Exception as error:
             error.add_note(f"while preprocessing {location}")
             raise
-        if not isinstance(found, Example):
-            raise InvalidInputError(f"preprocess: got {type(found).__name__} for {location}, want an Example")
-        return found
+        if not isinstance(example, Example):
+            raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
+        return example
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         traces = [*state["pending"], *(trace for group in state["ready"] for trace in group)]
         wholes: dict[Origin, _Traced] = {}
         for origin, location, raw in self._feed.find({Origin(*trace[:2]) for trace in traces}):
-            found = self._example(raw, location)
-            if isinstance(found, RecordError):
-                raise InvalidInputError(f"state: got a record that was whole and is not: {found}") from found
-            wholes[origin] = _Traced.of(found, origin)
+            example = self._example(raw, location)
+            if isinstance(example, RecordError):
+                raise InvalidInputError(f"state: got a record that was whole and is not: {example}") from example
+            wholes[origin] = _Traced.of(example, origin)
 
         def again(trace: Sequence[int]) -> Example:
             whole = wholes[Origin(*trace[:2])]
@@ -187,10 +393,20 @@ class BatchStream(Iterator[Any]):
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
                 raise InvalidInputError("state: got more pending examples than the packer holds, want its own state")
-        self._ready.extend(regroup(self._batching, [again(trace) for trace in group]) for group in state["ready"])
-        self._place, self._counts = Place(*state["place"]), Counter(state["counts"])
+        self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
+        self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
+
+    def _regroup(self, examples: list[Example]) -> Any:
+        """Make the group that the batching made of these examples."""
+        batching = self._batching
+        return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 
 
 def _trace(example: Example) -> list[int]:
     assert isinstance(example, _Traced), "batchings cut by slice only"
     return example.trace
+
+
+def _members(group: Any) -> Sequence[Example]:
+    """Return the examples of a group."""
+    return group.examples if isinstance(group, Pack) else group

@@ -1,4 +1,4 @@
-"""What a multimodal processor of SGLang hands on: the ids of a prompt in its shapes, and segments from its items."""
+"""SGLang: the positions of a prompt as its multimodal processors return them, and segments from its items."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """``mrope_positions`` and ``mrope_position_delta`` of a request, as ``compute_mrope_positions`` returns them.
+    """Return ``mrope_positions`` and ``mrope_position_delta`` of a request, as ``compute_mrope_positions`` does.
 
     SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
     For a retracted request it goes on from the last id of the prompt instead, so a prompt must end in text.
 
     Args:
         positions: one document, the whole prompt.
-        sections: how the engine carries the rotation.
+        sections: layout of the engine's rotation.
         max_new_tokens: tokens that the request may generate, drafts included.
 
     Returns:
@@ -51,7 +51,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
 
 
 def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: int = 1) -> SegmentTable:
-    """The table of a prompt from SGLang's ``mm_items``, without reading its tokens.
+    """Make the table of a prompt from SGLang's ``mm_items``, without reading its tokens.
 
     Args:
         num_tokens: tokens of the prompt, placeholders expanded.
@@ -65,23 +65,23 @@ def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: 
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
-    found = np.concatenate([np.zeros((0, 5), np.int64), *spans])
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    grids = found[:, 2:]
-    short = grids.prod(axis=1) != found[:, 1] - found[:, 0] + 1
+    rows = np.concatenate([np.zeros((0, 5), np.int64), *spans])
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    grids = rows[:, 2:]
+    short = grids.prod(axis=1) != rows[:, 1] - rows[:, 0] + 1
     if short.any():
         i = int(short.argmax())
-        first, last = found[i, :2].tolist()
+        first, last = rows[i, :2].tolist()
         want = "x".join(map(str, grids[i].tolist()))
         raise InvalidInputError(
             f"offsets: got {last - first + 1} placeholders from {first} to {last}, want {grids[i].prod()} for {want} "
             "after merging"
         )
-    return SegmentTable.from_spans([num_tokens], found[:, 0], grids)
+    return SegmentTable.from_spans([num_tokens], rows[:, 0], grids)
 
 
 def _item_spans(index: int, item: Any, merge: int) -> IntArray:
-    """(spans, 5) first and last placeholder and merged frames, height, width of one item."""
+    """Return (spans, 5) first and last placeholder and merged frames, height, width of one item."""
     name = f"mm_items[{index}]"
     held = [getattr(item, field, None) for field in GRIDS]
     grid = next((value for value in held if value is not None), None)

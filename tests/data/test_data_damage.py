@@ -17,10 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 from data_corpus import records, write_jsonl, write_parquet
 
-from mmpos.data.batching import Batcher
-from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.examples import Preprocess
+from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Batcher
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, TarReader, shards
 from mmpos.sequence.builder import SequenceBuilder

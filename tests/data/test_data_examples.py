@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
-from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.examples import IGNORE_INDEX, Example, Preprocess
+from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece, Preprocess, RecordError
 from mmpos.errors import ServiceUnavailableError
 
 HERE = Location("shard.jsonl", 3)

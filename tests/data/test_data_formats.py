@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
-from mmpos.data.documents import Document, Location, RecordError
-from mmpos.data.examples import Preprocess
+from mmpos.data.examples import Document, Location, Preprocess, RecordError
 from mmpos.data.formats import (
     FORMATS,
     MMC4,
@@ -35,7 +34,7 @@ from mmpos.data.formats import (
     Pairs,
     Turn,
 )
-from mmpos.data.formats.resolve import Images
+from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
 
 HERE = Location("shard-3.jsonl", 17)

@@ -25,17 +25,14 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data.batching import Batcher
 from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.documents import Document, Location, Piece, RecordError
-from mmpos.data.examples import Preprocess
-from mmpos.data.feed import START, Feed
+from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import HFImages, Pairs
 from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
+from mmpos.data.packing import Batcher, Packer
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.data.split import Split
+from mmpos.data.stream import START, Feed, Split
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))

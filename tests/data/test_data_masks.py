@@ -13,9 +13,8 @@ from tolerance import assert_within, rounding
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from mmpos import InvalidInputError, UnsupportedError
-from mmpos.data.batch import Batch
+from mmpos.data.batch import Batch, MaskMod, mask_mod
 from mmpos.data.collate import collate_packed, collate_padded
-from mmpos.data.masks import MaskMod, mask_mod
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:

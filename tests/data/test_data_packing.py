@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError
-from mmpos.data.documents import RecordError
-from mmpos.data.examples import Example
+from mmpos.data.examples import Example, RecordError
 from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos_bench.examples import labelled, mix
 from mmpos_bench.packing import packed_counts

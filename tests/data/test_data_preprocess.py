@@ -30,18 +30,14 @@ from waiting import eventually
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Preprocess
+from mmpos.data.examples import Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
-from mmpos.data.formats.resolve import Images
+from mmpos.data.formats.images import Images
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Packer
-from mmpos.data.preprocess.folder_lock import locked
-from mmpos.data.preprocess.job import write_sequences
-from mmpos.data.preprocess.settings import describe, differences
-from mmpos.data.preprocess.shard_job import Counts
+from mmpos.data.preprocess.job import Fill, Progress, locked, write_sequences
+from mmpos.data.preprocess.shard_job import Counts, describe, differences
 from mmpos.data.preprocess.storage import SequenceShard, ready
-from mmpos.data.preprocess.summary import Fill, Progress
 from mmpos.data.readers import shards
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -252,7 +248,7 @@ def test_a_run_that_was_killed_locks_nothing(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from mmpos.data.preprocess.folder_lock import locked
+from mmpos.data.preprocess.job import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
@@ -423,7 +419,9 @@ def test_settings_are_described_alike_in_every_process() -> None:
     described = [json.dumps(describe({"preprocess": each})) for each in settings]
     assert len(set(described)) == len(settings)
     assert max(map(len, described)) < 5000
-    imports = "import json; from test_data_preprocess import PAGES; from mmpos.data.preprocess.settings import describe"
+    imports = (
+        "import json; from test_data_preprocess import PAGES; from mmpos.data.preprocess.shard_job import describe"
+    )
     code = f"{imports}; print(json.dumps(describe({{'preprocess': PAGES}})))"
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'helpers'}", "PYTHONHASHSEED": "7"}

@@ -15,10 +15,9 @@ import pytest
 from test_data_preprocess import PAGES, alive, command, contents, corpus, descendants
 
 from mmpos.__main__ import main
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.preprocess.job import write_sequences
+from mmpos.data.examples import Location, RecordError
+from mmpos.data.preprocess.job import Progress, write_sequences
 from mmpos.data.preprocess.storage import SequenceShard
-from mmpos.data.preprocess.summary import Progress
 from mmpos.data.readers import shards
 
 ray = pytest.importorskip("ray")

@@ -18,7 +18,7 @@ import torch
 from data_corpus import Record, caption, records, write_jsonl, write_parquet, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
 from mmpos.errors import InvalidInputError
 

@@ -15,8 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Example
+from mmpos.data.examples import Example, Location, RecordError
 from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
 from mmpos.data.readers import Reader
 from mmpos.schemes import SCHEMES, RopeTie

@@ -31,10 +31,10 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mmpos import InvalidInputError, SequenceBuilder
 from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Pairs, Piece, Preprocess, RecordError, shards
-from mmpos.data.batching import members
+from mmpos.data.packing import Pack
 from mmpos.data.quarantine import read_quarantine
 from mmpos.data.readers import Reader, TarReader
-from mmpos.data.split import Split
+from mmpos.data.stream import Split
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +64,8 @@ def document(record: Any, location: Location) -> Document:
 
 def listed(group: Any) -> list[tuple[str, int]]:
     """The content of a group: keys, and tokens of each."""
-    return [(example.key, len(example.labels)) for example in members(group)]
+    examples = group.examples if isinstance(group, Pack) else group
+    return [(example.key, len(example.labels)) for example in examples]
 
 
 CORPUS = [Lines("a", 0), Lines("b", 100), Lines("c", 37)]

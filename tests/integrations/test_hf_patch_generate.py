@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
-from mmpos.integrations.hf.prompt import Prompt
+from mmpos.integrations.hf.positions import Prompt
 from mmpos.rotary import DevicePositions
 
 SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])

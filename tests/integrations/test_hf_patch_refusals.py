@@ -155,7 +155,8 @@ def test_a_model_that_loses_arguments_says_so() -> None:
     patched(model)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "mm_turns"}), with_kwargs=True
+            lambda layer, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "mm_rotations"}),
+            with_kwargs=True,
         )
     with pytest.raises(UnsupportedError, match="got LlamaModel, which hands no arguments of others to its layers"):
         model(tokens(2, 24), mm_position_ids=two_rows())

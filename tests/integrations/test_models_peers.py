@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_position_ids
 
 import mmpos
 from mmpos.integrations.models import TEXT_TYPES, ModelSettings
-from mmpos.integrations.models.known import ENCODER_ORDERS
+from mmpos.integrations.models.from_config import ENCODER_ORDERS
 from mmpos.rotary import Rotary, apply_rotary
 
 MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3]

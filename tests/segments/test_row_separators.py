@@ -28,10 +28,9 @@ from mmpos import (
     Video,
 )
 from mmpos.data.collate import collate_packed, collate_padded
-from mmpos.data.documents import Document, Location, Piece
-from mmpos.data.examples import Example, Preprocess
+from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
-from mmpos.data.preprocess.storage_rows import SCHEMA, from_row, to_row
+from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
 from mmpos.segments.separators import patch_spans, separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")

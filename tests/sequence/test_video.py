@@ -25,8 +25,7 @@ from mmpos import (
     Text,
     Video,
 )
-from mmpos.data.documents import Document, Location, Piece
-from mmpos.data.examples import Preprocess
+from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.sequence.timestamps import timestamps
 

@@ -1,16 +1,11 @@
-"""The formats of records: each makes of a raw record one ordered list of texts and images, or says what is wrong."""
+"""Formats of records: each turns a raw record into one ordered list of texts and images, or raises what is wrong."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mmpos.data.formats.chat import Chat
-from mmpos.data.formats.energon import Energon
-from mmpos.data.formats.hf import HFImages
-from mmpos.data.formats.llava import LLaVA
-from mmpos.data.formats.mmc4 import MMC4
-from mmpos.data.formats.obelics import Obelics
-from mmpos.data.formats.pairs import Pairs
-from mmpos.data.formats.template import ChatTemplate, Turn
+from mmpos.data.formats.chat import Chat, ChatTemplate, LLaVA, Turn
+from mmpos.data.formats.pages import MMC4, Energon, Obelics
+from mmpos.data.formats.pairs import HFImages, Pairs
 
 __all__ = [
     "FORMATS",

@@ -1,17 +1,87 @@
-"""Chat messages as the OpenAI API has them, with the assistant's turns to be trained on."""
+"""Conversations: messages of the OpenAI API, LLaVA's turns, and the template that writes both as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
-from mmpos.data.documents import Document, Location
+from mmpos.data.examples import Document, Location, Piece, Record
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
-from mmpos.data.formats.resolve import Images
-from mmpos.data.formats.template import ChatTemplate
+from mmpos.data.formats.images import Images
+from mmpos.errors import InvalidInputError
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "ChatTemplate", "LLaVA", "Turn"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Text before and after a turn of a conversation.
+
+    Args:
+        before: text before its content; never trained on.
+        after: text after it, which ends the turn; of the assistant's turns it is trained on.
+    """
+
+    before: str
+    after: str
+
+    def __post_init__(self) -> None:
+        check_option("Turn.before", self.before, str)
+        check_option("Turn.after", self.after, str)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    r"""Text around the turns of each role; by default plain text, which every tokenizer can encode.
+
+    A tokenizer that makes special tokens of their names makes them of the names in a template, too, for instance
+    ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
+
+    Args:
+        system: instructions in front; None refuses the role, here and below.
+        developer: instructions of a developer, as newer models call them.
+        user: turns of a person.
+        assistant: turns of the model; only these are trained on.
+        tool: answers of tools.
+    """
+
+    system: Turn | None = Turn("System:\n", "\n\n")
+    developer: Turn | None = Turn("System:\n", "\n\n")
+    user: Turn | None = Turn("User:\n", "\n\n")
+    assistant: Turn | None = Turn("Assistant:\n", "\n\n")
+    tool: Turn | None = Turn("Tool:\n", "\n\n")
+
+    def __post_init__(self) -> None:
+        for role in fields(self):
+            turn = getattr(self, role.name)
+            if not isinstance(turn, Turn | None):
+                raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
+
+    def turn(self, role: Field) -> tuple[str, Turn]:
+        """Look up a role and the text around its turns.
+
+        Raises:
+            RecordError: the template has no such role.
+        """
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        turns = {name: turn for name, turn in known.items() if turn is not None}
+        if not isinstance(role.value, str) or role.value not in turns:
+            raise role.error(f"one of {', '.join(turns)}")
+        return role.value, turns[role.value]
+
+    def pieces(self, role: Field, parts: Iterable[Any]) -> list[Piece]:
+        """Make the pieces of a turn.
+
+        Args:
+            role: role of the speaker.
+            parts: texts and images of the turn.
+        """
+        name, turn = self.turn(role)
+        train = name == "assistant"
+        return [Piece(turn.before, train=False), *(Piece(part, train) for part in parts), Piece(turn.after, train)]
+
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 """Kinds of parts that are text, and the field that holds it."""
@@ -21,12 +91,12 @@ _KINDS = (*_TEXTS, "image_url", "input_image")
 
 @dataclass(frozen=True)
 class Chat:
-    r"""Records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
+    r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
 
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
     ``{"type": "refusal", "refusal": …}`` of chat completions, and ``input_text``, ``output_text`` and
     ``{"type": "input_image", "image_url": …}`` of responses. Other parts (audio, files) and calls of tools are refused,
-    since a model would be trained as if they had not been said.
+    since a model would be trained as if they were missing.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response".
 
@@ -35,8 +105,8 @@ class Chat:
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: what stands around the turns.
-        images: where the images come from; ``data:`` URLs need nothing.
+        template: text around the turns.
+        images: sources of the images; ``data:`` URLs need none.
     """
 
     template: ChatTemplate = field(default_factory=ChatTemplate)
@@ -46,8 +116,8 @@ class Chat:
         check_option("template", self.template, ChatTemplate)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record; Piece.train is set for the assistant's turns, with the text that ends them.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record; the assistant's turns are trained on, with the text that ends them.
 
         Raises:
             RecordError: naming record and field.
@@ -78,3 +148,63 @@ class Chat:
             return part[_TEXTS[kind.value]].text()
         url = part["image_url"]["url"] if kind.value == "image_url" else part["image_url"]
         return url.image(self.images)
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+_PLACEHOLDER = "<image>"
+
+
+@dataclass(frozen=True)
+class LLaVA:
+    r"""Format of records with ``conversations`` of ``from`` (human, gpt or system) and ``value``, and ``image``.
+
+    ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
+    which they replace in order. The text around them, line breaks too, stays.
+
+    Source: docs/Finetune_Custom_Data.md of the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
+
+    >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
+    >>> LLaVA()({"image": b"GIF89a", "conversations": turns}, Location("shard.jsonl", 0)).parts
+    ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
+
+    Args:
+        template: text around the turns; human is its user, gpt its assistant.
+        images: sources of the images; LLaVA itself has paths.
+    """
+
+    template: ChatTemplate = field(default_factory=ChatTemplate)
+    images: Images = field(default_factory=Images)
+
+    def __post_init__(self) -> None:
+        check_option("template", self.template, ChatTemplate)
+        check_option("images", self.images, Images)
+
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record; gpt's turns are trained on, with the text that ends them.
+
+        Raises:
+            RecordError: naming record and field.
+        """
+        key, fields = open_record(record, location)
+        turns = fields["conversations"].items()
+        if not turns:
+            raise fields["conversations"].error("at least one turn")
+        contents = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
+        references = fields["image"].several()
+        count = sum(len(texts) - 1 for _, texts in contents)
+        if count != len(references):
+            want = f"{len(references)}, as many as there are in image"
+            raise fields["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
+        images = (reference.image(self.images) for reference in references)
+        pieces = []
+        for role, (text, *texts) in contents:
+            parts = chain([text], *((next(images), text) for text in texts))
+            pieces += self.template.pieces(role, parts)
+        return assemble(key, fields, "conversations", pieces)
+
+
+def _role(speaker: Field) -> Field:
+    """Translate a speaker of LLaVA to a role of the template."""
+    if not isinstance(speaker.value, str) or speaker.value not in _ROLES:
+        raise speaker.error(f"one of {', '.join(_ROLES)}")
+    return Field(speaker.record, speaker.name, _ROLES[speaker.value])

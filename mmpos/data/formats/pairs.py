@@ -1,23 +1,23 @@
-"""WebDataset pairs: an image and its caption, members of a tar that share a key."""
+"""Images with captions: pairs in WebDataset's tar files, and the image and text columns of Hugging Face datasets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
 
-from mmpos.data.documents import Document, Location, Piece
+from mmpos.data.examples import Document, Location, Piece, Record
 from mmpos.data.formats.fields import Field, assemble, check_option, open_record
-from mmpos.data.formats.resolve import Images
+from mmpos.data.formats.images import Images, describe
 
-__all__ = ["Pairs"]
+__all__ = ["HFImages", "Pairs"]
 
 _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Records with one image, by the extension of its member, and a caption; the image comes first.
+    """Format of records with one image, by the extension of its member, and a caption; the image comes first.
 
     The caption is the member ``txt`` (text or its bytes in UTF-8), or where that is missing a field of the member
     ``json`` (an object, or JSON as text or bytes). It must not be empty. Other members are not read.
@@ -39,19 +39,19 @@ class Pairs:
         check_option("caption", self.caption, str)
         check_option("images", self.images, Images)
 
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        """The document of a record.
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
 
         Raises:
             RecordError: naming record and field.
         """
         key, fields = open_record(record, location)
-        found = [fields[name] for name in _EXTENSIONS if fields[name].value is not None]
-        if len(found) != 1:
-            got = ", ".join(image.name for image in found) or "none"
+        images = [fields[name] for name in _EXTENSIONS if fields[name].value is not None]
+        if len(images) != 1:
+            got = ", ".join(image.name for image in images) or "none"
             raise Field(fields.record, "image", None).error(f"one of {', '.join(_EXTENSIONS)}", got=got)
-        pieces = [Piece(found[0].image(self.images)), Piece(self._caption(fields))]
-        return assemble(key, fields, f"{found[0].name}, txt, json", pieces)
+        pieces = [Piece(images[0].image(self.images)), Piece(self._caption(fields))]
+        return assemble(key, fields, f"{images[0].name}, txt, json", pieces)
 
     def _caption(self, fields: Field) -> str:
         caption = fields["txt"]
@@ -66,3 +66,62 @@ class Pairs:
         if not text:
             raise caption.error("a caption that is not empty")
         return text
+
+
+@dataclass(frozen=True)
+class HFImages:
+    """Format of records with a column of images and one of text, either of which may hold lists.
+
+    An image is a ``struct{bytes, path}``, of which the bytes win, or decoded. Images come first, then the texts; where
+    both are lists they are of one length and go in pairs, an image and its text, of which either may be null. One
+    column may be null, but not both; both must be there.
+
+    Source: ``pa.struct({"bytes": pa.binary(), "path": pa.string()})`` of datasets.Image.
+
+    >>> record = {"image": {"bytes": b"GIF89a", "path": None}, "text": "a cat"}
+    >>> HFImages()(record, Location("train.parquet", 0)).parts
+    [b'GIF89a', 'a cat']
+
+    Args:
+        image: name of the column of images.
+        text: name of the column of text.
+        images: sources of images whose bytes are null.
+        separator: stands between two texts with no image between them.
+    """
+
+    image: str = "image"
+    text: str = "text"
+    images: Images = field(default_factory=Images)
+    separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        for name in ("image", "text", "separator"):
+            check_option(name, getattr(self, name), str)
+        check_option("images", self.images, Images)
+
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
+
+        Raises:
+            RecordError: naming record and field.
+        """
+        key, fields = open_record(record, location)
+        image, text = self._column(fields, self.image), self._column(fields, self.text)
+        paired = image.is_list and text.is_list
+        images = [self._piece(value, paired, of_text=False) for value in image.several()]
+        texts = [self._piece(value, paired, of_text=True) for value in text.several()]
+        if paired and len(images) != len(texts):
+            raise image.error(f"{len(texts)}, as many as {self.text}", got=f"{len(images)} items")
+        order = chain.from_iterable(zip(images, texts, strict=True)) if paired else chain(images, texts)
+        pieces = [piece for piece in order if piece is not None]
+        return assemble(key, fields, f"{self.image}, {self.text}", pieces, self.separator)
+
+    def _piece(self, value: Field, paired: bool, of_text: bool) -> Piece | None:
+        if paired and value.value is None:
+            return None
+        return Piece(value.text() if of_text else value.image(self.images))
+
+    def _column(self, fields: Field, name: str) -> Field:
+        if name not in fields.value:
+            raise fields[name].error("a column of this name", got=f"columns {describe(list(fields.value))}")
+        return fields[name]

@@ -1,1 +1,1 @@
-"""Whole corpora made ready once: sequences in Parquet files, by processes or by Ray."""
+"""Preparation of whole corpora: ready sequences in Parquet files, made by processes or by Ray."""

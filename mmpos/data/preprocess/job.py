@@ -1,33 +1,125 @@
-"""The job: many shards through the one callable into a folder of ready sequences, which a later run completes."""
+"""``write_sequences``: many shards into a folder of ready sequences, which a later run completes."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.pool import ThreadPool
 from operator import add
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from mmpos.data.documents import Location
-from mmpos.data.examples import Example
-from mmpos.data.fitting import first_fit_decreasing
-from mmpos.data.preprocess.folder_lock import locked
-from mmpos.data.preprocess.local_engine import Step, run_local
+from mmpos.data.examples import MakeExample
+from mmpos.data.packing import first_fit_decreasing
+from mmpos.data.preprocess.engines import Step, run_local, run_ray
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task, quarantine_of
 from mmpos.data.preprocess.storage import SequenceShard
-from mmpos.data.preprocess.summary import Fill, Output, Progress, Summary
 from mmpos.data.quarantine import OnError
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, boolean, integer, one_of
-from mmpos.support.files import leftovers
+from mmpos.support.files import leftovers, named
 
-__all__ = ["Engine", "write_sequences"]
+__all__ = ["Engine", "Fill", "Output", "Progress", "Summary", "locked", "write_sequences"]
+
+_NAME = ".mmpos.lock"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the job.
+
+    Args:
+        shards: in all.
+        done: shards that are finished, those of earlier runs included.
+        reused: those of earlier runs.
+        counts: records of this run, and their results.
+    """
+
+    shards: int
+    done: int
+    reused: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Output:
+    """Finished shard.
+
+    Args:
+        source: path or name of its input.
+        path: the file of ready sequences; SequenceShard reads it.
+        counts: its records, and their results.
+        reused: whether an earlier run had made it.
+    """
+
+    source: str
+    path: Path
+    counts: Counts
+    reused: bool
+
+    @property
+    def quarantine(self) -> Path:
+        """File of the records that were skipped; it exists if there are any."""
+        return quarantine_of(self.path)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Fill rate that packing by first-fit decreasing would reach.
+
+    Args:
+        max_tokens: most tokens in a pack.
+        packs: packs of the documents that fit in one.
+        tokens: tokens in them.
+        longer: documents that do not fit, and would have to be cut.
+    """
+
+    max_tokens: int
+    packs: int
+    tokens: int
+    longer: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens over capacity; 0 without packs."""
+        return self.tokens / (self.packs * self.max_tokens) if self.packs else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Results of the job.
+
+    Args:
+        outputs: in the order of the inputs.
+        fill: of all their documents.
+        seconds: duration of this run, without the packing.
+    """
+
+    outputs: tuple[Output, ...]
+    fill: Fill
+    seconds: float
+
+    @property
+    def counts(self) -> Counts:
+        """Counts of all outputs."""
+        return reduce(add, (output.counts for output in self.outputs), Counts())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of this run over its seconds."""
+        tokens = sum(output.counts.tokens for output in self.outputs if not output.reused)
+        return tokens / self.seconds if self.seconds else 0.0
+
 
 Engine = Literal["local", "ray"]
 
@@ -37,7 +129,7 @@ _PAUSE = 0.1  # seconds between two reports
 def write_sequences(
     readers: Sequence[Reader],
     folder: Path,
-    preprocess: Callable[[Mapping[str, Any], Location], Example],
+    preprocess: MakeExample,
     *,
     engine: Engine = "local",
     workers: int = 1,
@@ -47,16 +139,16 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Make ready sequences of all shards, one Parquet file of each.
+    """Preprocess all shards into files of ready sequences, one Parquet file for each.
 
-    A file is there wholly or not at all, so a run that was killed is continued by another like it: what is finished is
-    not done again, unless its input or the settings changed, which is an error. A file of input that was touched or
+    A file is there wholly or not at all, so the same call completes a run that was killed: finished shards are not done
+    again, unless its input or the settings changed, which is an error. A file of input that was touched or
     copied is the same if its content is. Of other inputs only name and number of records are known. The files do not
     depend on the engine, on the workers, or on interruptions. One run at a time writes to a folder, which it locks.
 
     Args:
         readers: the input; mmpos.data.readers.shards makes them from paths.
-        folder: where the files go, each named after its input; made if it is not there.
+        folder: folder of the files, each named after its input; created if it is missing.
         preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
         engine: "local" for processes of this machine, "ray" for the cluster that Ray is connected to, or a local one.
         workers: shards that are worked on at the same time.
@@ -65,7 +157,7 @@ def write_sequences(
         patches: whether pixels are stored.
         overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
         max_tokens: of the packs whose fill rate is in the summary.
-        report: is told of progress, about ten times a second and at the end.
+        report: called with the progress about ten times a second, and at the end.
 
     Raises:
         InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, or another
@@ -84,48 +176,40 @@ def write_sequences(
     with locked(folder):
         reused = {} if overwrite else _finished(job, tasks, workers)
         missing = [i for i in range(len(tasks)) if i not in reused]
-        teller = _Teller(report, len(tasks), len(reused))
-        made = _make(engine, job, [tasks[i] for i in missing], workers, teller)
-        teller.tell()  # the end
+        reporter = _Reporter(report, len(tasks), len(reused))
+        made = _make(engine, job, [tasks[i] for i in missing], workers, reporter)
+        reporter.send()  # the end
         seconds = time.monotonic() - begin
         counts = reused | dict(zip(missing, made, strict=True))
         outputs = tuple(Output(task.reader.source, task.output, counts[i], i in reused) for i, task in enumerate(tasks))
         return Summary(outputs, _fill(tasks, max_tokens), seconds)
 
 
-class _Teller:
-    """Sums up what the tasks say, and reports it now and then."""
+class _Reporter:
+    """Sum of the steps of all tasks, which is reported now and then."""
 
     def __init__(self, report: Callable[[Progress], None] | None, shards: int, reused: int) -> None:
         self._report = report
         self._shards, self._reused = shards, reused
         self._done = reused
         self._finished, self._running = Counts(), dict[int, Counts]()
-        self._said = -_PAUSE
+        self._sent_at = -_PAUSE
 
-    def hear(self, number: int, counts: Counts, last: bool) -> None:
-        if last:
-            self._running.pop(number, None)
-            self._finished += counts
+    def add(self, step: Step) -> None:
+        if step.last:
+            self._running.pop(step.number, None)
+            self._finished += step.counts
             self._done += 1
         else:
-            self._running[number] = counts
-        if time.monotonic() - self._said >= _PAUSE and self._done < self._shards:
-            self.tell()
+            self._running[step.number] = step.counts
+        if time.monotonic() - self._sent_at >= _PAUSE and self._done < self._shards:
+            self.send()
 
-    def tell(self) -> None:
+    def send(self) -> None:
         if self._report is not None:
             counts = reduce(add, self._running.values(), self._finished)
             self._report(Progress(self._shards, self._done, self._reused, counts))
-        self._said = time.monotonic()
-
-
-def _engine(name: Engine) -> Callable[[ShardJob, Sequence[Task], int], Generator[Step, None, None]]:
-    if name == "local":
-        return run_local
-    from mmpos.data.preprocess.ray_engine import run_ray
-
-    return run_ray
+        self._sent_at = time.monotonic()
 
 
 def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
@@ -151,7 +235,7 @@ def _tasks(readers: Sequence[Reader], folder: Path) -> list[Task]:
 
 
 def _stem(source: str) -> str:
-    """The name of an input without its suffixes."""
+    """Return the name of an input without its suffixes."""
     name = Path(source).name
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default="")
     return name.removesuffix(suffix) or name
@@ -159,23 +243,24 @@ def _stem(source: str) -> str:
 
 def _finished(job: ShardJob, tasks: Sequence[Task], workers: int) -> dict[int, Counts]:
     with ThreadPool(min(workers, len(tasks))) as threads:  # inputs that were touched or copied are read
-        found = enumerate(threads.imap(job.finished, tasks))
-        return {i: counts for i, counts in found if counts is not None}
+        numbered = enumerate(threads.imap(job.finished, tasks))
+        return {i: counts for i, counts in numbered if counts is not None}
 
 
-def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, teller: _Teller) -> list[Counts]:
-    """Do the tasks, and remove what killed runs left, and what workers leave that are killed now."""
+def _make(engine: Engine, job: ShardJob, tasks: Sequence[Task], workers: int, reporter: _Reporter) -> list[Counts]:
+    """Run the tasks, and remove the temporary files of runs and workers that were killed."""
     if not tasks:
         return []
     names = {path.name for task in tasks for path in (task.output, quarantine_of(task.output))}
     made: dict[int, Counts] = {}
     try:
         _sweep(tasks[0].output.parent, names)
-        with closing(_engine(engine)(job, tasks, workers)) as steps:
-            for number, counts, last in steps:
-                teller.hear(number, counts, last)
-                if last:
-                    made[number] = counts
+        run = run_local if engine == "local" else run_ray
+        with closing(run(job, tasks, workers)) as steps:
+            for step in steps:
+                reporter.add(step)
+                if step.last:
+                    made[step.number] = step.counts
     finally:
         _sweep(tasks[0].output.parent, names)
     return [made[number] for number in range(len(tasks))]
@@ -191,3 +276,54 @@ def _fill(tasks: Sequence[Task], max_tokens: int) -> Fill:
     fitting = lengths[lengths <= max_tokens]
     packs = len(first_fit_decreasing(fitting, max_tokens))
     return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder for the time of the block, so that no other run writes to it.
+
+    The lock is an flock of a file that names its holder and is removed in the end. Killed holders leave the file, which
+    locks nothing. Over NFS the lock holds among all machines, unless it is mounted with local_lock; some other network
+    filesystems lock one machine only, or have no locks, which gives a RuntimeWarning.
+
+    Raises:
+        InvalidInputError: another run has the lock, in this process or any other.
+        OSError: the file cannot be made; the error names it.
+    """
+    path = folder / _NAME
+    while True:
+        with named(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(file, folder)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.stat(path)):
+                    break
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # the holder before has removed it meanwhile
+    try:
+        with suppress(OSError):  # on a full disk the holder has no name
+            os.truncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: whoever opened it before looks whether it is still there
+        os.close(file)
+
+
+def _take(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = b""
+        with suppress(OSError):  # where locks keep readers off
+            holder = os.pread(file, 200, 0)
+        name = holder.decode(errors="replace") or "another process"
+        raise InvalidInputError(
+            f"folder: got {str(folder)!r}, to which {name} is writing, want one run at a time"
+        ) from None
+    except OSError as error:
+        message = f"{folder} cannot be locked ({error.strerror}): see that no other run writes to it"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of write_sequences

@@ -1,29 +1,35 @@
-"""The work on one shard: every record through the one callable into one whole file of ready sequences."""
+"""The work on one shard: every record through one callable into one file, with the settings it was made with."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+import json
+import pickle
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Example
-from mmpos.data.preprocess.settings import describe, differences
+from mmpos.data.examples import Location, MakeExample, RecordError
 from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter
 from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
-from mmpos.data.readers.base import Reader
+from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import boolean, one_of
 from mmpos.support.files import whole_file
 
-__all__ = ["Counts", "ShardJob", "Task", "quarantine_of"]
+__all__ = ["Counts", "ShardJob", "Task", "describe", "differences", "quarantine_of"]
+
+_MAX_ITEMS = 64  # of a list or a mapping that is described one by one
+_DIGEST = "sha256:"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What came of records.
+    """Counts of records and of what they became.
 
     Args:
         documents: records that became sequences.
@@ -76,7 +82,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What is done with every shard; the same for every engine, and picklable if its callable is.
+    """Work on every shard; the same for every engine, and picklable if its callable is.
 
     Args:
         preprocess: from a record to an example: a Preprocess, or a callable of your own with its arguments and errors.
@@ -86,7 +92,7 @@ class ShardJob:
             records refused are the same.
     """
 
-    preprocess: Callable[[Mapping[str, Any], Location], Example]
+    preprocess: MakeExample
     on_error: OnError = "raise"
     patches: bool = True
     settings: Mapping[str, Any] = field(init=False, repr=False)
@@ -98,13 +104,13 @@ class ShardJob:
         object.__setattr__(self, "settings", settings)
 
     def run(self, task: Task) -> Generator[Counts, None, None]:
-        """Do it; the output is there when the iterator is exhausted, and not before.
+        """Run a task, record by record; its output exists once the iterator is exhausted, and not before.
 
         Args:
             task: input and output.
 
         Yields:
-            What has come of the records so far, after each.
+            Counts of the records so far, after each record.
 
         Raises:
             RecordError: a record cannot be used, and on_error is "raise".
@@ -131,23 +137,23 @@ class ShardJob:
             _write_lines(quarantine_of(task.output), refused)
 
     def finished(self, task: Task) -> Counts | None:
-        """What an earlier run made of this input with these settings; None if it made nothing of it.
+        """Return the counts of the output that an earlier run made of this task; None if there is none.
 
         Raises:
             InvalidInputError: the output is there, but is of another input or other settings, or no such file.
         """
         if not task.output.exists():
             return None
-        found = SequenceShard(task.output).facts
-        if other := _other_input(task, found) or differences(found["settings"], self.settings):
+        facts = SequenceShard(task.output).facts
+        if other := _other_input(task, facts) or differences(facts["settings"], self.settings):
             remedy = "; remove it to make it anew, or overwrite all"
             raise InvalidInputError(f"{task.output}: got the output of {', and '.join(other)}{remedy}")
-        counts = Counts(*(found[each.name] for each in fields(Counts)))
+        counts = Counts(*(facts[each.name] for each in fields(Counts)))
         if counts.skipped and self.on_error == "raise":
             raise InvalidInputError(f"{task.output}: got {counts.skipped} skipped records, want none, or overwrite")
         return counts
 
-    def _write(self, writer: SequenceWriter, location: Location, raw: Any) -> Counts:
+    def _write(self, writer: SequenceWriter, location: Location, raw: Raw) -> Counts:
         if isinstance(raw, RecordError):
             raise raw
         example = self.preprocess(raw, location)
@@ -165,20 +171,20 @@ def _check_callable(value: object) -> None:
         raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
 
 
-def _other_input(task: Task, found: Mapping[str, Any]) -> list[str]:
-    """What tells the input from that of an output. Content is compared only where the file was touched or copied."""
+def _other_input(task: Task, facts: Mapping[str, Any]) -> list[str]:
+    """Name what differs between an input and that of an output; content only where the file was touched or copied."""
     want = task.identity
     other = [
-        f"{name} {found.get(name)}, want {want[name]}" for name in ("source", "size") if found.get(name) != want[name]
+        f"{name} {facts.get(name)}, want {want[name]}" for name in ("source", "size") if facts.get(name) != want[name]
     ]
-    touched = found.get("changed") != want.get("changed")
-    if not other and touched and found.get("sha256") != task.digest():
+    touched = facts.get("changed") != want.get("changed")
+    if not other and touched and facts.get("sha256") != task.digest():
         return [f"{want['source']} with other content"]
     return other
 
 
 def _write_lines(path: Path, lines: Sequence[Line]) -> None:
-    """Write a file of these lines; without any there is none."""
+    """Write a file of these lines, or remove it if there are none."""
     if not lines:
         path.unlink(missing_ok=True)
         return
@@ -187,5 +193,88 @@ def _write_lines(path: Path, lines: Sequence[Line]) -> None:
 
 
 def quarantine_of(output: Path) -> Path:
-    """Where the records go that did not get into this output."""
+    """Return the path of the file of records that did not get into this output."""
     return output.with_name(f"{output.stem}.quarantine.jsonl")
+
+
+def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe settings by the path of each: equal where the settings are, in every process and on every machine.
+
+    >>> from mmpos.schemes import RopeTie
+    >>> describe({"scheme": RopeTie(axes=3), "patches": True})
+    {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'patches': True}
+
+    Args:
+        settings: by name, frozen dataclasses, what they hold, and functions. Functions count by their names, not by
+            what they do; tokenizers by what they would save; other objects by their pickle, which may differ between
+            versions of their package.
+
+    Returns:
+        Numbers and names of classes as they are; of texts and paths, which may be secret, a digest.
+    """
+    return dict(leaf for name, value in settings.items() for leaf in _leaves(name, value))
+
+
+def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+    """Name the settings that differ between two descriptions, but none inside of another that differs.
+
+    >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
+    ['another b', 'c 2, want 3']
+    """
+    named: dict[str, str] = {}
+    for path in dict.fromkeys([*want, *got]):
+        old, new = repr(got.get(path)), repr(want.get(path))
+        if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
+            continue
+        hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))
+        named[path] = f"another {path}" if hidden else f"{path} {old}, want {new}"
+    return list(named.values())
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings inside of a value, each after the one that holds it."""
+    if value is None or isinstance(value, bool | int | float):
+        yield path, value
+    elif isinstance(value, str | bytes | bytearray | PurePath | Fraction):
+        yield path, _digest(repr(value).encode())
+    elif isinstance(value, list | tuple | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        leaves = [leaf for key, item in items for leaf in _leaves(f"{path}[{key!r}]", item)]
+        if len(value) > _MAX_ITEMS:
+            yield path, _digest(json.dumps(leaves).encode())
+        else:
+            yield path, f"{len(value)} items"
+            yield from leaves
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield path, _class(value)
+        for field in fields(value):
+            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, partial):
+        yield path, _class(value)
+        for name, part in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+            yield from _leaves(f"{path}.{name}", part)
+    elif isinstance(value, MethodType):
+        yield path, f"{value.__module__}.{value.__qualname__}"
+        yield from _leaves(f"{path}.__self__", value.__self__)
+    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
+        yield path, f"{value.__module__}.{value.__qualname__}"
+    else:
+        yield path, _class(value)
+        yield f"{path}.content", _digest(_saved(value))
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _saved(value: object) -> bytes:
+    """Return the bytes that an object would save of itself."""
+    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # of tokenizers, and of transformers
+        save = getattr(tokenizer, "to_str", None)
+        if callable(save):
+            return str(save()).encode()
+    return pickle.dumps(value, protocol=4)
+
+
+def _digest(data: bytes) -> str:
+    return _DIGEST + hashlib.sha256(data).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Ready sequences as Parquet: examples in, one whole file out, and the same examples back."""
+"""Ready sequences in Parquet files: examples in, one whole file out, and the same examples back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,53 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import parquet
 
-from mmpos.data.documents import Location, RecordError
-from mmpos.data.examples import Example
-from mmpos.data.preprocess.storage_rows import SCHEMA, from_row, to_row
+from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, counted, integer
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions.columns import AXES
+from mmpos.positions.table import PositionTable
+from mmpos.segments.separators import token_types
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.builder import InterleavedSequence
+from mmpos.support.checks import IntArray, counted, integer, text
 from mmpos.support.files import whole_file
 
-__all__ = ["FORMAT_VERSION", "SequenceShard", "SequenceWriter", "ready"]
+__all__ = ["FORMAT_VERSION", "SCHEMA", "SequenceShard", "SequenceWriter", "from_row", "ready", "to_row"]
+
+_MAX_VALUE = 2**31 - 1  # bytes that one value of a Parquet column may hold
+_PATCHES = ("uint8", "float32")
+_IDS = pa.list_(pa.int64())
+
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("num_tokens", pa.int64(), nullable=False),
+        pa.field("num_images", pa.int64(), nullable=False),
+        pa.field("input_ids", _IDS, nullable=False),
+        pa.field("labels", _IDS, nullable=False),
+        pa.field("part_offsets", _IDS, nullable=False),
+        pa.field("kind", pa.binary(), nullable=False),  # (segments,) uint8
+        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; this and all below: little-endian
+        pa.field("seconds_per_frame", pa.binary()),  # (2, segments) int64
+        pa.field("row_separator", pa.binary()),  # (segments,) bool
+        pa.field("table", pa.binary(), nullable=False),  # (5 + 4 axes, segments) int64
+        pa.field("documents", pa.binary(), nullable=False),  # (4, 1) int64
+        pa.field("fractional", pa.bool_(), nullable=False),
+        pa.field("scheme", pa.string(), nullable=False),
+        pa.field("grid_thw", pa.binary(), nullable=False),  # (images, 3) int64
+        pa.field("image_spans", pa.binary(), nullable=False),  # (images, 2) int64
+        pa.field("image_margins", _IDS, nullable=False),  # two numbers
+        pa.field("image_hashes", pa.list_(pa.string()), nullable=False),
+        pa.field("patches", pa.large_binary()),
+        pa.field("patches_dtype", pa.string()),
+        pa.field("patches_shape", _IDS),
+    ]
+)
+
 
 FORMAT_VERSION = 2
 """Of the columns; a file of another version is refused."""
@@ -31,7 +66,7 @@ _METADATA = b"mmpos"
 
 
 class SequenceWriter:
-    """Writes examples to one Parquet file, in row groups of bounded size.
+    """Writer of examples to one Parquet file, in row groups of bounded size.
 
     The file is there, and what was there before it is gone, when the writer is closed without an error.
 
@@ -55,7 +90,7 @@ class SequenceWriter:
         self._axes: int | None = None
         self.facts: dict[str, Any] = {}
         with ExitStack() as stack:
-            # A page of pixels is not worth a dictionary, and a checksum tells a broken disk from broken code.
+            # A page of pixels is not worth a dictionary, and a checksum finds a broken disk.
             self._parquet = parquet.ParquetWriter(
                 stack.enter_context(whole_file(path)),
                 SCHEMA,
@@ -87,7 +122,7 @@ class SequenceWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the footer with the facts."""
+        """Write the examples that are left, and the footer with the facts."""
         with self._file:
             self._flush()
             footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
@@ -115,11 +150,11 @@ class SequenceWriter:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """A file of ready sequences.
+    """Parquet file of ready sequences.
 
     Args:
         path: the file.
-        axes: what its positions must have; None takes what there is.
+        axes: axes that its positions must have; None takes any.
     """
 
     path: str | Path
@@ -127,31 +162,31 @@ class SequenceShard:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its writer knew of it."""
+        """Facts that its writer stored."""
         with self._open() as file:
             return self._footer(file)["facts"]
 
     @property
     def lengths(self) -> IntArray:
-        """(examples,) tokens of each example, read without the rest."""
+        """(examples,) tokens of each example; nothing else is read."""
         with self._open() as file:
             self._footer(file)
-            found: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
-            return found
+            lengths: IntArray = file.read(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+            return lengths
 
     @property
     def source(self) -> str:
-        """The path."""
+        """Path of the file."""
         return str(self.path)
 
     def count(self) -> int:
-        """Number of examples, from the footer."""
+        """Return the number of examples, from the footer."""
         with self._open() as file:
             self._footer(file)
             return int(file.metadata.num_rows)
 
     def examples(self, start: int = 0) -> Iterator[Example]:
-        """Its examples in order, as they were written; one row group is in memory at a time.
+        """Read the examples in the order in which they were written; one row group is in memory at a time.
 
         Args:
             start: the first to give; row groups before it are not read.
@@ -159,15 +194,15 @@ class SequenceShard:
         Raises:
             InvalidInputError: no file of ready sequences, one of another version or of other axes, or a broken one.
         """
-        for _, found in self._rows(start, 1):
-            if isinstance(found, RecordError):
-                raise found
-            yield found
+        for _, example in self._rows(start, 1):
+            if isinstance(example, RecordError):
+                raise example
+            yield example
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader: with ``ready`` in the place of a Preprocess, a loader takes these files as any other shards."""
-        for index, found in self._rows(start, step):
-            yield Location(self.source, index), found if isinstance(found, RecordError) else {"example": found}
+        """Read the examples as records; with ``ready`` as its preprocess a loader takes the file as any other shard."""
+        for index, example in self._rows(start, step):
+            yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
@@ -204,10 +239,10 @@ class SequenceShard:
             raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
 
     def _footer(self, file: Any) -> dict[str, Any]:
-        found = (file.metadata.metadata or {}).get(_METADATA)
-        if found is None:
+        stored = (file.metadata.metadata or {}).get(_METADATA)
+        if stored is None:
             raise InvalidInputError(f"{self.path}: got a Parquet file of others, want ready sequences of mmpos")
-        footer: dict[str, Any] = json.loads(found)
+        footer: dict[str, Any] = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
@@ -218,9 +253,117 @@ class SequenceShard:
         return footer
 
 
-def ready(record: Mapping[str, Any], location: Location) -> Example:
-    """The example of a record of a SequenceShard: what a Preprocess is for other shards."""
+def ready(record: Record, location: Location) -> Example:
+    """Return the example of a record of a SequenceShard; stands where a Preprocess does for other shards."""
     example = record.get("example")
     if not isinstance(example, Example):
         raise RecordError(f"{location}: got a raw record, want one of a SequenceShard, which opens ready sequences")
     return example
+
+
+def to_row(example: Example) -> dict[str, Any]:
+    """Turn an example into a row of the file.
+
+    Raises:
+        InvalidInputError: it is not one document, its key is no Unicode, or its patches are of another type.
+        LimitExceededError: its patches do not fit in one value of a Parquet file.
+    """
+    sequence = example.sequence
+    segments, positions, patches = sequence.segments, sequence.positions, sequence.patches
+    if segments.num_documents != 1 or positions.num_documents != 1:
+        name = "positions" if segments.num_documents == 1 else "segments"
+        got = getattr(sequence, name).num_documents
+        raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
+    row = {
+        "key": text("key", example.key),
+        "num_tokens": example.num_tokens,
+        "num_images": len(sequence.grid_thw),
+        "input_ids": sequence.input_ids,
+        "labels": example.labels,
+        "part_offsets": sequence.part_offsets,
+        "kind": segments.kind.tobytes(),
+        "extents": _bytes(segments.extents),
+        "seconds_per_frame": None if segments.seconds_per_frame is None else _bytes(segments.seconds_per_frame),
+        "row_separator": None if segments.row_separator is None else segments.row_separator.tobytes(),
+        "table": _bytes(positions.table),
+        "documents": _bytes(positions.documents),
+        "fractional": positions.fractional,
+        "scheme": positions.scheme,
+        "grid_thw": _bytes(sequence.grid_thw),
+        "image_spans": _bytes(sequence.image_spans),
+        "image_margins": sequence.image_margins,
+        "image_hashes": list(sequence.image_hashes),
+    }
+    if patches is not None:
+        if patches.dtype.name not in _PATCHES:
+            raise InvalidInputError(f"{example.key}: patches: got {patches.dtype}, want uint8 or float32")
+        if patches.nbytes > _MAX_VALUE:
+            raise LimitExceededError(f"{example.key}: patches: got {patches.nbytes} bytes, want at most {_MAX_VALUE}")
+        shape = list(patches.shape)
+        row |= {"patches": _bytes(patches), "patches_dtype": patches.dtype.name, "patches_shape": shape}
+    return row
+
+
+def from_row(row: Mapping[str, Any], axes: int) -> Example:
+    """Turn a row into an example with arrays of its own; every table is checked.
+
+    Args:
+        row: a pyarrow scalar for every column.
+        axes: of its positions.
+    """
+    kind = _array(row["kind"], np.uint8, (-1,))
+    segments = SegmentTable(
+        kind,
+        _array(row["extents"], np.int64, (3, -1)),
+        np.array([0, kind.size]),
+        _optional(row["seconds_per_frame"], np.int64, (2, -1)),
+        _optional(row["row_separator"], np.bool_, (-1,)),
+    )
+    input_ids = _numbers(row["input_ids"])
+    positions = PositionTable.from_arrays(
+        _array(row["table"], np.int64, (AXES + 4 * axes, -1)),
+        _array(row["documents"], np.int64, (4, -1)),
+        input_ids.size,
+        fractional=row["fractional"].as_py(),
+        scheme=row["scheme"].as_py(),
+    )
+    patches = None
+    if row["patches"].is_valid:
+        patches = _array(row["patches"], row["patches_dtype"].as_py(), tuple(row["patches_shape"].as_py()))
+    sequence = InterleavedSequence(
+        input_ids=input_ids,
+        token_type_ids=token_types(segments),
+        segments=segments,
+        positions=positions,
+        patches=patches,
+        grid_thw=_array(row["grid_thw"], np.int64, (-1, 3)),
+        image_spans=_array(row["image_spans"], np.int64, (-1, 2)),
+        image_hashes=tuple(row["image_hashes"].as_py()),
+        part_offsets=_numbers(row["part_offsets"]),
+        image_margins=_margins(row["image_margins"].as_py()),
+    )
+    return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
+
+
+def _bytes(array: npt.NDArray[np.generic]) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _array(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Copy an array out of a value, so that it is writable and keeps no row group in memory."""
+    stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
+    return stored.astype(dtype).reshape(shape)
+
+
+def _margins(numbers: list[int]) -> tuple[int, int]:
+    before, after = numbers
+    return before, after
+
+
+def _optional(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+    return _array(value, dtype, shape) if value.is_valid else None
+
+
+def _numbers(value: Any) -> IntArray:
+    numbers: IntArray = value.values.to_numpy().copy()
+    return numbers

@@ -1,11 +1,17 @@
 """Readers of shards: tar files of webdataset, Parquet, JSON lines, and datasets of Hugging Face."""
 
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
 from mmpos.data.readers.base import Raw, Reader
-from mmpos.data.readers.huggingface import DatasetReader, dataset_shards
 from mmpos.data.readers.jsonl import JsonlReader
-from mmpos.data.readers.opening import SUFFIXES, shards
-from mmpos.data.readers.parquet import ParquetReader
+from mmpos.data.readers.tables import DatasetReader, ParquetReader, dataset_shards
 from mmpos.data.readers.tar import TarReader
+from mmpos.errors import InvalidInputError
 
 __all__ = [
     "SUFFIXES",
@@ -18,3 +24,52 @@ __all__ = [
     "dataset_shards",
     "shards",
 ]
+
+SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] = {
+    ".jsonl": JsonlReader,
+    ".jsonl.gz": JsonlReader,
+    ".jsonl.zst": JsonlReader,
+    ".ndjson": JsonlReader,
+    ".parquet": ParquetReader,
+    ".tar": TarReader,
+    ".tar.gz": TarReader,
+    ".tgz": TarReader,
+}
+"""The reader of each kind of file."""
+
+
+def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Reader]:
+    """Open a reader for each file, in the order given; the files of a pattern are sorted by name.
+
+    Args:
+        paths: one or several paths or patterns with ``*``, ``?``, ``[…]`` or ``**``; a file that has such a name
+            is that file.
+
+    Raises:
+        InvalidInputError: a file is not there or comes twice, a pattern finds none, or no reader has the suffix.
+    """
+    entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    readers: dict[str, Reader] = {}
+    for i, path in enumerate(entries):
+        for name in _files(f"paths[{i}]", os.fspath(path)):
+            if name in readers:
+                raise InvalidInputError(f"paths[{i}]: got {name!r} again, want each file once")
+            readers[name] = _reader(f"paths[{i}]", name)
+    return list(readers.values())
+
+
+def _files(name: str, path: str) -> list[str]:
+    if Path(path).is_file():
+        return [path]
+    if glob.has_magic(path):
+        files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
+        if files:
+            return files
+    raise InvalidInputError(f"{name}: got {path!r}, want a file, or a pattern that finds files")
+
+
+def _reader(name: str, path: str) -> Reader:
+    for suffix, reader in SUFFIXES.items():
+        if path.endswith(suffix):
+            return reader(path)
+    raise InvalidInputError(f"{name}: got {path!r}, want a name that ends in one of {', '.join(SUFFIXES)}")

@@ -1,29 +1,29 @@
-"""What a reader is, and what the readers of this room share."""
+"""The protocol of readers, and helpers that all readers share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, Record, RecordError
 from mmpos.support.checks import integer
 
 __all__ = ["Raw", "Reader", "broken", "is_chosen", "stride"]
 
-Raw = Mapping[str, Any] | RecordError
-"""A record as its shard has it, images undecoded; or, in its place, what is wrong with it."""
+Raw = Record | RecordError
+"""A record as its shard has it, images undecoded; or, in its place, the error that hides it."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """One shard. Readers hold no open files, so that they pickle; every call of ``records`` reads anew."""
+    """Reader of one shard. It holds no open file, so that it pickles; every call of ``records`` reads anew."""
 
     @property
     def source(self) -> str:
         """Path or name of the shard."""
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """The records start, start + step, … in the order of the shard, which is always the same.
+        """Read the records start, start + step, … in the order of the shard, which is always the same.
 
         A record that cannot be read is a RecordError in its place, never raised, so that what can go on after it
         goes on. Where the rest of the shard is lost, the first record lost is the last one given.
@@ -34,11 +34,11 @@ class Reader(Protocol):
         """
 
     def count(self) -> int | None:
-        """Number of records, where it is known without reading them."""
+        """Return the number of records where it is known without reading them, else None."""
 
 
 def stride(start: int, step: int) -> tuple[int, int]:
-    """The checked arguments of ``records``."""
+    """Check the arguments of ``records``."""
     return integer("start", start, minimum=0), integer("step", step, minimum=1)
 
 
@@ -48,11 +48,11 @@ def is_chosen(index: int, start: int, step: int) -> bool:
 
 
 def broken(location: Location, error: BaseException, rest: bool = False) -> RecordError:
-    """What stands in the place of a record that cannot be read.
+    """Make the error that stands in the place of a record that cannot be read.
 
     Args:
-        location: where.
-        error: why. One of the operating system (no such file, no permission) is raised: no fault of the record.
+        location: its shard and number.
+        error: the cause. One of the operating system (no such file, no permission) is raised: no fault of the record.
         rest: whether all after it is lost, too.
     """
     if isinstance(error, OSError) and error.errno is not None:

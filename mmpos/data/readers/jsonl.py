@@ -1,4 +1,4 @@
-"""JSON lines: one object per line, plain or compressed."""
+"""JSON lines: files of one object per line, plain or compressed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.support.extras import needed_for
 
@@ -20,7 +20,7 @@ __all__ = ["JsonlReader"]
 
 @dataclass(frozen=True)
 class JsonlReader:
-    """A file of JSON objects, one per line. A record's number is that of its line, from 0; empty lines are none.
+    """Reader of JSON lines. The number of a record is that of its line, from 0; empty lines are skipped.
 
     Args:
         path: the file; names that end in .gz or .zst are decompressed.
@@ -30,11 +30,11 @@ class JsonlReader:
 
     @property
     def source(self) -> str:
-        """The path."""
+        """Path of the file."""
         return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader. A broken line is an error, and reading goes on; a broken compression ends the shard."""
+        """Read records; a broken line is an error and reading goes on, a broken compression ends the shard."""
         start, step = stride(start, step)
         index = 0
         try:
@@ -51,7 +51,7 @@ class JsonlReader:
                 yield here, lost
 
     def count(self) -> int | None:
-        """None: lines are counted by reading them."""
+        """Return None, since lines are counted by reading them."""
         return None
 
 
@@ -69,9 +69,9 @@ def _open(path: str) -> Any:
 
 def _parsed(line: bytes, location: Location) -> Raw:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         return broken(location, error)
-    if not isinstance(found, dict):
-        return RecordError(f"{location}: got {type(found).__name__}, want a JSON object")
-    return found
+    if not isinstance(value, dict):
+        return RecordError(f"{location}: got {type(value).__name__}, want a JSON object")
+    return value

@@ -1,4 +1,4 @@
-"""Tar shards as webdataset has them: neighbours whose names differ in their extension only are one record."""
+"""Tar shards in the manner of webdataset: neighbours whose names differ only in their extensions are one record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, BinaryIO, Self
 
-from mmpos.data.documents import Location, RecordError
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.support.extras import needed_for
 
@@ -30,12 +30,12 @@ _Member = tuple[str, str, tarfile.TarInfo]
 
 @dataclass(frozen=True)
 class TarReader:
-    """A tar file of records in the manner of webdataset, compressed or not.
+    """Reader of a tar file of records in the manner of webdataset, compressed or not.
 
     A record has ``__key__``, ``__url__`` and the bytes of each file under its extension in lower case, as webdataset
     would give it. An archive that is cut or damaged does not pass for a short one: it ends in two blocks of zeros, with
     nothing but zeros behind them, and in the checksum of its compression. If it does not, the record that was being
-    read is an error, or the one after the last, with the place in bytes of the unpacked archive, and the shard ends
+    read is an error, or the one after the last, with its byte in the unpacked archive, and the shard ends
     there; an archive behind another in one file is such an error, too. What no reader can see is an archive whose
     bytes are zeros from a record to the end.
 
@@ -49,11 +49,11 @@ class TarReader:
 
     @property
     def source(self) -> str:
-        """The path."""
+        """Path of the file."""
         return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """See Reader."""
+        """Read records."""
         start, step = stride(start, step)
         index = 0
         with open(self.path, "rb") as packed:
@@ -74,12 +74,12 @@ class TarReader:
                     yield here, lost
 
     def count(self) -> int | None:
-        """None: records are counted by walking through the archive."""
+        """Return None, since records are counted by walking through the archive."""
         return None
 
 
 class _Archive:
-    """What is read of an archive: the same whatever is wanted of it, so that all readers see the same damage.
+    """Archive that is read alike whatever is wanted of it, so that all readers see the same damage.
 
     Args:
         packed: its file.
@@ -95,7 +95,7 @@ class _Archive:
         self._size = os.fstat(packed.fileno()).st_size if unpack is None else None
 
     def members(self) -> Iterator[_Member]:
-        """Key, extension and member of each file that belongs to a record."""
+        """Yield key, extension and member of each file that belongs to a record."""
         with needed_for("tar shards", extra="data"):
             from webdataset.tariterators import base_plus_ext
         try:
@@ -112,7 +112,7 @@ class _Archive:
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
 
     def record(self, record: dict[str, Any], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
-        """The record with the contents of its members, of which one that is not wanted may be without."""
+        """Return the record with the contents of its members; contents that are not wanted may be left out."""
         wrong = None
         for _, extension, member in members:
             if self._size is not None and self._tar.offset > self._size:
@@ -126,14 +126,14 @@ class _Archive:
         return wrong or record
 
     def check_rest(self) -> None:
-        """See that only zeros follow, and let a compression check itself."""
+        """Check that only zeros follow, and let the compression check itself."""
         while rest := self._file.read(2**20):
             if rest.count(0) < len(rest):
                 at = self._file.tell() - len(rest.lstrip(b"\0"))
                 raise _DamageError(f"data at byte {at}, behind the end of the archive")
 
     def placed(self, error: Exception) -> Exception:
-        """The error with the byte where it was met; one of the system is no damage."""
+        """Add the byte to an error of the archive; an error of the operating system stays as it is."""
         if isinstance(error, _DamageError) or (isinstance(error, OSError) and error.errno is not None):
             return error
         at = self._file.tell()
@@ -141,19 +141,19 @@ class _Archive:
 
 
 class _DamageError(tarfile.ReadError):
-    """What is wrong with an archive, and at which byte."""
+    """Damage of an archive, with its byte."""
 
 
 class _ZerosError(tarfile.HeaderError):
-    """A block of zeros in the place of a header."""
+    """Block of zeros in the place of a header."""
 
 
 class _StrictInfo(tarfile.TarInfo):
-    """A member whose header is whole; tarfile takes a broken one in the middle for the end of the archive."""
+    """Member with an intact header; tarfile takes a broken header in the middle for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
-        """The next member."""
+        """Read the next member."""
         assert tar.fileobj is not None
         at = tar.fileobj.tell()
         try:
@@ -168,7 +168,7 @@ class _StrictInfo(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """The member of a header, which may be short."""
+        """Parse a header, which may be too short."""
         if buf == bytes(tarfile.BLOCKSIZE):
             raise _ZerosError("zeros")
         if len(buf) < tarfile.BLOCKSIZE:

@@ -1,4 +1,4 @@
-"""Where a Llama-like model of Transformers keeps its rotation, and whether a Rotary is one of that kind."""
+"""Anatomy of Llama-like models of Transformers: where they rotate q and k, and which Rotary fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmpos.rotary.hf_config import hf_pairing
 __all__ = ["APPLY", "Anatomy", "dissect", "rotaries_of", "turning_forward"]
 
 APPLY = "apply_rotary_pos_emb"
-"""What the attention of every Llama-like model calls to rotate q and k."""
+"""Function that the attention of every Llama-like model calls to rotate q and k."""
 
 _MASKS_OF_ONE_DOCUMENT = ("afmoe", "granitemoehybrid")
 """Model types of Transformers 5.23 whose masks are made without ``position_ids``."""
@@ -26,7 +26,7 @@ _MASKS_OF_ONE_DOCUMENT = ("afmoe", "granitemoehybrid")
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """The parts of a Llama-like model that positions go through.
+    """Parts of a Llama-like model that positions go through.
 
     Args:
         base: the model below the head: it embeds tokens, and asks its rotary_emb for cos and sin once a call.
@@ -51,18 +51,18 @@ class Anatomy:
 
     @property
     def fuses(self) -> bool:
-        """Whether positions may stand in for cos and sin: an attention turns q and k by one call, and nothing else."""
+        """Whether attentions can rotate by positions: one call turns q and k, and nothing else takes cos and sin."""
         return all(_turns_q_and_k(attention) for attention in self.attentions)
 
     def turned(self, layer_type: str | None) -> tuple[int, float]:
-        """Channels that the model turns in layers of a type, and what it multiplies cos and sin by."""
+        """Return the channels that layers of a type rotate, and the factor of their cos and sin."""
         prefix, rotary_emb = "" if layer_type is None else f"{layer_type}_", self.base.rotary_emb
         scaling = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
         return 2 * getattr(rotary_emb, f"{prefix}inv_freq").shape[-1], float(getattr(rotary_emb, scaling, 1.0))
 
 
 def dissect(model: nn.Module) -> Anatomy:
-    """The parts of a model, or UnsupportedError where it is not built like Llama."""
+    """Find the parts of a model, or raise UnsupportedError where it is not built like Llama."""
     base: Any = getattr(model, "base_model", model)
     rotary_emb = getattr(base, "rotary_emb", None)
     if not isinstance(rotary_emb, nn.Module) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
@@ -91,7 +91,7 @@ def dissect(model: nn.Module) -> Anatomy:
 
 
 def turning_forward(attention: nn.Module) -> FunctionType | None:
-    """The forward of an attention's class, if it finds ``apply_rotary_pos_emb`` among the globals of its module."""
+    """Return the forward of an attention's class, if ``apply_rotary_pos_emb`` is among the globals of its module."""
     forward = inspect.unwrap(type(attention).forward)
     if not isinstance(forward, FunctionType) or APPLY not in forward.__code__.co_names:
         return None
@@ -109,7 +109,7 @@ def _turns_q_and_k(attention: nn.Module) -> bool:
 
 
 def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict[str | None, Rotary]:
-    """One Rotary per layer type, each checked against what the model turns."""
+    """Assign one Rotary to each layer type, checked against what the model rotates."""
     types = sorted({kind for kind in anatomy.layer_types if kind is not None})
     rotaries: dict[str | None, Rotary]
     if not types:
@@ -139,13 +139,13 @@ def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str |
     rotary_dim, attention_factor = anatomy.turned(layer_type)
     # Transformers has its factor in float32 at times.
     close = math.isclose(rotary.attention_factor, attention_factor, rel_tol=1e-6)
-    told: dict[str, tuple[Any, Any]] = {
+    wanted: dict[str, tuple[Any, Any]] = {
         "head_dim": (rotary.head_dim, head_dim),
         "rotary_dim": (rotary.rotary_dim, rotary_dim),
         "pairing": (rotary.pairing, "half"),
         "attention_factor": (rotary.attention_factor, rotary.attention_factor if close else attention_factor),
     }
-    for field, (got, want) in told.items():
+    for field, (got, want) in wanted.items():
         if got != want:
             raise InvalidInputError(f"{name}.{field}: got {got!r}, want {want!r} as the model has it")
 

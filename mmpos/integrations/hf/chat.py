@@ -1,22 +1,106 @@
-"""Chats as Transformers has them, their images read: content that names an image by text becomes bytes or a path."""
+"""Images of a processor's call and of its chats: objects, bytes, paths and data URLs, read into patches and grids."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
-from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf.processor_images import read_base64, read_text
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["images_beside", "is_chat", "read_conversations"]
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.images import ImageProcessor, ProcessedImage
+from mmpos.support.checks import IntArray
+
+__all__ = [
+    "flat",
+    "images_beside",
+    "is_chat",
+    "patches_of",
+    "process",
+    "read_base64",
+    "read_conversations",
+    "read_text",
+]
+
+
+def flat(images: Any, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
+    """Name the images, and count those of each text where they are nested.
+
+    Args:
+        images: one image, a list of them for all texts, a list of such a list for each text, or None.
+        texts: number of texts; None where there is no text.
+    """
+    if images is None:
+        return [], None
+    if not isinstance(images, list | tuple):
+        return [("images", images)], None
+    nested = [isinstance(each, list | tuple) for each in images]
+    if not any(nested):
+        return [(f"images[{i}]", image) for i, image in enumerate(images)], None
+    if not all(nested):
+        i = nested.index(not nested[0])
+        raise InvalidInputError(f"images[{i}]: got {type(images[i]).__name__}, want all images in lists, or none")
+    if texts is not None and len(images) != texts:
+        raise InvalidInputError(f"images: got {len(images)} lists, want {texts}, one for each text")
+    named = [(f"images[{i}][{n}]", image) for i, each in enumerate(images) for n, image in enumerate(each)]
+    return named, np.fromiter(map(len, images), np.int64, len(images))
+
+
+def process(
+    named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None
+) -> list[ProcessedImage]:
+    """Process each image; an error names the image."""
+    processed = []
+    for name, image in named:
+        try:
+            read = read_text(name, image) if isinstance(image, str) else image
+            processed.append(images.process(read, temporal_patch_size=temporal_patch_size))
+        except MmposError as error:
+            raise type(error)(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
+    return processed
+
+
+def patches_of(processed: list[ProcessedImage]) -> npt.NDArray[np.generic] | None:
+    """Concatenate the patches of all images; None where only their sizes are known."""
+    pixels = [image.patches for image in processed if image.patches is not None]
+    if pixels and len(pixels) < len(processed):
+        raise InvalidInputError("images: got images with and without pixels, want all of one sort")
+    if len(pixels) == 1:
+        return pixels[0]
+    return np.concatenate(pixels) if pixels else None
+
+
+def read_text(name: str, text: str) -> bytes:
+    """Decode a data: URL; no other text stands for an image, since nothing is fetched or opened."""
+    head, comma, data = text.partition(",")
+    if head[:5].lower() != "data:":
+        raise InvalidInputError(
+            f"{name}: got the text {text[:80]!r}, want bytes, pathlib.Path(...) for a file, or a data: URL"
+        )
+    if not comma or not data.isascii():
+        raise InvalidInputError(f"{name}: got a broken data: URL, want data:image/...;base64,...")
+    raw = unquote_to_bytes(data)
+    return read_base64(name, raw) if head.lower().endswith(";base64") else raw
+
+
+def read_base64(name: str, data: Any) -> bytes:
+    """Decode base64, or raise an error that names the image."""
+    try:
+        return base64.b64decode(data, validate=True)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{name}: got base64 that is broken ({error}), want base64") from error
+
 
 _SOURCES = ("image", "url", "path", "base64")
 _NO_PLACE = ("video", "video_url", "audio", "input_audio")
 
 
-def is_chat(text: Any) -> bool:
+def is_chat(text: object) -> bool:
     """Whether this is a conversation, a list of messages, or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
@@ -25,7 +109,7 @@ def is_chat(text: Any) -> bool:
 
 
 def read_conversations(conversation: Any) -> Any:
-    """A new conversation, or list of them, in which every image that is there is bytes, a path or an object.
+    """Copy a conversation, or a list of them, with every image as bytes, a path or an object.
 
     Raises:
         InvalidInputError: no messages, or an image that is named in no known way.
@@ -39,7 +123,7 @@ def read_conversations(conversation: Any) -> Any:
 
 
 def images_beside(conversation: Any, images: Any) -> list[Any]:
-    """Images that are given apart from their chat, in a list; of several chats, a list for each.
+    """List the images that are given apart from their chat; of several chats, a list for each.
 
     Raises:
         InvalidInputError: the chats hold images themselves, or their number is another.
@@ -60,7 +144,7 @@ def images_beside(conversation: Any, images: Any) -> list[Any]:
 def _read(name: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {_kind(messages)}, want a list of messages")
-    found = []
+    copies = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidInputError(f"{name}[{i}]: got {type(message).__name__}, want a message with role and content")
@@ -71,12 +155,12 @@ def _read(name: str, messages: Any) -> list[dict[str, Any]]:
         if isinstance(content, list | tuple):
             blocks = [_block(f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content)]
             message = {**message, "content": blocks}
-        found.append(dict(message))
-    return found
+        copies.append(dict(message))
+    return copies
 
 
 def _block(name: str, block: Any) -> Any:
-    """One block of content; one that is an image with its image under "image"."""
+    """Read one block of content; that of an image gets its image under "image"."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
@@ -86,7 +170,7 @@ def _block(name: str, block: Any) -> Any:
         url = block.get("image_url")
         return {"type": "image", "image": _text(name, url.get("url") if isinstance(url, Mapping) else url)}
     if kind != "image":
-        # Templates pass over what they do not know: the image would be lost without a word.
+        # Templates skip what they do not know: the image would be lost in silence.
         for key in ("image", "image_url"):
             if block.get(key) is not None:
                 raise InvalidInputError(f"{name}.{key}: got one in a block of type {kind!r}, want type 'image'")
@@ -110,11 +194,11 @@ def _block(name: str, block: Any) -> Any:
     return {**rest, "image": value}
 
 
-def _text(name: str, value: Any) -> bytes:
+def _text(name: str, value: object) -> bytes:
     if not isinstance(value, str):
         raise InvalidInputError(f"{name}: got a URL of type {type(value).__name__}, want text")
     return read_text(name, value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "none" if isinstance(value, list | tuple) and not value else type(value).__name__

@@ -1,25 +1,46 @@
-"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes."""
+"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes.
+
+Positions become cos and sin once a call, and travel to the attentions beside the hidden states. Nothing is kept on a
+module between calls: what a call brings is in its own arguments, also through checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf import generating
-from mmpos.integrations.hf.anatomy import Anatomy, dissect, rotaries_of
-from mmpos.integrations.hf.fused import FusedForward
-from mmpos.integrations.hf.handing import HandDown, Take, check_reached
-from mmpos.rotary.apply import Implementation
+from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, turning_forward
+from mmpos.integrations.hf.positions import (
+    ARGUMENT,
+    CallTokens,
+    apart,
+    generate,
+    prepare_inputs_for_generation,
+    rows_of,
+    tokens_of,
+)
+from mmpos.positions.table import PositionTable
+from mmpos.rotary.apply import Implementation, apply_rotary
 from mmpos.rotary.config import Rotary
+from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import one_of
 
 __all__ = ["patch", "unpatch"]
+
+Arguments = dict[str, Any]
+Call = tuple[tuple[Any, ...], Arguments]
+
+_ROTATIONS = "mm_rotations"
+"""The argument by which layers get them."""
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -27,11 +48,20 @@ _MARK = "_mmpos_patch"
 
 
 @dataclass(frozen=True, eq=False)
-class _Patch:
-    """What unpatch takes away: hooks, and attributes set on modules."""
+class _Attribute:
+    """Attribute that is set on a module."""
 
-    handles: tuple[Any, ...]
-    attributes: tuple[tuple[nn.Module, str, Any], ...]
+    module: nn.Module
+    name: str
+    value: Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """Hooks and attributes that unpatch removes."""
+
+    handles: tuple[RemovableHandle, ...]
+    attributes: tuple[_Attribute, ...]
 
 
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
@@ -58,25 +88,25 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     """
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     anatomy = dissect(model)
-    if any(isinstance(hook, HandDown) for hook in anatomy.base._forward_pre_hooks.values()):
+    if any(isinstance(hook, ModelHook) for hook in anatomy.base._forward_pre_hooks.values()):
         raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
     rotaries = rotaries_of(anatomy, rotary)
     fused = _fused(implementation, rotaries, anatomy)
-    attributes: list[tuple[nn.Module, str, Any]] = []
+    attributes: list[_Attribute] = []
     if fused != "never":
-        attributes += [(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
+        attributes += [_Attribute(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
-        prepare = partial(generating.prepare_inputs_for_generation, model)
-        attributes.append((model, "prepare_inputs_for_generation", prepare))
-        attributes.append((model, "generate", partial(generating.generate, model, list(rotaries.values()))))
+        prepare = partial(prepare_inputs_for_generation, model)
+        attributes.append(_Attribute(model, "prepare_inputs_for_generation", prepare))
+        attributes.append(_Attribute(model, "generate", partial(generate, model, list(rotaries.values()))))
     _set(attributes)
-    hand_down = HandDown(rotaries, fused, anatomy.names, anatomy.packs)
-    setattr(model, _MARK, _Patch(_hooks(anatomy, hand_down), tuple(attributes)))
+    hook = ModelHook(rotaries, fused, anatomy.names, anatomy.packs)
+    setattr(model, _MARK, _Patch(_hooks(anatomy, hook), tuple(attributes)))
     return model
 
 
 def unpatch(model: Model) -> Model:
-    """Take away all that ``patch`` added.
+    """Remove everything that ``patch`` added.
 
     Args:
         model: the model that was patched, or a copy of it; changed in place.
@@ -87,35 +117,34 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched, or something else has since wrapped what patch set.
     """
-    found = vars(model).get(_MARK)
-    if found is None:
+    added = vars(model).get(_MARK)
+    if added is None:
         raise InvalidInputError(f"model: got {type(model).__name__} that is not patched, want the one that was")
-    for module, name, value in found.attributes:
-        if vars(module).get(name) is not value:
-            raise InvalidInputError(
-                f"model: got {type(module).__name__}.{name} that was replaced after patch, want ours before unpatch"
-            )
-    for handle in found.handles:
+    for attribute in added.attributes:
+        if vars(attribute.module).get(attribute.name) is not attribute.value:
+            got = f"{type(attribute.module).__name__}.{attribute.name}"
+            raise InvalidInputError(f"model: got {got} that was replaced after patch, want ours before unpatch")
+    for handle in added.handles:
         handle.remove()
-    for module, name, _ in found.attributes:
-        delattr(module, name)
+    for attribute in added.attributes:
+        delattr(attribute.module, attribute.name)
     delattr(model, _MARK)
     return model
 
 
-def _hooks(anatomy: Anatomy, hand_down: HandDown) -> tuple[Any, ...]:
+def _hooks(anatomy: Anatomy, hook: ModelHook) -> tuple[RemovableHandle, ...]:
     base = anatomy.base
     handles = [
-        base.register_forward_pre_hook(hand_down, with_kwargs=True),
-        base.register_forward_hook(check_reached, with_kwargs=True),
+        base.register_forward_pre_hook(hook, with_kwargs=True),
+        base.register_forward_hook(_check_reached, with_kwargs=True),
     ]
     for attention, layer_type in zip(anatomy.attentions, anatomy.layer_types, strict=True):
-        handles.append(attention.register_forward_pre_hook(Take(layer_type), with_kwargs=True))
+        handles.append(attention.register_forward_pre_hook(AttentionHook(layer_type), with_kwargs=True))
     return tuple(handles)
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
-    """When layers rotate by positions themselves: "never", "always", or on "cuda"."""
+    """Decide when layers rotate by positions themselves: "never", "always", or on "cuda"."""
     if implementation == "reference":
         return "never"
     if implementation == "auto":
@@ -136,11 +165,139 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
     return "always"
 
 
-def _set(attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Set them all, or none."""
-    for module, name, _ in attributes:
-        if name in vars(module):
-            got = f"{type(module).__name__}.{name}"
+def _set(attributes: Sequence[_Attribute]) -> None:
+    """Set all attributes, or none."""
+    for attribute in attributes:
+        if attribute.name in vars(attribute.module):
+            got = f"{type(attribute.module).__name__}.{attribute.name}"
             raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
-    for module, name, value in attributes:
-        setattr(module, name, value)
+    for attribute in attributes:
+        setattr(attribute.module, attribute.name, attribute.value)
+
+
+class Rotations:
+    """Rotations that a call hands to its attentions: per layer type cos and sin, or positions and their Rotary."""
+
+    def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
+        self.pairs = pairs
+        self.reached = False
+
+
+class ModelHook:
+    """Hook before the model below the head; replaces positions in its arguments by rotations for the layers.
+
+    Args:
+        rotaries: one per layer type; None stands for all layers.
+        fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
+        names: arguments of the model, in order.
+        packs: whether the model keeps documents of one row apart.
+    """
+
+    def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str], packs: bool) -> None:
+        self.rotaries = dict(rotaries)
+        self.fused = fused
+        self.names = tuple(names)
+        self.packs = packs
+
+    def __call__(self, base: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Call | None:
+        """Return new arguments, if positions are among them."""
+        position_ids = kwargs.get("position_ids")
+        if isinstance(position_ids, PositionTable | DevicePositions):
+            raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it as {ARGUMENT}")
+        if ARGUMENT not in kwargs:
+            return None
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        ids = arguments.pop(ARGUMENT)
+        if ids is None:
+            return (), arguments
+        tokens = tokens_of(arguments.get("inputs_embeds"), arguments.get("input_ids"))
+        rows = CallTokens(tokens.shape[0], tokens.shape[1], tokens.device)
+        arguments |= apart(ids, rows, arguments, self.packs)
+        return (), {**arguments, _ROTATIONS: self._rotations(ids, rows)}
+
+    def _rotations(self, ids: object, rows: CallTokens) -> Rotations:
+        positions = rows_of(ids, rows, list(self.rotaries.values()))
+        if self.fused == "always" or (self.fused == "cuda" and rows.device.type == "cuda"):
+            return Rotations({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
+        return Rotations({kind: _cos_sin(rotary, positions, rows) for kind, rotary in self.rotaries.items()})
+
+
+class AttentionHook:
+    """Hook before an attention; puts the rotations of the call in the place of the model's own cos and sin."""
+
+    def __init__(self, layer_type: str | None) -> None:
+        self.layer_type = layer_type
+
+    def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Call | None:
+        """Return new arguments, if rotations are among them."""
+        if _ROTATIONS not in kwargs:
+            return None
+        arguments = dict(kwargs)
+        rotations = arguments.pop(_ROTATIONS)
+        rotations.reached = True
+        first, second = rotations.pairs[self.layer_type]
+        # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
+        own = arguments["position_embeddings"][0]
+        fused = isinstance(second, Rotary)
+        width = second.rotary_dim if fused else first.shape[-1]
+        if own.dim() != 3 or own.shape[-1] != width:
+            got = f"{type(attention).__name__}, whose cos has shape {tuple(own.shape)}"
+            raise UnsupportedError(f"model: got {got}, want (batch, seq, {width}) as in Llama")
+        first, second = (first.to(own.device), second) if fused else (first.to(own), second.to(own))
+        return args, {**arguments, "position_embeddings": (first, second)}
+
+
+def _check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: object) -> None:
+    """Hook after the model below the head; raises if its layers never got the rotations."""
+    rotations = kwargs.get(_ROTATIONS)
+    if rotations is not None and not rotations.reached:
+        name = type(base).__name__
+        raise UnsupportedError(
+            f"model: got {name}, which hands no arguments of others to its layers, want one that does"
+        )
+
+
+def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: CallTokens) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary.cos_sin(positions, "transformers")
+    shape = (rows.batch, rows.seq, rotary.rotary_dim)
+    return cos.reshape(shape), sin.reshape(shape)
+
+
+class FusedForward:
+    """Forward of an attention's class, whose ``apply_rotary_pos_emb`` also takes positions and their Rotary.
+
+    It is the same code with another name in its globals, so that no other model sees a difference.
+
+    Args:
+        attention: the module that it is the forward of.
+        implementation: as for ``apply_rotary``.
+    """
+
+    def __init__(self, attention: nn.Module, implementation: Implementation) -> None:
+        forward = turning_forward(attention)
+        assert forward is not None, "dissect has looked"
+        rotate = _or_positions(forward.__globals__[APPLY], implementation)
+        names = {**forward.__globals__, APPLY: rotate}
+        copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        self.attention = attention
+        self.implementation = implementation
+        self.method = MethodType(copied, attention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the attention."""
+        return self.method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusedForward, (self.attention, self.implementation)
+
+
+def _or_positions(original: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
+    """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions where they come in place of cos."""
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sin, Rotary):
+            return apply_rotary(q, k, cos, sin, layout="bhsd", implementation=implementation)
+        return original(q, k, cos, sin, *args, **kwargs)
+
+    return apply_rotary_pos_emb

@@ -1,10 +1,12 @@
-"""What mm_position_ids may be, whether it fits the tokens of a call, and which documents it keeps apart."""
+"""``mm_position_ids`` of a call and of generation: their checks, and the ids of the tokens that are generated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,27 +16,40 @@ from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import counted
 
-__all__ = ["Rows", "apart", "check_length", "rows_of", "tokens_of"]
+__all__ = [
+    "ARGUMENT",
+    "CallTokens",
+    "Prompt",
+    "apart",
+    "check_length",
+    "generate",
+    "prepare_inputs_for_generation",
+    "rows_of",
+    "tokens_of",
+]
+
+ARGUMENT = "mm_position_ids"
+"""The argument of a patched model."""
 
 
-class Rows(NamedTuple):
-    """The tokens of a call: rows, tokens in a row, and where they are."""
+class CallTokens(NamedTuple):
+    """Shape of the tokens of a call, and their device."""
 
     batch: int
     seq: int
     device: torch.device
 
 
-def tokens_of(*candidates: Any) -> Tensor:
-    """The first that is there of input_ids and the embeddings that stand for them."""
+def tokens_of(*candidates: object) -> Tensor:
+    """Return the first that is there of input_ids and the embeddings in their place."""
     for tokens in candidates:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
     raise InvalidInputError("mm_position_ids: got neither input_ids nor inputs_embeds beside it, want one of them")
 
 
-def rows_of(ids: Any, rows: Rows, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
-    """Positions where kernels can read them, one for every token of the call.
+def rows_of(ids: object, rows: CallTokens, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
+    """Check positions of a call, one for every token, and move a table to where kernels can read it.
 
     Raises:
         InvalidInputError: another type or dtype, or axes, tokens, rows or device that differ from the call's.
@@ -59,7 +74,7 @@ def rows_of(ids: Any, rows: Rows, rotaries: Sequence[Rotary]) -> DevicePositions
 
 
 def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
-    """Refuse a table whose cursor passes what a Rotary was made for, where its scaling depends on that."""
+    """Refuse a table whose next position passes the length that a Rotary is scaled for."""
     scaled = [rotary for rotary in rotaries if rotary.scaling is not None]
     if not scaled or not table.num_documents:
         return
@@ -73,15 +88,15 @@ def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
             )
 
 
-def apart(ids: Any, rows: Rows, given: Mapping[str, Any], packs: bool) -> dict[str, Any]:
-    """Arguments by which Transformers keeps the documents of one packed row apart.
+def apart(ids: object, rows: CallTokens, arguments: Mapping[str, Any], packs: bool) -> dict[str, Any]:
+    """Return arguments by which Transformers keeps the documents of one packed row apart.
 
     Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
 
     Args:
         ids: positions; a table says where documents end, DevicePositions only that there are several.
         rows: the tokens of the call.
-        given: its other arguments.
+        arguments: its other arguments.
         packs: whether the model keeps documents apart at all.
     """
     if rows.batch > 1 or not _several(ids, rows):
@@ -90,30 +105,33 @@ def apart(ids: Any, rows: Rows, given: Mapping[str, Any], packs: bool) -> dict[s
         raise UnsupportedError(
             "mm_position_ids: got several documents in one row, which this model does not keep apart, want a row each"
         )
-    return _restarts(ids, rows, given) if isinstance(ids, PositionTable) else _told(ids, given)
+    if isinstance(ids, PositionTable):
+        return _restarts(ids, rows, arguments)
+    _check_boundaries(arguments)
+    return {}
 
 
-def _several(ids: Any, rows: Rows) -> bool:
+def _several(ids: object, rows: CallTokens) -> bool:
     """Whether one row holds more than one document; ids alone do not tell."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
     return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
 
 
-def _told(ids: DevicePositions, given: Mapping[str, Any]) -> dict[str, Any]:
-    mask, told = given.get("attention_mask"), ("position_ids", "past_key_values")
+def _check_boundaries(arguments: Mapping[str, Any]) -> None:
+    """Refuse DevicePositions of several documents, if no other argument keeps these apart."""
+    mask, names = arguments.get("attention_mask"), ("position_ids", "past_key_values")
     whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    if whole and all(given.get(name) is None for name in told):
+    if whole and all(arguments.get(name) is None for name in names):
         raise InvalidInputError(
             "mm_position_ids: got DevicePositions of several documents, which do not say where these end, want "
             "position_ids that restart with each beside them, or the PositionTable"
         )
-    return {}
 
 
-def _restarts(table: PositionTable, rows: Rows, given: Mapping[str, Any]) -> dict[str, Any]:
-    mask = given.get("attention_mask")
-    if given.get("past_key_values") is not None:
+def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    mask = arguments.get("attention_mask")
+    if arguments.get("past_key_values") is not None:
         raise UnsupportedError(
             "past_key_values: got a cache beside packed documents, want None: a cache does not keep them apart"
         )
@@ -124,16 +142,16 @@ def _restarts(table: PositionTable, rows: Rows, given: Mapping[str, Any]) -> dic
         )
     if mask is not None:
         return {}
-    if given.get("use_cache"):
+    if arguments.get("use_cache"):
         raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not keep them apart")
-    if given.get("position_ids") is not None:
+    if arguments.get("position_ids") is not None:
         return {"use_cache": False}
     first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(rows.device, torch.int64)
     token = torch.arange(rows.seq, device=rows.device)
     return {"position_ids": (token - first)[None], "use_cache": False}
 
 
-def _check_table(ids: DevicePositions, rows: Rows, axes: int) -> None:
+def _check_table(ids: DevicePositions, rows: CallTokens, axes: int) -> None:
     if ids.axes != axes:
         raise InvalidInputError(f"mm_position_ids: got {counted(ids.axes, 'axis')}, want {axes} as in rotary")
     if ids.num_tokens != rows.batch * rows.seq:
@@ -144,3 +162,150 @@ def _check_table(ids: DevicePositions, rows: Rows, axes: int) -> None:
         raise InvalidInputError(
             f"mm_position_ids: got documents of {got} tokens, want {rows.seq}, the length of a row: pad the table"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Ids of prompts, and how they go on; not a tensor, so that generation passes it on as it is.
+
+    Args:
+        ids: (axes, batch, seq) ids from the first token in the cache on.
+        next_positions: (batch,) the id, equal on all axes, of the token after each prompt.
+    """
+
+    ids: Tensor
+    next_positions: Tensor
+
+    @classmethod
+    def of(
+        cls, positions: Any, next_positions: Any, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
+    ) -> Prompt:
+        """Check the arguments of generate, and make a prompt of them.
+
+        Args:
+            positions: a PositionTable, or ids with next_positions beside them.
+            next_positions: (batch,) integers, or None for a table, which knows.
+            rotaries: the rotations that take the ids.
+            tokens: (batch, seq, …) the tokens of the prompts, or those after a cache.
+            cached: whether there is a cache, whose tokens come first.
+        """
+        batch = tokens.shape[0]
+        if isinstance(positions, PositionTable):
+            if next_positions is not None:
+                raise InvalidInputError("mm_next_positions: got it beside a table, want None: the table knows")
+            ids, next_positions = _from_table(positions, batch, tokens.device)
+            check_length(positions, rotaries)
+        else:
+            _check_next(next_positions, batch, positions)
+            ids = positions
+            if isinstance(positions, DevicePositions) and positions.num_tokens % batch == 0:
+                ids = positions.dense().reshape(positions.axes, batch, -1)
+        want = (rotaries[0].axes, batch, tokens.shape[1])
+        shape = tuple(ids.shape) if isinstance(ids, Tensor) else None
+        longer = shape is not None and len(shape) == 3 and shape[:2] == want[:2] and shape[2] > want[2]
+        if shape != want and not (cached and longer):
+            got = type(ids).__name__ if shape is None else shape
+            raise InvalidInputError(f"mm_position_ids: got {got}, want {want}: (axes, batch, seq)")
+        return cls(ids, next_positions.to(ids.device))
+
+    def columns(self, start: int | Tensor, length: int, rows: int) -> Tensor:
+        """Return (axes, rows, length) ids of the tokens from start on, in the prompt and after it.
+
+        Rows are those of the batch, each repeated for the sequences that grow out of it.
+        """
+        seq = self.ids.shape[2]
+        token = start + torch.arange(length, device=self.ids.device)
+        after = self.next_positions[:, None] + (token - seq)  # int64, lest ids beyond int32 wrap around
+        ids = torch.where(token < seq, self.ids[:, :, token.clamp(max=seq - 1)], after)
+        return ids.repeat_interleave(rows // self.ids.shape[1], dim=1)
+
+
+def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    held = table.lengths > 0  # a slice keeps the documents that it left behind
+    lengths = table.lengths[held]
+    if len(lengths) != batch or (lengths != lengths[0]).any():
+        raise InvalidInputError(
+            f"mm_position_ids: got {counted(len(lengths), 'document')} of {lengths.tolist()} tokens, "
+            f'want {batch} of one length: pad the table with side="left"'
+        )
+    last = table.cu_seqlens[1:][held] - 1
+    ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
+    if ends_padded.any():
+        row = int(ends_padded.argmax())
+        raise InvalidInputError(
+            f"mm_position_ids: got padding behind prompt {row}, want it before, as a row goes on from its last token: "
+            'pad the table with side="left"'
+        )
+    ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
+    return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)
+
+
+def _check_next(next_positions: Any, batch: int, positions: object) -> None:
+    if next_positions is None:
+        raise InvalidInputError(
+            f"mm_next_positions: got None beside {type(positions).__name__}, want (batch,) ids of the tokens to come: "
+            "ids do not tell them, a PositionTable does"
+        )
+    is_tensor = isinstance(next_positions, Tensor)
+    if not is_tensor or next_positions.shape != (batch,) or next_positions.dtype not in (torch.int32, torch.int64):
+        got = f"{next_positions.dtype} {tuple(next_positions.shape)}" if is_tensor else type(next_positions).__name__
+        raise InvalidInputError(f"mm_next_positions: got {got}, want a tensor of {batch} integers")
+
+
+def generate(
+    model: Any,
+    rotaries: Sequence[Rotary],
+    inputs: Tensor | None = None,
+    *args: Any,
+    mm_position_ids: Any = None,
+    mm_next_positions: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``generate`` of the model's class with positions of the prompt.
+
+    Args:
+        model: the model.
+        rotaries: the rotations of its layers.
+        inputs: as there.
+        args: as there.
+        mm_position_ids: a PositionTable with a document for every row, all of one length; or dense ids (axes, batch,
+            seq), or DevicePositions, with mm_next_positions. With past_key_values they are those of the cached tokens
+            and of the new ones.
+        mm_next_positions: (batch,) the id of the token after each prompt; a table knows it.
+        kwargs: as there.
+    """
+    if mm_position_ids is None and mm_next_positions is not None:
+        raise InvalidInputError("mm_next_positions: got it without mm_position_ids, want these beside it")
+    if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant is handed a Prompt
+        tokens = tokens_of(kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
+        cached = kwargs.get("past_key_values") is not None
+        _check_guidance(model, args, kwargs)
+        mm_position_ids = Prompt.of(mm_position_ids, mm_next_positions, rotaries, tokens, cached)
+    if mm_position_ids is not None:
+        kwargs[ARGUMENT] = mm_position_ids
+    return type(model).generate(model, inputs, *args, **kwargs)
+
+
+def _check_guidance(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a second branch, which Transformers runs through the model without our arguments."""
+    config = kwargs.get("generation_config") or next(iter(args), None) or model.generation_config
+    scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
+    if scale not in (None, 1):
+        raise UnsupportedError(f"guidance_scale: got {scale}, want 1: the branch that guides takes no mm_position_ids")
+
+
+def prepare_inputs_for_generation(
+    model: Any, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, mm_position_ids: Any = None, **kwargs: Any
+) -> Any:
+    """Call the method of the model's class, and add the ids of the tokens that it chooses.
+
+    Transformers reads the names of its arguments to know which ones ``generate`` may be given.
+    """
+    prepared = type(model).prepare_inputs_for_generation(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)
+    if mm_position_ids is None:
+        return prepared
+    tokens = tokens_of(prepared.get("inputs_embeds"), prepared.get("input_ids"))
+    cache = kwargs.get("past_key_values")
+    start = 0 if cache is None else cache.get_seq_length()
+    prepared[ARGUMENT] = mm_position_ids.columns(start, tokens.shape[1], tokens.shape[0]).to(tokens.device)
+    return prepared

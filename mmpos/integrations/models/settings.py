@@ -1,4 +1,4 @@
-"""ModelSettings: the scheme, token ids, merge size and rotations of one deployed model, and what to do with them."""
+"""ModelSettings: the scheme, token ids, merge size and rotations of one deployed model, and their use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.models.video_tokens import tell_videos_apart
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
+from mmpos.segments.placeholder_runs import read_batch
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.markers import Markers
-from mmpos.support.checks import counted, int_array
+from mmpos.support.checks import IntArray, counted, int_array
 
 if TYPE_CHECKING:
     from mmpos.images import ImageProcessor
@@ -27,14 +28,14 @@ __all__ = ["ModelSettings"]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a model does with positions; `from_hf_config` reads it from a config.
+    """Settings of a model's positions; `from_hf_config` reads them from a config.
 
     Args:
         model_type: of the config.
-        scheme: how the language model places text and grids.
-        rotary: how it turns q and k; one axis where positions are those of text.
+        scheme: positions of text and grids in the language model.
+        rotary: rotation of its q and k; one axis where positions are those of text.
         vision_scheme: positions in the encoder, of grids before merging; None where it has none of ours.
-        vision_rotary: how the encoder turns q and k; None where it does not, or it is not known.
+        vision_rotary: rotation of the encoder's q and k; None where there is none, or it is not known.
         image_token_id: the placeholder of image patches; None where the config does not name it.
         video_token_id: likewise of videos.
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
@@ -43,7 +44,7 @@ class ModelSettings:
         video_markers: ids around a video whose frames have the placeholders of images; else None.
         spatial_merge_size: patches merged along each side into one token.
         temporal_merge_size: frames of video_grid_thw merged into one.
-        patch_size: side of a patch in pixels; None where the config does not say it.
+        patch_size: side of a patch in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
     """
@@ -83,7 +84,7 @@ class ModelSettings:
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
     ) -> SegmentTable:
-        """The table of a tokenised batch, as the processor of the model made it.
+        """Make the table of a tokenised batch from the processor of the model.
 
         A model with one axis gives placeholders the ids of text; without grids they are counted as text.
 
@@ -104,7 +105,7 @@ class ModelSettings:
         as_text = self.scheme.axes == 1 and image_grid_thw is None and video_grid_thw is None
         if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
             tokens = (self.image_token_id, self.video_token_id)
-            input_ids = tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
+            input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
@@ -121,12 +122,12 @@ class ModelSettings:
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
-        """The ids of the language model; see ``mmpos.place``."""
+        """Place segments as the language model does; see ``mmpos.place``."""
         return place(segments, self.scheme, start)
 
     @property
     def markers(self) -> Markers:
-        """The tokens around and inside an image, for ``SequenceBuilder``: by id, or by name those that end rows.
+        """Tokens around and inside an image, for ``SequenceBuilder``: by id, those that end rows by name.
 
         Raises:
             UnsupportedError: the config does not name them.
@@ -141,10 +142,10 @@ class ModelSettings:
         return Markers(*self.image_markers, self.image_token_id)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
-        """An ImageProcessor with the patches, merging and order of the encoder.
+        """Make an ImageProcessor with the patches, merging and order of the encoder.
 
         Args:
-            arguments: of ImageProcessor, for what a config does not say: limits of sizes, mean and std.
+            arguments: of ImageProcessor that are not in a config: limits of sizes, mean and std.
 
         Raises:
             UnsupportedError: the order of the encoder's patches is not known.
@@ -155,8 +156,8 @@ class ModelSettings:
             raise UnsupportedError(
                 f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
             )
-        told = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
-        return ImageProcessor(**{**told, "order": self.vision_scheme.order, **arguments})
+        sizes = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
+        return ImageProcessor(**{**sizes, "order": self.vision_scheme.order, **arguments})
 
     def _merged_frames(self, video_grid_thw: npt.ArrayLike | None) -> npt.ArrayLike | None:
         if video_grid_thw is None or self.temporal_merge_size == 1:
@@ -171,3 +172,37 @@ class ModelSettings:
             )
         grids[:, 0] //= self.temporal_merge_size
         return grids
+
+
+def _tell_videos_apart(
+    input_ids: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike | None,
+    attention_mask: npt.ArrayLike | None,
+    tokens: tuple[int, int],
+    markers: tuple[int, int],
+) -> IntArray:
+    """Replace the placeholders of images between the markers of a video by those of videos.
+
+    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
+    have begun than ended.
+
+    Args:
+        input_ids: as SegmentTable.from_input_ids takes them.
+        cu_seqlens: likewise.
+        attention_mask: likewise.
+        tokens: placeholder ids of images and of videos.
+        markers: ids before and after a video.
+
+    Returns:
+        a new array of the shape of input_ids.
+    """
+    batch = read_batch(input_ids, cu_seqlens, attention_mask)
+    ids = batch.ids.astype(np.int64)
+    begin, end = (ids == marker for marker in markers)
+    open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
+    image_token, video_token = tokens
+    at = np.flatnonzero(ids == image_token)
+    if at.size:  # and so there is a document
+        document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
+        ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video_token
+    return ids.reshape(np.shape(input_ids))

@@ -1,4 +1,4 @@
-"""What engines with contiguous M-RoPE sections take: three rows of ids, one cos/sin cache, and weights in its order.
+"""Contiguous M-RoPE sections, as serving engines have them: three rows of ids, a cos/sin cache, weights in order.
 
 Shapes used throughout:
     ids            (3, tokens) int64, one row per section of pairs
@@ -9,10 +9,15 @@ Shapes used throughout:
 from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.integrations.sections", extra="all"):
-    from mmpos.integrations.sections.cache import install_cache
-    from mmpos.integrations.sections.ids import batch_positions, draft_positions, request_positions, window_positions
-    from mmpos.integrations.sections.layout import Sections, qk_channels
-    from mmpos.integrations.sections.weights import permute_qk
+    from mmpos.integrations.sections.layout import (
+        Sections,
+        batch_positions,
+        draft_positions,
+        qk_channels,
+        request_positions,
+        window_positions,
+    )
+    from mmpos.integrations.sections.weights import install_cache, permute_qk
 
 __all__ = [
     "Sections",

@@ -1,4 +1,4 @@
-"""Sections: how a rotation is carried by a kernel that knows contiguous blocks of pairs only."""
+"""Contiguous M-RoPE sections: how an engine carries a rotation, and the ids of requests, windows and drafts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions.columns import FIRST_TOKEN
+from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
-from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer, per_document
 
-__all__ = ["Sections", "pair_order", "qk_channels"]
+__all__ = [
+    "Sections",
+    "batch_positions",
+    "draft_positions",
+    "pair_order",
+    "qk_channels",
+    "request_positions",
+    "window_positions",
+]
 
 BLOCK = 1 << 14
 """Rows of the cache computed at a time."""
@@ -24,7 +35,7 @@ ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
 
 
 def pair_order(rotary: Rotary) -> IntArray:
-    """(pairs,) the pair that comes in each place once pairs are sorted by their axis: evens then odds, if interleaved.
+    """Sort pairs by their axis: (pairs,) the old pair at each new one; evens then odds, if interleaved.
 
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -33,7 +44,7 @@ def pair_order(rotary: Rotary) -> IntArray:
 
 
 def qk_channels(rotary: Rotary) -> IntArray:
-    """(head_dim,) the channel of q and k that comes in each place once pairs are sorted by their axis.
+    """Sort the channels of q and k by the axis of their pairs: (head_dim,) the old channel at each new one.
 
     A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that do not turn stay.
 
@@ -59,7 +70,7 @@ def _check_rotary(rotary: Rotary) -> None:
 
 @dataclass(frozen=True)
 class Sections:
-    """A rotation of one to three axes as engines with contiguous M-RoPE sections carry it.
+    """Rotation of one to three axes as engines with contiguous M-RoPE sections carry it.
 
     Their kernels turn the first pairs by the first row of ids, the next ones by the second and the last by the third.
     Pairs that are sorted by axis fit as they are. Others fit once the channels of q and k come in that order in the
@@ -98,19 +109,19 @@ class Sections:
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Pairs turned by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
+        """Pairs rotated by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
         counts = np.bincount(self.rotary.pair_axis, minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """The axis of each row of ids: (0, 0, 1) is row, row, column."""
+        """Axis of each row of ids: (0, 0, 1) is row, row, column."""
         return ROWS[self.rotary.axes - 1]
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """What the config of the checkpoint must say so that an engine builds modules of this shape; a new dict."""
+        """Fields of the checkpoint's config by which an engine builds modules of this shape; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
         if int(head_dim * factor) < self.rotary.rotary_dim:  # as engines round it
@@ -124,7 +135,7 @@ class Sections:
 
     @property
     def order(self) -> IntArray:
-        """(pairs,) the model's pair in each place of the engine's."""
+        """(pairs,) the model's pair at each of the engine's."""
         return pair_order(self.rotary)
 
     @property
@@ -133,14 +144,14 @@ class Sections:
         return self.rotary.pairing == "half"
 
     def cos_sin_cache(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
-        """The cache that engines gather from, in the order of the sections, times the attention factor.
+        """Compute the cache that engines gather from, in the order of the sections, times the attention factor.
 
         With ``precision="exact"`` every entry is within 2e-7 of the truth before it is rounded to dtype; with "hf" it
         is that of Transformers' float32 angles. Scalings that depend on the length are those of ``Rotary.for_length``.
 
         Args:
             dtype: of the cache; engines hold that of the model, or float32.
-            device: where to make it; None is the CPU.
+            device: device of the cache; None is the CPU.
 
         Returns:
             (max_position, rotary_dim) cos of all pairs, then sin; a new tensor.
@@ -156,3 +167,158 @@ class Sections:
             rows = cache[start : start + BLOCK]
             rows[:, :pairs], rows[:, pairs:] = cos[:, order], sin[:, order]
         return cache
+
+
+def request_positions(
+    positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0, computed: int = 0
+) -> tuple[Tensor, int]:
+    """Return the ids of a prompt, and the delta by which the engine places what it generates.
+
+    The engine gives token i of the request, counted from 0, the id i + delta once i is beyond the prompt.
+
+    Args:
+        positions: one document: the prompt, or what is left of it after a cached prefix, placed with ``start`` at the
+            cursor of the prefix.
+        sections: layout of the engine's rotation.
+        max_new_tokens: tokens that it may generate, drafts included.
+        computed: tokens of the request before this document.
+
+    Returns:
+        (3, tokens) int64 ids, a new tensor, and delta.
+
+    Raises:
+        InvalidInputError: other than one document; padding; a negative id; axes other than those of the rotary.
+        UnsupportedError: ids that may be fractions, or a scheme without a next position.
+        LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cache.
+    """
+    if isinstance(positions, PositionTable) and positions.num_documents != 1:
+        raise InvalidInputError(
+            f"positions: got {counted(positions.num_documents, 'document')}, want 1; see batch_positions"
+        )
+    (request,) = batch_positions(positions, sections, max_new_tokens=max_new_tokens, computed=computed)
+    return request
+
+
+def batch_positions(
+    positions: PositionTable, sections: Sections, *, max_new_tokens: npt.ArrayLike = 0, computed: npt.ArrayLike = 0
+) -> list[tuple[Tensor, int]]:
+    """Return the ids and the delta of every document, as ``request_positions`` does of one.
+
+    Args:
+        positions: one document per request.
+        sections: layout of the engine's rotation.
+        max_new_tokens: tokens that may be generated, one number for all or (documents,).
+        computed: tokens of each request before its document, likewise.
+
+    Returns:
+        (3, tokens) int64 ids, views of one new tensor, and delta, of each document.
+    """
+    _check_table(positions, sections)
+    documents = positions.num_documents
+    new = per_document("max_new_tokens", max_new_tokens, documents, minimum=0)
+    before = per_document("computed", computed, documents, minimum=0)
+    cursors, lengths = positions.next_positions, positions.lengths
+    ids = _checked_ids(positions, sections, np.arange(documents))
+    beyond = cursors + new > sections.max_position
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(
+            f"documents[{d}]: got cursor {cursors[d]} and max_new_tokens {new[d]}, want at most max_position "
+            f"{sections.max_position} in all, the rows of the cos/sin cache"
+        )
+    deltas = (cursors - lengths - before).tolist()
+    return list(zip(torch.from_numpy(ids).split(lengths.tolist(), dim=1), deltas, strict=True))
+
+
+def window_positions(
+    positions: PositionTable,
+    sections: Sections,
+    documents: npt.ArrayLike,
+    starts: npt.ArrayLike,
+    lengths: npt.ArrayLike,
+) -> Tensor:
+    """Return the ids of one step: windows of requests, as for chunked prefill, cached prefixes and drafts.
+
+    Args:
+        positions: one document per request, from its first token.
+        sections: layout of the engine's rotation.
+        documents: (windows,) the request of each window, in any order.
+        starts: (windows,) tokens of the request that are computed already.
+        lengths: (windows,) tokens scheduled; those past the prompt are generated, or drafts one after the other.
+
+    Returns:
+        (3, sum of lengths) int64 ids, the windows one after the other; a new tensor.
+    """
+    _check_table(positions, sections)
+    documents = int_array("documents", documents, (None,))
+    window = positions.window(documents, starts, lengths)
+    return torch.from_numpy(_checked_ids(window, sections, documents))
+
+
+def draft_positions(
+    positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
+) -> Tensor:
+    """Return the ids of a tree of drafts after a request; drafts of one depth share one id.
+
+    Args:
+        positions: one document per request, from its first token.
+        sections: layout of the engine's rotation.
+        start: tokens of the request before the root of the tree; at least those of the prompt.
+        depths: (drafts,) depth of each draft; 0 for the root.
+        document: the request.
+
+    Returns:
+        (3, drafts) int64 ids; a new tensor.
+    """
+    _check_table(positions, sections)
+    document = integer("document", document, minimum=0, maximum=positions.num_documents - 1)
+    length = int(positions.lengths[document])
+    start = integer("start", start, minimum=length, maximum=INT32_MAX)
+    depths = int_array("depths", depths, (None,))
+    first_bad("depths", depths, minimum=0, maximum=INT32_MAX)
+    ids = int(positions.next_positions[document]) + (start - length) + depths
+    _check_ids(ids[None], np.array([document]), np.array([0]), sections)
+    return torch.from_numpy(ids).repeat(3, 1)
+
+
+def _check_table(positions: PositionTable, sections: Sections) -> None:
+    if not isinstance(positions, PositionTable):
+        raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
+    if not isinstance(sections, Sections):
+        raise InvalidInputError(f"sections: got {type(sections).__name__}, want Sections")
+    if positions.axes != sections.rotary.axes:
+        raise InvalidInputError(
+            f"positions: got {counted(positions.axes, 'axis')}, want {sections.rotary.axes} as in rotary"
+        )
+    if positions.fractional:
+        raise UnsupportedError(
+            f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "
+            "the engine's cos/sin cache, and each generated token is one row further"
+        )
+    if positions.is_padding.any():
+        raise InvalidInputError("positions: got padding, want a table without: engines pack requests")
+
+
+def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray) -> IntArray:
+    ids = positions.dense(dtype=np.int64, axes=sections.rows)
+    full = np.flatnonzero(positions.lengths)
+    _check_ids(ids, owners[full], positions.documents[FIRST_TOKEN][full], sections)
+    return ids
+
+
+def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sections) -> None:
+    """Raise unless all ids are rows of the cache; each owner has the tokens from its first to the next one's."""
+    if not ids.size or (ids.min() >= 0 and ids.max() < sections.max_position):
+        return
+    low = np.minimum.reduceat(ids, firsts, axis=1).min(axis=0)
+    high = np.maximum.reduceat(ids, firsts, axis=1).max(axis=0)
+    if low.min() < 0:
+        w = int((low < 0).argmax())
+        raise InvalidInputError(
+            f"documents[{owners[w]}]: got id {low[w]}, want >= 0: ids are rows of the cos/sin cache"
+        )
+    w = int((high >= sections.max_position).argmax())
+    raise LimitExceededError(
+        f"documents[{owners[w]}]: got id {high[w]}, want < max_position {sections.max_position}, the rows of the "
+        "cos/sin cache"
+    )

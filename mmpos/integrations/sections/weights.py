@@ -1,22 +1,23 @@
-"""Weights of q and k with the channels of every head in the order of an engine's sections, and back."""
+"""Weights of q and k in the order of an engine's sections and back, and the cos/sin cache of a loaded model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, overload
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.sections.layout import qk_channels
+from mmpos.integrations.sections.layout import BLOCK, Sections, qk_channels
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import IntArray, boolean, integer, one_of
 
-__all__ = ["permute_qk"]
+__all__ = ["install_cache", "permute_qk"]
 
 Weights = Mapping[str, Tensor]
 NamedWeights = Iterable[tuple[str, Tensor]]
@@ -38,7 +39,7 @@ QUERY_OR_KEY = re.compile(
 OTHERS = re.compile(
     r"(v|o|c|g|out|output|gate)_\w+|wo|dense|gate|proj|sinks?|rotary_emb|attn_sub_norm|inner_attn_ln", re.I
 )
-"""What lies beside q_proj and k_proj in attention and holds no channels of q and k, in models of Transformers."""
+"""Parts of attention beside q_proj and k_proj without channels of q and k, in models of Transformers."""
 
 
 @overload
@@ -83,13 +84,13 @@ def permute_qk(
     leave: str | None = None,
     inverse: bool = False,
 ) -> dict[str, Tensor] | Iterator[tuple[str, Tensor]]:
-    """A checkpoint with the channels of q and k sorted by the axis that turns them, as ``Sections`` needs it.
+    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as ``Sections`` needs it.
 
     Rows of q_proj, k_proj and of the q and k in qkv_proj are sorted inside each head, with their biases, the weights
     of q and k norms (q_norm, q_layernorm, query_layernorm and those of k), per-row scales, and LoRA's B. What else
     could hold channels of q or k is refused until ``norms`` or ``leave`` says what it is: by its name, or since it lies
-    beside q_proj and is no known part of attention. All other tensors are passed on as they are. Nothing in a
-    checkpoint can tell whether this was done: do it once, and keep what comes out under another name.
+    beside q_proj and is no known part of attention. All other tensors are passed on as they are. A
+    checkpoint does not show whether it is sorted: do this once, and save the result under another name.
 
     Args:
         weights: name to tensor, or (name, tensor) pairs as engines load them; the whole model, or a whole adapter.
@@ -114,7 +115,7 @@ def permute_qk(
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
-    patterns = (_pattern(*told) for told in (("names", names), ("norms", norms), ("leave", leave)))
+    patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
     turn = _Turn(channels, _turns(num_heads, num_kv_heads, fused), *patterns)
     given: object = weights
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
@@ -127,9 +128,9 @@ class _Turn:
     """One pass over a checkpoint.
 
     Args:
-        channels: (head_dim,) which channel comes in each place of a head.
-        turns: (heads,) 1 for those of a fused qkv that are sorted; None if their numbers are not told.
-        names: what a name must contain to be sorted.
+        channels: (head_dim,) old channel at each new one of a head.
+        turns: (heads,) 1 for those of a fused qkv that are sorted; None without their numbers.
+        names: pattern of the names that are sorted; None is all but towers.
         norms: names of further norms.
         leave: names of what is passed on.
     """
@@ -143,28 +144,28 @@ class _Turn:
     def pairs(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         seen = _Seen()
         for name, tensor in weights:
-            found = PROJECTION.fullmatch(name)
+            match = PROJECTION.fullmatch(name)
             if not self._wanted(name):
                 yield name, tensor
             elif self.norms is not None and self.norms.search(name):
                 seen.counterparts[name] = name
                 yield name, self._turned(name, tensor, "weight", "norm", norm=True)
-            elif found is None:
+            elif match is None:
                 self._look_at(name, tensor, seen)
                 yield name, tensor
             else:
-                role = found["role"] or found["norm"][0]
+                role = match["role"] or match["norm"][0]
                 # An adapter may be of q alone.
-                counterpart = _counterpart(found) if found["leaf"] == "weight" and role != "qkv" else name
-                turned = self._turned(name, tensor, found["leaf"], role, norm=found["norm"] is not None)
+                counterpart = _counterpart(match) if match["leaf"] == "weight" and role != "qkv" else name
+                turned = self._turned(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
                 seen.counterparts[name] = counterpart
                 seen.rows[name] = len(turned) if turned.dim() else 1
-                seen.blocks.add(found["layer"])
+                seen.blocks.add(match["layer"])
                 yield name, turned
         seen.check()
 
     def _look_at(self, name: str, tensor: Tensor, seen: _Seen) -> None:
-        """Note what is passed on, or refuse it at once if its name says that it is of q or k."""
+        """Note a tensor that is passed on, or refuse it if its name says that it is of q or k."""
         if output := OUTPUT.fullmatch(name):
             seen.outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
         shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold other things
@@ -208,7 +209,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a pass over a checkpoint has come across, which only its end can judge.
+    """Facts of a pass over a checkpoint that only its end can judge.
 
     Args:
         counterparts: of every tensor of q and k, the name of the one that must be there, too.
@@ -244,11 +245,11 @@ class _Seen:
                     raise _unknown(name, shape)
 
 
-def _counterpart(found: re.Match[str]) -> str:
-    """The name of k beside that of q, or of q beside that of k."""
+def _counterpart(match: re.Match[str]) -> str:
+    """Return the name of k beside that of q, or of q beside that of k."""
     other = {"q": "k", "k": "q", "query": "key", "key": "query"}
-    which, rest = found["part"].split("_", 1)
-    return f"{found['layer']}{other[which]}_{rest}.{found['leaf']}"
+    which, rest = match["part"].split("_", 1)
+    return f"{match['layer']}{other[which]}_{rest}.{match['leaf']}"
 
 
 def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
@@ -259,7 +260,7 @@ def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
 
 
 def _turns(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """(heads,) 1 for the heads of q and k in a fused qkv, 0 for those of v."""
+    """Return (heads,) 1 for the heads of q and k in a fused qkv, 0 for those of v."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None
@@ -276,3 +277,66 @@ def _pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
         return None if pattern is None else re.compile(pattern)
     except (TypeError, re.error) as error:
         raise InvalidInputError(f"{name}: got {pattern!r}, want a regular expression ({error})") from None
+
+
+def install_cache(model: nn.Module, sections: Sections) -> int:
+    """Replace the cos/sin cache of every M-RoPE module of a model, in place, in its dtype and on its device.
+
+    Engines fill their caches in the natural order of frequencies, with float32 angles. SGLang also appends rows to a
+    cache that is too short for its context; those of these modules are exact as well, attention factor included.
+
+    Args:
+        model: anything that holds modules with ``cos_sin_cache`` and ``mrope_section``, as vLLM and SGLang name them.
+        sections: the layout to install; each module's sizes, pairing and sections are compared with it.
+
+    Returns:
+        how many modules were changed.
+
+    Raises:
+        InvalidInputError: no such module, or one that does not fit.
+    """
+    modules: list[Any] = [module for module in model.modules() if _is_rotary(module)]
+    if not modules:
+        raise InvalidInputError("model: got no module with cos_sin_cache and mrope_section, want at least one")
+    for module in modules:
+        _check(module, sections)
+    made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    for module in modules:
+        where = (module.cos_sin_cache.dtype, module.cos_sin_cache.device)
+        if where not in made:
+            made[where] = sections.cos_sin_cache(*where)
+        module.cos_sin_cache = made[where]
+        module._ensure_cos_sin_cache_length = partial(_grow, module, sections)
+    return len(modules)
+
+
+def _is_rotary(module: object) -> bool:
+    return isinstance(getattr(module, "cos_sin_cache", None), Tensor) and bool(getattr(module, "mrope_section", None))
+
+
+def _check(module: Any, sections: Sections) -> None:
+    rotary = sections.rotary
+    wanted = {
+        "head_size": rotary.head_dim,
+        "rotary_dim": rotary.rotary_dim,
+        "is_neox_style": sections.is_neox_style,
+        "mrope_section": list(sections.mrope_section),
+    }
+    for name, want in wanted.items():
+        got = getattr(module, name, None)
+        got = list(got) if isinstance(got, tuple) else got
+        if got != want:
+            raise InvalidInputError(f"{type(module).__name__}.{name}: got {got}, want {want} as in sections")
+    if getattr(module, "mrope_interleaved", False):
+        raise InvalidInputError(f"{type(module).__name__}.mrope_interleaved: got True, want False: sections are blocks")
+    rows = module.cos_sin_cache.shape[0]
+    if rows != sections.max_position:
+        raise InvalidInputError(f"max_position: got {sections.max_position}, want {rows}, the rows of cos_sin_cache")
+
+
+def _grow(module: Any, sections: Sections, needed_max_pos: int) -> None:
+    """Extend the cache to all ids up to this one, in place of SGLang's ``_ensure_cos_sin_cache_length``."""
+    cache = module.cos_sin_cache
+    if needed_max_pos >= len(cache):
+        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # many at a time, since ids may come one by one
+        module.cos_sin_cache = replace(sections, max_position=rows).cos_sin_cache(cache.dtype, cache.device)

@@ -10,11 +10,8 @@ Shapes used throughout:
 from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.integrations.torchtitan", extra="all"):
-    from mmpos.integrations.torchtitan.config import rotary_from_config
-    from mmpos.integrations.torchtitan.delivery import deliver_positions
-    from mmpos.integrations.torchtitan.inputs import document_positions, rope_cache, table_tensor
-    from mmpos.integrations.torchtitan.rope import RoPE
-    from mmpos.integrations.torchtitan.shards import shard, shard_tensors
+    from mmpos.integrations.torchtitan.inputs import document_positions, rope_cache, shard, shard_tensors, table_tensor
+    from mmpos.integrations.torchtitan.rope import RoPE, deliver_positions, rotary_from_config
 
 __all__ = [
     "RoPE",

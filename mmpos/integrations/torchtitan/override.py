@@ -1,4 +1,4 @@
-"""The override that puts multimodal rotations into a torchtitan model from its command line."""
+"""The override of torchtitan's command line that puts multimodal rotations into a model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.rope import RoPE as TitanRoPE
 from torchtitan.protocols.module import Module
 
-from mmpos.integrations.torchtitan.config import rotary_from_config
-from mmpos.integrations.torchtitan.rope import RoPE
+from mmpos.integrations.torchtitan.rope import RoPE, rotary_from_config
 
 __all__ = ["MultimodalRoPE", "multimodal_rope"]
 
 
 class MultimodalRoPE(RoPE, Module):  # type: ignore[misc]
-    """RoPE as torchtitan's trainer asks of every module of a model: one of its own Modules."""
+    """RoPE that is one of torchtitan's own Modules, as its trainer asks of every module of a model."""
 
 
 class _Builds:
-    """What both configs share: they build the rotation, whose state is the same on every rank."""
+    """Method of both configs that builds the rotation, whose state is the same on every rank."""
 
     def build(self, **_: Any) -> MultimodalRoPE:
-        """The module; a sharding of the cache that it does not have is left out."""
+        """Build the module; a sharding of the cache is ignored, since it has none."""
         return MultimodalRoPE(rotary_from_config(self, **self.rotary))  # type: ignore[attr-defined]
 
 
 @dataclass(kw_only=True, slots=True)
 class CosSinConfig(_Builds, CosSinRoPE.Config):  # type: ignore[misc]
-    """A CosSinRoPE.Config with arguments of Rotary, as checkpoint adapters and length checks know it."""
+    """CosSinRoPE.Config with arguments of Rotary, recognised by checkpoint adapters and length checks."""
 
     rotary: dict[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
 class ComplexConfig(_Builds, ComplexRoPE.Config):  # type: ignore[misc]
-    """A ComplexRoPE.Config with arguments of Rotary, likewise."""
+    """ComplexRoPE.Config with arguments of Rotary, likewise."""
 
     rotary: dict[str, Any]
 
@@ -48,13 +47,13 @@ class ComplexConfig(_Builds, ComplexRoPE.Config):  # type: ignore[misc]
     description="multimodal rotations of mmpos in the decoder's layers",
 )
 def multimodal_rope(config: Any, **rotary: Any) -> Any:
-    """The config of a decoder layer's rope, made multimodal; rope of vision encoders is not touched.
+    """Make the config of a decoder layer's rope multimodal; rope of vision encoders is not touched.
 
     Args:
         config: a CosSinRoPE.Config or ComplexRoPE.Config, or one that inherits from them, such as Qwen3.5's MRoPE.
-        rotary: arguments of Rotary that replace what the config says, such as axes and allocation.
+        rotary: arguments of Rotary that replace those of the config, such as axes and allocation.
     """
-    found = rotary_from_config(config, **rotary)
-    kept = {**rotary, "axes": found.axes, "allocation": found.allocation, "mrope_section": found.mrope_section}
+    rotation = rotary_from_config(config, **rotary)
+    kept = {**rotary, "axes": rotation.axes, "allocation": rotation.allocation, "mrope_section": rotation.mrope_section}
     target = ComplexConfig if isinstance(config, ComplexRoPE.Config) else CosSinConfig
     return derive(config, target, rotary=kept)

@@ -1,21 +1,81 @@
-"""The module that takes the place of torchtitan's rope in an attention layer; it has no cache to run past."""
+"""torchtitan's RoPE module with multimodal positions: its config as a Rotary, its call, and its way into the layers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.columns import AXES, OFFSET
-from mmpos.rotary import DevicePositions, RotaryEmbedding
+from mmpos.rotary import DevicePositions, Llama3, Rotary, RotaryEmbedding, Scaling, YaRN
 from mmpos.rotary.sources import Positions
+from mmpos.support.checks import integer
 
-__all__ = ["RoPE", "local"]
+__all__ = ["RoPE", "deliver_positions", "local", "rotary_from_config"]
+
+PAIRINGS = {"ComplexRoPE.Config": "adjacent", "CosSinRoPE.Config": "half"}
+"""Pairs of channels by the config's class, or one that it inherits from."""
+
+
+def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
+    """Make a Rotary of a torchtitan RoPE config, with the axes that images need.
+
+    Theta, dim and scaling are the config's; max_seq_len is not needed. MRoPE's sections come with its allocation.
+    YaRN has no attention factor here, as torchtitan folds it into the scale of the softmax.
+
+    Args:
+        config: a ``CosSinRoPE.Config``, ``ComplexRoPE.Config``, or one that inherits from them.
+        overrides: arguments of Rotary that replace those of the config, such as axes and allocation.
+
+    Raises:
+        InvalidInputError: another object.
+        UnsupportedError: a scaling that is not known, or that torchtitan refuses for this class.
+    """
+    names = [base.__qualname__ for base in type(config).__mro__]
+    pairing = next((PAIRINGS[name] for name in names if name in PAIRINGS), None)
+    if pairing is None:
+        raise InvalidInputError(f"config: got {names[0]}, want {' or '.join(PAIRINGS)}")
+    arguments = {
+        "head_dim": config.dim,
+        "theta": config.theta,
+        "pairing": pairing,
+        "scaling": _scaling(config, pairing),
+    }
+    if "MRoPE.Config" in names and "allocation" not in overrides:
+        arguments |= {"axes": 3, "allocation": "mrope-interleaved", "mrope_section": config.mrope_section}
+    return Rotary(**{**arguments, **overrides})
+
+
+def _scaling(config: Any, pairing: str) -> Scaling | None:
+    if config.scaling == "llama" and pairing == "adjacent":
+        return Llama3(
+            config.scaling_factor,
+            config.low_freq_factor,
+            config.high_freq_factor,
+            config.original_max_position_embeddings,
+        )
+    if config.scaling == "yarn":
+        if config.rope_factor <= 1:
+            return None
+        return YaRN(
+            config.rope_factor,
+            config.original_seq_len,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            attention_factor=1.0,
+            truncate=config.truncate,
+        )
+    if config.scaling != "none":
+        raise UnsupportedError(f"config.scaling: got {config.scaling!r} for pairs of the sort {pairing!r}")
+    return None
 
 
 class RoPE(RotaryEmbedding):
-    """Rotates queries and keys as torchtitan's RoPE modules are called; any id has its angle, past max_seq_len too.
+    """Module that rotates queries and keys as torchtitan's RoPE modules do, for any id, past max_seq_len too.
 
     Args:
         rotary: frequencies, and how they are allotted to axes and channels.
@@ -30,7 +90,7 @@ class RoPE(RotaryEmbedding):
             query: (batch, seq, num_heads, head_dim), or (tokens, num_heads, head_dim) of a folded batch; float32,
                 bfloat16 or float16.
             key: likewise with num_kv_heads.
-            positions: what its shape says: (1, 1, columns) a ``table_tensor`` of all tokens; (batch, seq) or (1, seq),
+            positions: by shape: (1, 1, columns) a ``table_tensor`` of all tokens; (batch, seq) or (1, seq),
                 or (tokens,), ids of text, equal on all axes; (batch, seq, axes), or (tokens, axes), ids, integer or
                 float64; None for text from 0 on. Of a sharded query, the positions of the local tokens.
 
@@ -47,13 +107,13 @@ class RoPE(RotaryEmbedding):
         placements = query.placements if isinstance(query, DTensor) else ()
         if positions is None and any(part.is_shard(len(tokens) - 1) for part in placements):
             raise InvalidInputError("positions: got None for tokens on several ranks, want those of the local tokens")
-        given = self._positions(positions, tokens, local_query.device)
-        q, k = super().forward(local_query, local_key, given, layout="bshd" if len(tokens) == 2 else "thd")
+        local_positions = self._positions(positions, tokens, local_query.device)
+        q, k = super().forward(local_query, local_key, local_positions, layout="bshd" if len(tokens) == 2 else "thd")
         assert k is not None
         return _as(query, q), _as(key, k)
 
     def _positions(self, positions: Tensor | None, tokens: torch.Size, device: torch.device) -> Positions:
-        """What rotates: a table, or ids with the axes first; tokens are (batch, seq) or (tokens,)."""
+        """Return a table, or ids with the axes first; tokens are (batch, seq) or (tokens,)."""
         axes = self.rotary.axes
         assert axes is not None
         if positions is None:
@@ -89,7 +149,7 @@ def _table(positions: Tensor, axes: int, tokens: torch.Size) -> DevicePositions:
 
 
 def _check_tokens(table: Tensor, tokens: torch.Size) -> None:
-    """The last column, which no token reaches, begins at the token count."""
+    """Compare the token count with the last column of the table, which begins there."""
     end = table[OFFSET, -1]
     if table.device.type == "cpu":
         if int(end) != tokens.numel():
@@ -100,7 +160,7 @@ def _check_tokens(table: Tensor, tokens: torch.Size) -> None:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a tensor as it is."""
+    """Return the part of a DTensor on this rank; a tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -113,9 +173,54 @@ def _local(name: str, x: Tensor) -> Tensor:
 
 
 def _as(like: Tensor, x: Tensor) -> Tensor:
-    """The local result as a DTensor where one came: a rotation keeps rows, tokens and heads where they are."""
+    """Wrap the local result as a DTensor like the input: a rotation keeps rows, tokens and heads in place."""
     if not isinstance(like, DTensor):
         return x
     return DTensor.from_local(
         x, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+NAME = "mm_position_ids"
+
+
+def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
+    """Let a model, or a stage of a pipeline, take ``mm_position_ids`` and pass them to its layers as positions.
+
+    torchtitan's trainer gives whatever else a batch holds to every stage as keyword arguments. Its masks and losses
+    keep the ``positions`` of the batch, since those are made before this and are read outside of the model.
+
+    Args:
+        model: a part of torchtitan's ``model_parts``, whose RoPE is that of this room.
+        rank: this rank among the context-parallel ones: which table of ``shard_tensors`` is its own.
+
+    Returns:
+        A handle whose ``remove`` undoes it.
+    """
+    rank = integer("rank", rank, minimum=0)
+
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions = kwargs.get(NAME)
+        kept = {name: value for name, value in kwargs.items() if name != NAME}
+        if positions is None:
+            return args, kept
+        if kept.get("mrope_positions") is not None:
+            raise InvalidInputError(f"mrope_positions: got ids beside {NAME}, want build_mrope_positions=False")
+        return args, {**kept, "positions": _own(positions, rank)}
+
+    return model.register_forward_pre_hook(swap, with_kwargs=True)
+
+
+def _own(positions: Tensor, rank: int) -> Tensor:
+    if not isinstance(positions, Tensor) or positions.dim() not in (2, 3, 4):
+        got = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        want = (
+            "a table_tensor, (world_size, 1, 1, columns) of shard_tensors, or ids (batch, seq, axes) or (tokens, axes)"
+        )
+        raise InvalidInputError(f"{NAME}: got {got}, want {want}")
+    positions = local(positions)  # where the trainer wrapped all that it passes on
+    if positions.dim() != 4:
+        return positions
+    if rank >= positions.shape[0]:
+        raise InvalidInputError(f"{NAME}: got tables of {positions.shape[0]} ranks, want one for rank {rank}")
+    return positions[rank]

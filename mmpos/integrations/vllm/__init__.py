@@ -1,4 +1,4 @@
-"""What vLLM takes: ids of a request from its multimodal features, and weights and caches for its kernels.
+"""Positions for vLLM: ids of a request from its multimodal features, and weights and caches for its kernels.
 
 Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``models``, which it then asks for.
 """
@@ -12,8 +12,7 @@ from mmpos.integrations.sections import (
     request_positions,
     window_positions,
 )
-from mmpos.integrations.vllm.features import check_apart, request_segments
-from mmpos.integrations.vllm.requests import mrope_input_positions
+from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions, request_segments
 from mmpos.integrations.vllm.settings import ServedModel
 
 __all__ = [

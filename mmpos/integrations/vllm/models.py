@@ -1,4 +1,4 @@
-"""vLLM's Qwen-VL models with positions of two axes; the only file here that imports vLLM's models."""
+"""vLLM's Qwen-VL models with positions of two axes; this file alone imports vLLM's models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from mmpos.errors import UnsupportedError
 from mmpos.integrations.sections import Sections, install_cache, permute_qk
-from mmpos.integrations.vllm.features import check_apart
-from mmpos.integrations.vllm.requests import mrope_input_positions
-from mmpos.integrations.vllm.settings import ServedModel, told_in
+from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions
+from mmpos.integrations.vllm.settings import ServedModel, mmpos_options
 
 __all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]
 
@@ -24,7 +23,7 @@ NO_DRAFT_MODEL = ("ngram", "suffix")
 
 
 class _Placed:
-    """What the models below have in common: ids, weights and rotations of the scheme in their config."""
+    """Base of the models below: ids, weights and rotations of the scheme in their config."""
 
     language_model: torch.nn.Module
 
@@ -36,7 +35,7 @@ class _Placed:
         _install_rotary(self.language_model, self.served.sections)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """See SupportsMRoPE; touching images are placed, since an exception here would end the engine."""
+        """Place a request for SupportsMRoPE; touching images are placed, since an exception would end the engine."""
         return mrope_input_positions(
             input_tokens,
             mm_features,
@@ -47,14 +46,14 @@ class _Placed:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """The weights of the checkpoint, q and k in the order of the sections; they must come whole."""
+        """Load the weights of a whole checkpoint, q and k in the order of the sections."""
         if self.served.permute:
             weights = permute_qk(weights, self.served.sections.rotary)
         return super().load_weights(weights)  # type: ignore[misc]
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """One rotation for all layers, of this model alone: vLLM shares its own between models, and with fewer rows."""
+    """Give all layers one rotation of this model alone: vLLM shares its own between models, and with fewer rows."""
     rotary = sections.rotary
     own = MRotaryEmbedding(
         rotary.head_dim,
@@ -80,7 +79,7 @@ def _check_same(old: Any, own: Any) -> None:
 
 
 def _check_config(vllm_config: Any, *, permute: bool) -> None:
-    """Refuse what would be served wrongly without a word."""
+    """Refuse configs that would be served wrongly in silence."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
@@ -100,21 +99,21 @@ def _check_config(vllm_config: Any, *, permute: bool) -> None:
 
 
 class _Images:
-    """Videos are refused where requests come in: two axes have no place for frames."""
+    """Refusal of videos where requests come in, since two axes cannot place frames."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None, "video": 0}  # named, since Qwen3-VL looks for it
 
 
 class _Apart:
-    """Images that touch are refused where requests come in, as the scheme asks for."""
+    """Refusal of images that touch where requests come in, as the scheme asks for."""
 
     info: Any
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        found = super().apply(inputs, timing_ctx)  # type: ignore[misc]
-        check_apart(found["mm_placeholders"], told_in(self.info.get_hf_config())["scheme"])
-        return found
+        processed = super().apply(inputs, timing_ctx)  # type: ignore[misc]
+        check_apart(processed["mm_placeholders"], mmpos_options(self.info.get_hf_config())["scheme"])
+        return processed
 
 
 class Qwen2VLInfo(_Images, qwen2_vl.Qwen2VLProcessingInfo):

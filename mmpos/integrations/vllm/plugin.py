@@ -14,11 +14,11 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "MMPosQwen3VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen3VL",
     }
 )
-"""Where vLLM finds the class of each architecture."""
+"""Module and class of each architecture."""
 
 
 def register() -> None:
-    """Make the architectures known to vLLM; it may do so many times, in every process."""
+    """Register the architectures with vLLM, which may call this many times, in every process."""
     from vllm import ModelRegistry
 
     for architecture, where in ARCHITECTURES.items():

@@ -1,4 +1,4 @@
-"""ServedModel: what the config of a checkpoint says of the positions that vLLM shall serve it with."""
+"""ServedModel: the positions that vLLM serves a checkpoint with, from the ``mmpos`` part of its config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmpos.segments.parts import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import boolean, integer, one_of
 
-__all__ = ["IDS_PER_TOKEN", "ServedModel", "told_in"]
+__all__ = ["IDS_PER_TOKEN", "ServedModel", "mmpos_options"]
 
 IDS_PER_TOKEN = 3
 """Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
@@ -29,8 +29,8 @@ class ServedModel:
     """Scheme, sections and merge size of a model of two axes; ``from_config`` reads them.
 
     Args:
-        scheme: how text and images are placed.
-        sections: how vLLM's kernels carry the rotation.
+        scheme: positions of text and images.
+        sections: layout of vLLM's rotation.
         spatial_merge_size: patches merged along each side into one token.
         permute: whether weights are still to be permuted as they are loaded.
     """
@@ -55,7 +55,7 @@ class ServedModel:
 
     @classmethod
     def from_config(cls, config: Any, max_model_len: int) -> ServedModel:
-        """What is under ``mmpos`` in the config of a checkpoint, with the rotation of its language model.
+        """Read the ``mmpos`` part of a checkpoint's config, and the rotation of its language model.
 
         Args:
             config: the whole config object of a model, or the mapping of its config.json. ``mmpos`` holds ``scheme``
@@ -68,12 +68,14 @@ class ServedModel:
             UnsupportedError: a scheme that vLLM cannot serve: of other than two axes, with fractions, or without a
                 next position.
         """
-        told = told_in(config)
-        for key in told:
+        options = mmpos_options(config)
+        for key in options:
             one_of("config.mmpos", key, KEYS)
-        permuted = boolean("config.mmpos.permuted", told.get("permuted", False))
-        allocation = one_of("config.mmpos.allocation", told.get("allocation", "interleaved"), ("interleaved", "split"))
-        rotary = Rotary.from_hf_config(config, axes=2, allocation=allocation, precision=told.get("precision", "exact"))
+        permuted = boolean("config.mmpos.permuted", options.get("permuted", False))
+        names = ("interleaved", "split")
+        allocation = one_of("config.mmpos.allocation", options.get("allocation", "interleaved"), names)
+        precision = options.get("precision", "exact")
+        rotary = Rotary.from_hf_config(config, axes=2, allocation=allocation, precision=precision)
         rows = IDS_PER_TOKEN * integer("max_model_len", max_model_len, minimum=1)
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
         if permuted and not sections.permuted:
@@ -83,23 +85,23 @@ class ServedModel:
         _check_sections(config, sections)
         merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
         return cls(
-            get_scheme(told["scheme"]),
+            get_scheme(options["scheme"]),
             sections,
             integer("config.vision_config.spatial_merge_size", merge, minimum=1),
             permute=sections.permuted and not permuted,
         )
 
 
-def told_in(config: Any) -> Mapping[str, Any]:
-    """What is under ``mmpos`` in a config."""
-    told = read_field(config, "mmpos")
-    if not isinstance(told, Mapping) or "scheme" not in told:
-        raise InvalidInputError(f"config.mmpos: got {told!r}, want a mapping with scheme")
-    return told
+def mmpos_options(config: Any) -> Mapping[str, Any]:
+    """Return the mapping under ``mmpos`` in a config."""
+    options = read_field(config, "mmpos")
+    if not isinstance(options, Mapping) or "scheme" not in options:
+        raise InvalidInputError(f"config.mmpos: got {options!r}, want a mapping with scheme")
+    return options
 
 
 def _check_sections(config: Any, sections: Sections) -> None:
-    """vLLM sizes its buffers, and chooses M-RoPE, by the config."""
+    """Check the config's mrope_section, by which vLLM sizes its buffers and chooses M-RoPE."""
     text = read_field(config, "text_config") or config
     rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")
     got, want = read_field(rope, "mrope_section"), list(sections.mrope_section)

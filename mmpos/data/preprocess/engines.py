@@ -1,4 +1,4 @@
-"""The engine of one machine: shards in this process, or in several that end with it."""
+"""Engines that run the work on many shards: processes of this machine, or the actors of Ray Data."""
 
 from __future__ import annotations
 
@@ -10,31 +10,45 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
+from mmpos.support.extras import needed_for
 
-__all__ = ["Step", "run_local"]
+__all__ = ["Step", "run_local", "run_ray"]
 
-Step = tuple[int, Counts, bool]
-"""Number of a task, what has come of its records so far, and whether that is all."""
+
+class Step(NamedTuple):
+    """Progress of one task.
+
+    Args:
+        number: of the task.
+        counts: of its records so far.
+        last: whether the task is done.
+    """
+
+    number: int
+    counts: Counts
+    last: bool
+
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
-_PAUSE = 0.1  # seconds between two words of a worker
+_PAUSE = 0.1  # seconds between two messages of a worker
 
 
 def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Do the tasks, several at a time.
+    """Run the tasks on this machine, several at a time.
 
     Args:
-        job: what to do.
-        tasks: with what.
+        job: the work.
+        tasks: inputs and outputs.
         workers: processes; one worker is this process. Others are killed if the iterator is closed early or fails, and
             may leave temporary files.
 
@@ -50,8 +64,8 @@ def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, N
         counts = Counts()
         with closing(job.run(task)) as steps:
             for counts in steps:
-                yield number, counts, False
-        yield number, counts, True
+                yield Step(number, counts, False)
+        yield Step(number, counts, True)
 
 
 def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
@@ -79,7 +93,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
                 if isinstance(step, Exception):
                     raise step
                 yield step
-                if step[2]:
+                if step.last:
                     task = next(left, None)
                     if task is None:
                         busy.remove(pipe)
@@ -109,7 +123,7 @@ def _receive(pipe: _Pipe) -> Step | Exception:
 
 @contextmanager
 def _alive() -> Iterator[None]:
-    """Tell the end of a pipe as what it means."""
+    """Raise ChildProcessError where the pipe of a worker has ended."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -118,7 +132,7 @@ def _alive() -> Iterator[None]:
 
 @contextmanager
 def _no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end; processes that are started meanwhile never hear it."""
+    """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
     resource_tracker.ensure_running()  # whose start would let it through
     held: list[int] = []
     # A mask is inherited; another thread may hear what it keeps from this one.
@@ -136,7 +150,7 @@ def _no_interrupts() -> Iterator[None]:
 
 
 def _work(pipe: _Pipe) -> None:
-    """Do the tasks that come through a pipe, in a process of their own, until the pipe ends."""
+    """Run the tasks that come through a pipe, in a process of its own, until the pipe ends."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
     # Skipped records are counted and written down; many processes on one terminal only disturb.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
@@ -147,22 +161,22 @@ def _work(pipe: _Pipe) -> None:
             number, task = pipe.recv()
             _do(job, number, task, pipe)
     except Exception as error:
-        with suppress(OSError):  # at the end of the pipe there is nobody to tell
+        with suppress(OSError):  # the parent has closed the pipe
             pipe.send(_portable(error))
 
 
 def _do(job: ShardJob, number: int, task: Task, pipe: _Pipe) -> None:
-    counts, said = Counts(), time.monotonic()
+    counts, sent_at = Counts(), time.monotonic()
     with closing(job.run(task)) as steps:
         for counts in steps:
-            if time.monotonic() - said > _PAUSE:
-                pipe.send((number, counts, False))
-                said = time.monotonic()
-    pipe.send((number, counts, True))
+            if time.monotonic() - sent_at > _PAUSE:
+                pipe.send(Step(number, counts, False))
+                sent_at = time.monotonic()
+    pipe.send(Step(number, counts, True))
 
 
 def _die_with_parent() -> None:
-    """End with the parent, whatever this process is doing."""
+    """End this process with its parent, whatever it is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
     parent.join()
@@ -170,7 +184,7 @@ def _die_with_parent() -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with its traceback as a note; its words in another where it cannot be pickled, as some cannot."""
+    """Return the error with its traceback as a note; as a RuntimeError of its words where it cannot be pickled."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -178,3 +192,84 @@ def _portable(error: Exception) -> Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(trace)
     return error
+
+
+class ShardWorker:
+    """Callable of an actor for ``map_batches``: rows of tasks become rows of their results.
+
+    Args:
+        job: the work on every task.
+        folder: folder of relative paths.
+    """
+
+    def __init__(self, job: ShardJob, folder: str) -> None:
+        self._job = job
+        with suppress(OSError):  # on another machine it may not be there
+            os.chdir(folder)
+
+    def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Run the tasks of some rows; their errors are returned as values, since Ray would wrap them in its own."""
+        return {"number": list(rows["number"]), "result": [self._result(task) for task in rows["task"]]}
+
+    def _result(self, task: bytes) -> bytes:
+        result: Counts | Exception = Counts()
+        try:
+            with closing(self._job.run(pickle.loads(task))) as steps:
+                for counts in steps:
+                    result = counts
+        except Exception as error:
+            result = error
+        return pickle.dumps(result)
+
+
+def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+    """Run the tasks in the cluster that Ray is connected to; without one, in one that is started and stopped.
+
+    Inputs and outputs must have the same paths on all machines. An actor that dies is replaced and its shard begun
+    anew: an output is written under a name of its own and renamed in the end.
+
+    Args:
+        job: the work.
+        tasks: inputs and outputs.
+        workers: actors, of one processor each; where the cluster has fewer, those work that it has room for.
+
+    Yields:
+        The last step of each task, as tasks finish.
+    """
+    with needed_for("the ray engine", extra="ray"):
+        import ray
+        import ray.cloudpickle
+        import ray.data
+    with _connected(ray):
+        dumps: Any = ray.cloudpickle.dumps  # also takes readers defined in a script
+        rows = [
+            {"number": i, "task": dumps(replace(task, output=task.output.absolute()))} for i, task in enumerate(tasks)
+        ]
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            ShardWorker,
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(rows)), max_tasks_in_flight_per_actor=1),
+            fn_constructor_args=(job, os.getcwd()),
+            num_cpus=1,
+        )
+        # The caller reports progress itself.
+        dataset.context.enable_progress_bars = False
+        dataset.context.print_on_execution_start = False
+        for row in dataset.iter_rows():
+            result = pickle.loads(row["result"])
+            if isinstance(result, Exception):
+                raise result
+            yield Step(row["number"], result, True)
+
+
+@contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """Connect to a cluster for the time of the block, unless this process is connected."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,4 +1,4 @@
-"""From what a record says of an image to an image that a SequenceBuilder takes; nothing is fetched unasked."""
+"""Images that records refer to: bytes, data URLs, paths below a folder, and URLs that a callable fetches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
-from mmpos.data.documents import RecordError
+from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
 from mmpos.segments.parts import Grid
@@ -23,7 +23,7 @@ from mmpos.segments.parts import Grid
 __all__ = ["REFERENCE", "Images", "describe"]
 
 REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
-"""What an error wants where an image is referred to."""
+"""Good references to an image, as errors describe them."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -31,7 +31,7 @@ _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 @dataclass(frozen=True)
 class Images:
-    """Where the images of a corpus come from. The defaults read no file and fetch no URL.
+    """Sources of the images that records refer to. The defaults read no file and fetch no URL.
 
     A reference in a record is the bytes of a file, a struct of bytes and path (bytes win), a ``data:`` URL, or a name,
     which is any other text. Decoded images (Pillow, arrays, tensors; float tensors hold 0 to 1) pass as they are.
@@ -63,12 +63,12 @@ class Images:
             object.__setattr__(self, "base", Path(self.base).resolve())
 
     def resolve(self, name: str, reference: Any, want: str = REFERENCE) -> Any:
-        """The image of a reference: bytes, a pathlib.Path, or what was decoded already.
+        """Resolve a reference to an image: bytes, a pathlib.Path, or the object where it was decoded already.
 
         Args:
-            name: what errors call the reference, such as ``shard-3.jsonl[17]: images[2]``.
+            name: name of the reference in errors, such as ``shard-3.jsonl[17]: images[2]``.
             reference: see the class.
-            want: what an error says it should have been.
+            want: description of a good value, for errors.
 
         Raises:
             RecordError: nothing that refers to an image, or to one that this object cannot or may not read.
@@ -99,11 +99,11 @@ class Images:
         if text[:5].lower() == "data:":
             return _image(name, _decoded(name, text))
         if self.resolver is not None:
-            found = _asked(name, "resolver", self.resolver, text)
-            if found is not None:
-                image = _image(name, found)
+            answer = _asked(name, "resolver", self.resolver, text)
+            if answer is not None:
+                image = _image(name, answer)
                 if image is None:
-                    raise RecordError(f"{name}: got {describe(found)} from the resolver, want an image or None")
+                    raise RecordError(f"{name}: got {describe(answer)} from the resolver, want an image or None")
                 return image
         scheme = _SCHEME.match(text)
         return self._file(name, text) if scheme is None else self._fetched(name, text, scheme[1].lower())
@@ -116,10 +116,10 @@ class Images:
                 f"{name}: got the URL {describe(url)}, want Images(fetcher=…) or Images(resolver=…): "
                 "no URL is fetched unasked"
             )
-        found = _asked(name, "fetcher", self.fetcher, url)
-        if not isinstance(found, bytes | bytearray | memoryview) or not found:
-            raise RecordError(f"{name}: got {describe(found)} from the fetcher, want the bytes of a file")
-        return bytes(found)
+        data = _asked(name, "fetcher", self.fetcher, url)
+        if not isinstance(data, bytes | bytearray | memoryview) or not data:
+            raise RecordError(f"{name}: got {describe(data)} from the fetcher, want the bytes of a file")
+        return bytes(data)
 
     def _file(self, name: str, text: str) -> Path:
         got = f"{name}: got the path {describe(text)}"
@@ -137,8 +137,8 @@ class Images:
         return path
 
 
-def describe(value: Any) -> str:
-    """A value for an error message: short, whatever its size."""
+def describe(value: object) -> str:
+    """Describe a value in an error message, briefly whatever its size."""
     if value is None:
         return "nothing"
     if isinstance(value, bytes | bytearray | memoryview):
@@ -155,7 +155,7 @@ def describe(value: Any) -> str:
 
 
 def _image(name: str, value: Any) -> Any:
-    """The value as SequenceBuilder takes it, or None if it is no image."""
+    """Return the value as SequenceBuilder takes it, or None if it is not an image."""
     if isinstance(value, bytes | bytearray | memoryview):
         if not value:
             raise RecordError(f"{name}: got 0 bytes, want the bytes of a file")
@@ -168,7 +168,7 @@ def _image(name: str, value: Any) -> Any:
 
 
 def _levels(name: str, tensor: Any) -> Any:
-    """The tensor, where it holds parts of 1 as levels from 0 to 255: exactly those that a decoder divided by 255."""
+    """Return the tensor, levels from 0 to 1 as uint8: exactly the levels that a decoder divided by 255."""
     if tensor.ndim < 2 or tensor.numel() == 0:
         raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
     if not tensor.is_floating_point():
@@ -179,14 +179,14 @@ def _levels(name: str, tensor: Any) -> Any:
     return (tensor * 255).round().to(sys.modules["torch"].uint8)
 
 
-def _is(module: str, kind: str, value: Any) -> bool:
-    """Whether value is a module.kind, without importing the module: who has one has imported it."""
-    found = getattr(sys.modules.get(module), kind, None)
-    return found is not None and isinstance(value, found)
+def _is(module: str, kind: str, value: object) -> bool:
+    """Whether value is a module.kind; the module is not imported, since it is there if the value is one."""
+    expected = getattr(sys.modules.get(module), kind, None)
+    return expected is not None and isinstance(value, expected)
 
 
 def _asked(name: str, role: str, call: Callable[[str], Any], text: str) -> Any:
-    """What the user's callable says; what it raises is what is wrong with the record."""
+    """Call the user's function for a name; what the function raises becomes an error of the record."""
     try:
         return call(text)
     except ServiceError:
@@ -197,7 +197,7 @@ def _asked(name: str, role: str, call: Callable[[str], Any], text: str) -> Any:
 
 
 def _decoded(name: str, url: str) -> bytes:
-    """The data of a data: URL as RFC 2397 has it: percent-encoded, and base64 if it says so; nothing is forgiven."""
+    """Decode a data: URL as RFC 2397 has it, percent-encoded and base64 if it says so, and refuse any other."""
     head, comma, payload = url[5:].partition(",")
     media, *parameters = head.split(";")
     if not comma:

@@ -1,0 +1,295 @@
+"""Options of a processor's call, and rows of token ids whose placeholders are expanded to the tokens of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.positions.table import Side
+from mmpos.segments.separators import separator_tokens
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.markers import MarkerIds
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
+
+__all__ = ["Options", "Rows", "expand", "flat_options"]
+
+
+def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the arguments of a call with those in ``text_kwargs``.
+
+    Raises:
+        InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
+    """
+    flat = dict(arguments)
+    grouped = flat.pop("text_kwargs", None) or {}
+    if not isinstance(grouped, Mapping):
+        raise InvalidInputError(f"text_kwargs: got {type(grouped).__name__}, want options by their names")
+    for name, value in grouped.items():
+        if name in flat:
+            raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
+        flat[name] = value
+    return flat
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of a call, checked; they mean what they mean in Transformers.
+
+    Args:
+        return_tensors: "pt" or "np"; None gives lists of rows, and arrays of patches and grids.
+        padding: True or "longest", "max_length", or False.
+        padding_side: "left" or "right"; None is the tokenizer's.
+        pad_to_multiple_of: of which the length of padded rows is made a multiple.
+        truncation: whether rows are cut to max_length, on the tokenizer's side, but for the special tokens that it
+            adds; never through an image. None is True where max_length is given and padding is False.
+        max_length: tokens of a row, of rows that are cut or padded to it; None is model_max_length of the tokenizer,
+            and where it has none nothing is cut or padded to it.
+        add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
+        sanitize_control_tokens: whether ``apply_chat_template`` marked user text; it sets this itself.
+        return_mm_token_type_ids: whether to return which tokens are patches.
+        return_offsets_mapping: whether to return the characters of each token in the text; tokens of an image have
+            those of its placeholder.
+        return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
+        add_generation_prompt: whether chats end in the start of an answer; not for text.
+    """
+
+    return_tensors: str | None = None
+    padding: bool | str = False
+    padding_side: Side | None = None
+    pad_to_multiple_of: int | None = None
+    truncation: bool | str | None = None
+    max_length: int | None = None
+    add_special_tokens: bool = True
+    sanitize_control_tokens: bool = False
+    return_mm_token_type_ids: bool = True
+    return_offsets_mapping: bool = False
+    return_text_replacement_offsets: bool = False
+    add_generation_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("return_tensors", self.return_tensors, (None, "pt", "np"))
+        one_of("padding", self.padding, (True, False, "longest", "max_length", "do_not_pad"))
+        one_of("padding_side", self.padding_side, (None, "left", "right"))
+        one_of("truncation", self.truncation, (None, True, False, "longest_first", "only_first", "do_not_truncate"))
+        for name in ("pad_to_multiple_of", "max_length"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
+        for each in fields(self):
+            if each.type == "bool":
+                boolean(each.name, getattr(self, each.name))
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Options:
+        """Read the options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
+
+        Those that are not given are what the tokenizer was made with, if it was.
+
+        Raises:
+            InvalidInputError: an argument that there is not, or that is given twice.
+        """
+        flat = flat_options(arguments)
+        known = [each.name for each in fields(cls)]
+        for name in flat.keys() - set(known):
+            raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
+        made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
+        return cls(**{name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with} | flat)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
+        """Tokenize each text by itself, neither padded nor cut."""
+        marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
+        cuts = self.limit(tokenizer) is not None
+        encoded = tokenizer(
+            texts,
+            add_special_tokens=self.add_special_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_offsets_mapping=self.return_offsets_mapping,
+            return_special_tokens_mask=cuts,
+            verbose=not cuts,  # of texts that are too long for the model
+            **marked,
+        )
+        if self.return_offsets_mapping and "offset_mapping" not in encoded:
+            why = "sanitize_control_tokens=True" if marked else type(tokenizer).__name__
+            raise UnsupportedError(f"return_offsets_mapping: got True, want False: {why} gives no offsets")
+        return encoded
+
+    def side(self, tokenizer: PreTrainedTokenizerBase) -> Side:
+        """Return the side on which rows are padded."""
+        return self.padding_side or cast("Side", tokenizer.padding_side)
+
+    def limit(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the most tokens of a row; None where rows are not cut."""
+        if self.truncation is None:
+            cuts = self.max_length is not None and self.padding is False
+        else:
+            cuts = self.truncation not in (False, "do_not_truncate")
+        return self._length(tokenizer) if cuts else None
+
+    def _length(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the tokens of a row that max_length stands for; None where there is no such number."""
+        length = tokenizer.model_max_length if self.max_length is None else self.max_length
+        return int(length) if length <= INT32_MAX else None
+
+    def width(self, lengths: IntArray, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the tokens of every row of the batch; None where rows are left as they are.
+
+        Raises:
+            InvalidInputError: a row that is longer than wanted, or rows of several lengths that are to be a tensor.
+        """
+        longest = int(lengths.max())
+        widths = {False: None, "do_not_pad": None, "max_length": self._length(tokenizer)}
+        width = widths.get(self.padding, longest)
+        if width is None:
+            if self.return_tensors is not None and (lengths != longest).any():
+                got, want = f"rows of {lengths.min()} to {longest} tokens", f"return_tensors={self.return_tensors!r}"
+                raise InvalidInputError(f"padding: got {got}, want padding=True for {want}")
+            return None if self.return_tensors is None else longest
+        if longest > width:
+            got = f"text[{int(lengths.argmax())}]: got {longest} tokens"
+            raise InvalidInputError(f"{got}, want <= max_length = {width}, or truncation=True")
+        multiple, limit = self.pad_to_multiple_of or 1, self.limit(tokenizer)
+        if limit is not None and limit % multiple:
+            raise InvalidInputError(f"pad_to_multiple_of: got {multiple}, want a divisor of max_length = {limit}")
+        return -(-width // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token ids of several documents, one after the other, and the images in them.
+
+    Args:
+        input_ids: (tokens,) of all rows.
+        lengths: (rows,) tokens of each row.
+        source: (tokens,) the token, before expansion, that each one comes of.
+        first: (images,) first token of each image, a marker before it included.
+        stop: (images,) one past its last token, likewise.
+        document: (images,) the row of each image.
+        grid_thw: (images, 3) frames, height and width after merging.
+        markers: the tokens that were put around and into the images.
+    """
+
+    input_ids: IntArray
+    lengths: IntArray
+    source: IntArray
+    first: IntArray
+    stop: IntArray
+    document: IntArray
+    grid_thw: IntArray
+    markers: MarkerIds
+
+    def segments(self) -> SegmentTable:
+        """Make the table of segments; no token is read."""
+        starts = self.lengths.cumsum() - self.lengths
+        offsets = self.first + self.markers.margins[0] - starts[self.document]
+        separated = self.markers.row is not None
+        return SegmentTable.from_spans(self.lengths, offsets, self.grid_thw, self.document, row_separator=separated)
+
+    def cut(self, length: int, side: str, added: IntArray) -> Rows:
+        """Cut every row to at most so many tokens, on the right or on the left, but never through an image.
+
+        Args:
+            length: most tokens of a row.
+            side: "right" or "left".
+            added: (rows, 2) tokens at the start and at the end of each row that stay.
+
+        Raises:
+            InvalidInputError: an image would be cut, or cut off: its pixels would have no place; or there would be no
+                room for what stays.
+        """
+        long = self.lengths > length
+        least = int((added.sum(axis=1) * long).max())
+        if least > length:
+            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
+        # What goes is one run of tokens, before those that stay at the end or behind those at the start.
+        begin = length - added[:, 1] if side == "right" else added[:, 0]
+        begin = np.where(long, begin, self.lengths)
+        kept = np.minimum(self.lengths, length)
+        starts = self.lengths.cumsum() - self.lengths
+        begin, end = starts + begin, starts + begin + self.lengths - kept
+        lost = (self.stop > begin[self.document]) & (self.first < end[self.document])
+        if lost.any():
+            i = int(lost.argmax())
+            row = int(self.document[i])
+            raise InvalidInputError(
+                f"max_length: got {length}, which cuts image {i} off text[{row}] of {self.lengths[row]} tokens, "
+                "want more, or truncation=False"
+            )
+        token = np.arange(self.input_ids.size)
+        inside = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
+        before = inside.cumsum() - inside
+        return replace(
+            self,
+            input_ids=self.input_ids[inside],
+            lengths=kept,
+            source=self.source[inside],
+            first=before[self.first],
+            stop=before[self.stop - 1] + 1,
+        )
+
+
+def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
+    """Count (rows, 2) special tokens that a tokenizer has put before and after each text, by its mask of them."""
+    runs = [
+        (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
+        for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
+    ]
+    return np.array(runs, np.int64)
+
+
+def expand(
+    texts: Sequence[Sequence[int]],
+    grid_thw: IntArray,
+    per_row: IntArray | None,
+    markers: MarkerIds,
+) -> Rows:
+    """Replace each placeholder by the tokens of its image.
+
+    Args:
+        texts: token ids of each row, with one placeholder per image.
+        grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
+        per_row: (rows,) images given for each row; None where they are given for all together.
+        markers: the tokens to put around and into the images.
+
+    Raises:
+        InvalidInputError: a row without tokens, or other placeholders than images.
+    """
+    before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
+    lengths = np.diff(before)
+    if not lengths.all():
+        raise InvalidInputError(f"text[{int(lengths.argmin())}]: got no tokens, want at least one")
+    ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
+    (at,) = (ids == markers.patch).nonzero()
+    document = np.searchsorted(before, at, side="right") - 1
+    _check_counts(np.bincount(document, minlength=lengths.size), len(grid_thw), per_row)
+    frames, height, width = grid_thw.T
+    front, back = markers.margins
+    tokens = frames * height * (width + (markers.row is not None)) + front + back
+    counts = np.ones(ids.size, np.int64)
+    counts[at] = tokens
+    source = np.arange(ids.size).repeat(counts)
+    stop = counts.cumsum()[at]
+    longer = np.bincount(document, tokens - 1, lengths.size).astype(np.int64)  # exact: below 2**53
+    rows = Rows(ids[source], lengths + longer, source, stop - tokens, stop, document, grid_thw, markers)
+    spans = np.stack([rows.first + front, stop - back], axis=1)
+    markers.write(rows.input_ids, spans, separator_tokens(rows.segments()))
+    return rows
+
+
+def _check_counts(placeholders: IntArray, images: int, per_row: IntArray | None) -> None:
+    if per_row is not None:
+        wrong = placeholders != per_row
+        if wrong.any():
+            i = int(wrong.argmax())
+            want = f"{placeholders[i]}, the placeholders of text[{i}]"
+            raise InvalidInputError(f"images[{i}]: got {counted(per_row[i], 'image')}, want {want}")
+    elif placeholders.sum() != images:
+        raise InvalidInputError(
+            f"images: got {counted(images, 'image')}, want {placeholders.sum()}, the placeholders of text"
+        )

@@ -90,7 +90,7 @@ def serve(
     ] = None,
     max_pending: Annotated[
         int | None,
-        typer.Option(min=1, help="Calls of a method that may come in the same moment.", show_default="the file's"),
+        typer.Option(min=1, help="Calls of a method in the same moment.", show_default="the file's"),
     ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Cheap calls queued or running.", show_default="the file's")

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize
-from mmpos.images.bare import bare_gif, bare_jpeg, bare_png
+from mmpos.images.decode import bare_gif, bare_jpeg, bare_png
 from mmpos.images.headers import read_header
 from mmpos.support import native
 

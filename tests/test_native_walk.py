@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import broken, files
 
-from mmpos.images.walk import FORMATS, MOST_PARTS, in_python
+from mmpos.images.headers import FORMATS, MOST_PARTS, in_python
 from mmpos.support import native
 
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF89a", "WebP": b"RIFF\0\0\0\0WEBPVP8X"}

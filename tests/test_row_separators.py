@@ -32,7 +32,7 @@ from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.examples import Example, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage_rows import SCHEMA, from_row, to_row
-from mmpos.segments.separators import patch_spans, separator_tokens, token_types
+from mmpos.segments.table import patch_spans, separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
 BUILDER = SequenceBuilder(ByteTokenizer(NAMES), markers=Markers(row="[IMG_BREAK]"))

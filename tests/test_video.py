@@ -28,7 +28,7 @@ from mmpos import (
 from mmpos.data.documents import Document, Location, Piece
 from mmpos.data.examples import Preprocess
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
-from mmpos.sequence.timestamps import timestamps
+from mmpos.sequence.video import timestamps
 
 PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)

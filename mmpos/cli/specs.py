@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpos.errors import InvalidInputError, MmposError
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import integer
 from mmpos.support.program import STDIN, read_input
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from mmpos.data.masks import MaskMod, mask_mod, whole_images
 from mmpos.data.ranks import PER_TOKEN, shard, shift_labels
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.sharding import Layout
-from mmpos.positions.table import PositionTable
+from mmpos.positions.table import Layout, PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 

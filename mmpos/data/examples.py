@@ -10,8 +10,7 @@ import numpy as np
 
 from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
-from mmpos.segments.separators import separator_tokens
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.table import GRID, SegmentTable, separator_tokens
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.columns import FIRST_SEGMENT
+from mmpos.positions.rows import FIRST_SEGMENT
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import boolean
 

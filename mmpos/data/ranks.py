@@ -10,7 +10,7 @@ import torch
 
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import UnsupportedError
-from mmpos.positions.sharding import Layout, shard_ranges
+from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray
 
@@ -36,7 +36,7 @@ def shard(batch: Batch, rank: int, world_size: int, layout: Layout) -> Batch:
     """See ``Batch.shard``."""
     if str(layout).endswith("sequence") and not batch.packed:
         raise UnsupportedError(f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row")
-    starts, stops = shard_ranges(batch.positions, rank, world_size, layout)
+    starts, stops = batch.positions.shard_ranges(rank, world_size, layout)
     positions = batch.positions.shard(rank, world_size, layout)
     indices = torch.from_numpy(batch.positions.shard_indices(rank, world_size, layout)).to(batch.device)
     shape = (*batch.input_ids.shape[:-1], -1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.errors import InvalidInputError
 from mmpos.support import native
 
-__all__ = ["ORDERS", "Factors", "cut", "levels", "patchify"]
+__all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "values_of_pixels"]
+
 
 # Axes of pixels: rows of blocks, patches in a block, rows in a patch, then the same for columns, then channels.
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
@@ -61,3 +64,71 @@ def cut(
     """Whether out was filled in C with patches of these pixels, looked up in the table; frames as in pixel_values."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
+
+
+_AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
+
+
+def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any], shift: npt.NDArray[Any]) -> Any:
+    """Patches (n, patch, patch, 3) times scale plus shift, as (n, 3 * frames * patch * patch) float32.
+
+    Torch tensors give torch tensors, and are worked on where they lie.
+    """
+    torch: Any = sys.modules.get("torch")  # who has a tensor has imported it
+    is_tensor = torch is not None and isinstance(patches, torch.Tensor)
+    if not is_tensor and not isinstance(patches, np.ndarray):
+        raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
+    if str(patches.dtype).removeprefix("torch.") != "uint8":
+        raise InvalidInputError(f"patches: got {patches.dtype}, want uint8")
+    if patches.ndim != 4 or tuple(patches.shape[1:]) != (patch, patch, 3):
+        raise InvalidInputError(f"patches: got shape {tuple(patches.shape)}, want (n, {patch}, {patch}, 3)")
+    if not is_tensor:
+        return _on_host(patches, frames, (scale, shift))
+    if patches.device.type == "cpu":
+        return torch.from_numpy(_on_host(patches.numpy(), frames, (scale, shift)))
+    return on_device(patches, frames, scale, shift)
+
+
+def values_of_pixels(
+    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
+) -> npt.NDArray[np.float32]:
+    """What pixel_values gives for the patches of these pixels (h, w, 3), with no patches in between."""
+    height, width, colours = pixels.shape
+    values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
+    if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
+        _in_numpy(patchify(pixels, patch, merge, order, None), frames, normalise, values)
+    return values
+
+
+def _on_host(patches: Any, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
+    count, side, _, colours = patches.shape
+    values = np.empty((count, colours * frames * side * side), np.float32)
+    # Patches below one another are an image of one column.
+    if not cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(*normalise), frames, values):
+        _in_numpy(patches, frames, normalise, values)
+    return values
+
+
+def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
+    count, side, _, colours = patches.shape
+    area = side * side
+    planes = patches.reshape(count, area, colours).swapaxes(1, 2)
+    scale, shift = (colour.repeat(area) for colour in normalise)
+    values = out.reshape(count, colours, frames, area)
+    scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
+    for begin in range(0, count, _AT_ONCE):
+        some = planes[begin : begin + _AT_ONCE]
+        floats = scratch[: len(some)]
+        floats.reshape(some.shape)[...] = some
+        floats *= scale
+        floats += shift
+        values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
+
+
+def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:
+    """The same by torch, on the device of the tensor."""
+    import torch
+
+    factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))
+    planes = patches.permute(0, 3, 1, 2) * factors + summands
+    return planes[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)

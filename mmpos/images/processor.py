@@ -12,12 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images.backends import BACKENDS, resize
-from mmpos.images.decode import to_rgb
-from mmpos.images.patches import ORDERS, Factors, patchify
+from mmpos.images.decode import BACKENDS, File, Source, open_source, resize, to_rgb
+from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
 from mmpos.images.sizes import Budget, ImageSize
-from mmpos.images.sources import File, Source, open_source
-from mmpos.images.values import pixel_values, values_of_pixels
 from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, integer, one_of
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
-from mmpos.images.sources import open_source
+from mmpos.images.decode import open_source
 from mmpos.rpc.fields import chosen, get_rational, path, put_rational
 from mmpos.rpc.tensors import get_tensor, put_tensor
 from mmpos.rpc.v1 import sequences_pb2 as pb
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.sequence.video import plain_parts
 from mmpos.support.checks import INT32_MAX, int_array, text
 

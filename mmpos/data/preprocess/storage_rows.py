@@ -11,10 +11,9 @@ import pyarrow as pa
 
 from mmpos.data.examples import Example
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.columns import AXES
+from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
-from mmpos.segments.separators import token_types
-from mmpos.segments.table import SegmentTable
+from mmpos.segments.table import SegmentTable, token_types
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, text
 

@@ -21,8 +21,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import Markers
-from mmpos.sequence.tokenizers import adapt
+from mmpos.sequence.tokenizers import Markers, adapt
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 
 __all__ = ["MMPosProcessor"]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from mmpos.errors import InvalidInputError
-from mmpos.segments.separators import separator_tokens
-from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import MarkerIds
+from mmpos.segments.table import SegmentTable, separator_tokens
+from mmpos.sequence.tokenizers import MarkerIds
 from mmpos.support.checks import IntArray, counted
 
 __all__ = ["Rows", "expand"]

@@ -16,7 +16,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import Markers
+from mmpos.sequence.tokenizers import Markers
 from mmpos.support.checks import counted, int_array
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.segments.placeholder_runs import read_batch
+from mmpos.segments.placeholders import read_batch
 from mmpos.support.checks import IntArray
 
 __all__ = ["tell_videos_apart"]

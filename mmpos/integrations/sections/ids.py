@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.integrations.sections.layout import Sections
-from mmpos.positions.columns import FIRST_TOKEN
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer, per_document
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.columns import FIRST_SEGMENT, OFFSET
+from mmpos.positions.rows import FIRST_SEGMENT, OFFSET
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 from mmpos.support.checks import integer

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.columns import AXES, OFFSET
+from mmpos.positions.rows import AXES, OFFSET
 from mmpos.rotary import DevicePositions, RotaryEmbedding
 from mmpos.rotary.sources import Positions
 

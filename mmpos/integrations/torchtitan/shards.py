@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.torchtitan.inputs import table_tensor, tokens_of
-from mmpos.positions.sharding import shard_ranges
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import INT32_MAX, integer, one_of
 
@@ -49,7 +48,7 @@ def shard(
     if length % multiple:
         raise InvalidInputError(f"seq: got {length}, want a multiple of {multiple} for world_size={world_size}")
     row = positions.slice(0, min(length, positions.num_tokens))
-    starts, stops = shard_ranges(row, rank, world_size, "zigzag-sequence" if load_balancer else "contiguous-sequence")
+    starts, stops = row.shard_ranges(rank, world_size, "zigzag-sequence" if load_balancer else "contiguous-sequence")
     first = np.arange(batch[0] if batch else 1) * length
     return positions.take(np.add.outer(first, starts).ravel(), np.add.outer(first, stops).ravel())
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from mmpos.rpc.schemes import put_scheme
 from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos.sequence.video import given_offsets
-from mmpos.support.checks import boolean, integer, one_of
+from mmpos.support.checks import boolean, integer, naming, one_of
 
 if TYPE_CHECKING:
     from mmpos.client.shared_memory import Lease
@@ -168,23 +167,12 @@ class BuildSettings:
 
     def _outcome(self, name: str, found: Any, sent: Sent) -> InterleavedSequence | MmposError:
         try:
-            with _naming(name):
+            with naming(name, joint="."):
                 return _one(found, sent, self.memory)
         except MmposError as error:
             if self.errors == "raise":
                 raise
             return error
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Put the name of the document before the message of any error of ours that is not the service's."""
-    try:
-        yield
-    except ServiceError:
-        raise
-    except MmposError as error:
-        raise type(error)(f"{name}.{error}") from error
 
 
 def _results(answer: Any, count: int) -> Any:

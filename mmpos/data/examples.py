@@ -10,7 +10,8 @@ import numpy as np
 
 from mmpos.data.documents import Document, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
-from mmpos.segments.table import GRID, SegmentTable, separator_tokens
+from mmpos.segments.kinds import GRID, PATCH
+from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 
@@ -129,7 +130,7 @@ class Preprocess:
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
-        train &= sequence.token_type_ids != GRID
+        train &= sequence.token_type_ids != PATCH
         if not self.train_markers:
             before, after = sequence.image_margins
             if before:

@@ -13,6 +13,7 @@ from mmpos.errors import UnsupportedError
 from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray
+from mmpos.support.ragged import ragged_arange
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch
@@ -70,11 +71,10 @@ def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArr
     """
     first = np.searchsorted(stops, spans[:, 0], side="right")
     count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
-    owner = np.arange(len(spans)).repeat(count)
-    place = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
-    begin = np.maximum(starts[place], spans[owner, 0])
-    lengths = np.minimum(stops[place], spans[owner, 1]) - begin
+    owner, piece = ragged_arange(count, first)
+    begin = np.maximum(starts[piece], spans[owner, 0])
+    lengths = np.minimum(stops[piece], spans[owner, 1]) - begin
     before = (stops - starts).cumsum() - (stops - starts)
-    token = before[place] + begin - starts[place]
+    token = before[piece] + begin - starts[piece]
     feature = features[owner] + begin - spans[owner, 0]
     return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]

@@ -16,6 +16,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import GRID, PAD
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, counted, int_array, integer, text
+from mmpos.support.ragged import ragged_arange
 
 __all__ = ["block_keys"]
 
@@ -208,7 +209,7 @@ def contents(
     whole, fractions = _split(wanted)
     parts = [_by_block(whole.astype("<i4"), count)]
     if ids is not None:
-        tokens = np.repeat(starts - wanted.documents[FIRST_TOKEN], wanted.lengths) + np.arange(wanted.num_tokens)
+        _, tokens = ragged_arange(wanted.lengths, starts)
         parts.append(_by_block(ids[None, tokens].astype("<i8"), count))
     fine = _by_block(fractions.astype("<i8"), count)
     touches = _touches(segments, blocks)
@@ -247,8 +248,7 @@ def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
     first = np.maximum(start // blocks.size, blocks.first[document])
     stop = np.minimum((start + lengths[grid] - 1) // blocks.size + 1, blocks.stop[document])
     count = np.maximum(stop - first, 0)
-    owner = np.arange(grid.size).repeat(count)
-    block = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
+    owner, block = ragged_arange(count, first)
     counted = blocks.counts.cumsum() - blocks.counts - blocks.first  # from a document's blocks to those of all
     return Touches(block + counted[document[owner]], owner, start[owner] - block * blocks.size)
 

@@ -159,8 +159,7 @@ class IdBounds(NamedTuple):
     @property
     def beyond_int32(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether an id may be outside int32."""
-        beyond: npt.NDArray[np.bool_] = ((self.lowest < INT32_MIN) | (self.highest > INT32_MAX)).any(axis=0)
-        return beyond
+        return np.logical_or.reduce((self.lowest < INT32_MIN) | (self.highest > INT32_MAX), axis=0)
 
 
 def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:

@@ -499,7 +499,7 @@ class PositionTable:
         >>> from mmpos import Grid, SegmentTable, Text, place
         >>> place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).explain(4)
         'token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): \
-position (6, 8) = (6, 5) + 1·(0, 3)'
+position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         """
         at = self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1))
         d = int(np.searchsorted(self.documents[FIRST_TOKEN], token, side="right")) - 1

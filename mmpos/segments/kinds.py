@@ -1,4 +1,4 @@
-"""What a document is written with: runs of text and grids of patches."""
+"""Text and Grid, of which documents are written, and the kinds of segments that they become."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import numpy as np
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import INT32_MAX, boolean, integer, written
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
+__all__ = ["GRID", "PAD", "PATCH", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
 
 TEXT, GRID, PAD = 0, 1, 2
 """Kinds of segments."""
+
+PATCH = 1
+"""Token type of a patch; text, markers and row separators have type 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.segments.kinds import GRID
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
 
@@ -53,7 +54,7 @@ def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separat
     used = np.bincount(documents, weights=tokens + before, minlength=num_documents).astype(np.int64)
     extents[2, last] = lengths - used
     kind = np.zeros(extents.shape[1], np.uint8)
-    kind[at] = 1
+    kind[at] = GRID
 
     keep = extents[2] > 0
     new_index = np.concatenate([[0], np.cumsum(keep)])

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.segments import placeholders, spans
-from mmpos.segments.kinds import GRID, PAD, TEXT, Grid, Text, rationals
+from mmpos.segments.kinds import GRID, PAD, PATCH, TEXT, Grid, Text, rationals
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
-from mmpos.support.ragged import insert_padding
+from mmpos.support.ragged import insert_padding, ragged_arange
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "patch_spans", "separator_tokens", "token_types"]
 
@@ -338,16 +338,16 @@ def separator_tokens(segments: SegmentTable) -> IntArray:
     lengths = segments.lengths
     frames, height, width = segments.extents[:, grid]
     rows = frames * height
-    owner, row = _counted(rows)
+    owner, row = ragged_arange(rows)
     first = (lengths.cumsum() - lengths)[grid]
     return (first + width)[owner] + row * (width + 1)[owner]
 
 
 def token_types(segments: SegmentTable) -> npt.NDArray[np.uint8]:
-    """(tokens,) 1 for patches, 0 for text and row separators; of a table without padding."""
-    found = np.repeat(segments.kind, segments.lengths)
-    found[separator_tokens(segments)] = 0
-    return found
+    """Give the type of every token: (tokens,) PATCH for patches, 0 for text, row separators and padding."""
+    types = np.where(segments.kind == GRID, np.uint8(PATCH), np.uint8(0)).repeat(segments.lengths)
+    types[separator_tokens(segments)] = 0
+    return types
 
 
 def patch_spans(image_spans: IntArray, grid_thw: IntArray) -> IntArray:
@@ -365,12 +365,6 @@ def patch_spans(image_spans: IntArray, grid_thw: IntArray) -> IntArray:
     if not separated.any():
         return image_spans
     lengths = np.where(separated, grid_thw[:, 2], patches)
-    owner, row = _counted(np.where(separated, grid_thw[:, 0] * grid_thw[:, 1], 1))
+    owner, row = ragged_arange(np.where(separated, grid_thw[:, 0] * grid_thw[:, 1], 1))
     first = image_spans[owner, 0] + row * (lengths + 1)[owner]
     return np.stack([first, first + lengths[owner]], axis=1)
-
-
-def _counted(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """For each of so many things of each owner: the owner, and its number there."""
-    owner = np.arange(counts.size).repeat(counts)
-    return owner, np.arange(owner.size) - (counts.cumsum() - counts)[owner]

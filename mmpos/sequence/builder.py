@@ -6,16 +6,15 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ProcessedImage
 from mmpos.positions.block_keys import block_keys
 from mmpos.positions.place import place
@@ -26,7 +25,7 @@ from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
 from mmpos.sequence.video import Video, given_offsets, plain_parts
 from mmpos.support import checks
-from mmpos.support.checks import IntArray, counted, first_bad, int_array, integer
+from mmpos.support.checks import IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
 __all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
@@ -118,10 +117,11 @@ class SequenceBuilder:
                 for d, n, image in images:
                     ahead[d][n] = pool.submit(self.images.process, image)
             try:
-                return [
-                    _naming(f"documents[{d}]", partial(self._build, parts, ahead[d]), joint=".")
-                    for d, parts in enumerate(documents)
-                ]
+                sequences = []
+                for d, parts in enumerate(documents):
+                    with naming(f"documents[{d}]", joint="."):
+                        sequences.append(self._build(parts, ahead[d]))
+                return sequences
             finally:
                 pool.shutdown(cancel_futures=True)
 
@@ -129,17 +129,18 @@ class SequenceBuilder:
         """The sequence of these parts, of whose plain parts some are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        found = Contents(self.marker_ids)
-        for n, (given, name, part) in enumerate(plain_parts(parts)):
+        contents = Contents(self.marker_ids)
+        for n, (index, name, part) in enumerate(plain_parts(parts)):
             if n in ahead:
-                found.add_image(given, _naming(name, ahead.pop(n).result))  # popped, so that patches are held once
+                with naming(name):
+                    contents.add_image(index, ahead.pop(n).result())  # popped, so that patches are held once
                 continue
             content = self._read(name, part)
             if isinstance(content, np.ndarray):
-                found.add_text(given, content)
+                contents.add_text(index, content)
             else:
-                found.add_image(given, content)
-        return found.sequence(self.scheme, self.start)
+                contents.add_image(index, content)
+        return contents.sequence(self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
         """Token ids, or an image."""
@@ -161,7 +162,8 @@ class SequenceBuilder:
             raise InvalidInputError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
-        return _naming(name, partial(self.images.process, part))
+        with naming(name):
+            return self.images.process(part)
 
     def _encode(self, name: str, text: str) -> IntArray:
         """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
@@ -210,14 +212,6 @@ def _token_ids(name: str, ids: Any) -> IntArray:
         found = int_array(name, ids, (None,))
     first_bad(name, found, minimum=0)
     return found
-
-
-def _naming(name: str, call: Callable[[], Any], joint: str = ": ") -> Any:
-    """Call, and put the name of the part before the message of any error of ours."""
-    try:
-        return call()
-    except MmposError as error:
-        raise type(error)(f"{name}{joint}{error}") from error
 
 
 @dataclass(frozen=True, eq=False)

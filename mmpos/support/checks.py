@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, MmposError, ServiceError
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -33,6 +34,25 @@ def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int |
         raise InvalidInputError(f"{name}: got {written(value)}, want <= {maximum}")
     result: int = value
     return result
+
+
+@contextmanager
+def naming(name: str, joint: str = ": ") -> Iterator[None]:
+    """Put a name before the message of every error of mmpos raised in this block.
+
+    A ServiceError passes as it is, since it says nothing of the input.
+
+    >>> with naming("documents[3]", joint="."):
+    ...     integer("height", 0, minimum=1)
+    Traceback (most recent call last):
+    mmpos.errors.InvalidInputError: documents[3].height: got 0, want >= 1
+    """
+    try:
+        yield
+    except ServiceError:
+        raise
+    except MmposError as error:
+        raise type(error)(f"{name}{joint}{error}") from error
 
 
 def written(value: Any) -> str:

@@ -9,9 +9,9 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, MmposError
+from mmpos.errors import InvalidInputError
 from mmpos.images import ImageProcessor, ProcessedImage
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import IntArray, naming
 
 __all__ = ["flat", "patches_of", "process", "read_base64", "read_text"]
 
@@ -45,11 +45,9 @@ def process(
     """What the image processor makes of each; its errors name the image."""
     found = []
     for name, image in named:
-        try:
-            read = read_text(name, image) if isinstance(image, str) else image
+        read = read_text(name, image) if isinstance(image, str) else image
+        with naming(name):
             found.append(images.process(read, temporal_patch_size=temporal_patch_size))
-        except MmposError as error:
-            raise type(error)(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
     return found
 
 

@@ -49,7 +49,7 @@ def test_lazy_names_are_imported_when_asked_for() -> None:
     assert {"video", "Video", "Duck", "SequenceBuilder"} <= set(names())
     with pytest.raises(AttributeError, match=r"^module 'mmpos.sequence' has no attribute 'Goose'$"):
         get("Goose")
-    with pytest.raises(ModuleNotFoundError, match="mmpos.sequence.pond"):  # a mistake of ours is no missing package
+    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):  # a mistake of ours is no missing package
         get("Duck")
 
 

@@ -58,7 +58,7 @@ def steps(work: Callable[[], object]) -> int:
 @pytest.mark.usefixtures("_walker")
 @pytest.mark.parametrize("kind", CROWDED)
 def test_a_file_of_nothing_but_parts_is_refused(kind: str) -> None:
-    with pytest.raises(LimitExceededError, match=f"got a {kind} of more than 65536 parts, want at most so many"):
+    with pytest.raises(LimitExceededError, match=f"got a {kind} of more than 65536 chunks, want at most so many"):
         PROCESSOR.inspect(CROWDED[kind](66_000))
     data = CROWDED[kind](60_000)
     assert PROCESSOR.inspect(data) == ImageSize(8, 8)

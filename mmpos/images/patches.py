@@ -1,4 +1,4 @@
-"""Cut pixels into the square patches that a vision encoder takes: in C where it was built, and the same in numpy."""
+"""Cut pixels into patches and normalise them for a vision encoder: in C where it was built, or the same in numpy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "va
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""What samples are multiplied by, and what is added to the products: one number per colour each."""
+"""Factors and summands of samples, one number per colour each."""
 
 
 def patchify(
     pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None
 ) -> npt.NDArray[Any]:
-    """Pixels (h, w, 3) as new patches (n, patch, patch, 3); with normalise float32, times the first, plus the second.
+    """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3); float32 by factors and summands if there are any.
 
     One copy is made, straight from the pixels, whatever their strides.
     """
@@ -48,7 +48,7 @@ def patchify(
 
 
 def levels(scale: npt.NDArray[np.float32], shift: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(3, 256) what becomes of each level of each colour."""
+    """Compute what each level of each colour becomes: (3, 256)."""
     return np.arange(256, dtype=np.float32) * scale[:, None] + shift[:, None]
 
 
@@ -61,7 +61,7 @@ def cut(
     frames: int,
     out: npt.NDArray[Any],
 ) -> bool:
-    """Whether out was filled in C with patches of these pixels, looked up in the table; frames as in pixel_values."""
+    """Fill out in C with patches, their levels looked up in the table; False where C does not take them."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
 
@@ -70,7 +70,7 @@ _AT_ONCE = 128  # patches whose floats stay in a core's cache from the first ste
 
 
 def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any], shift: npt.NDArray[Any]) -> Any:
-    """Patches (n, patch, patch, 3) times scale plus shift, as (n, 3 * frames * patch * patch) float32.
+    """Normalise patches (n, patch, patch, 3) to (n, 3 * frames * patch * patch) float32, times scale plus shift.
 
     Torch tensors give torch tensors, and are worked on where they lie.
     """
@@ -92,7 +92,7 @@ def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any],
 def values_of_pixels(
     pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
 ) -> npt.NDArray[np.float32]:
-    """What pixel_values gives for the patches of these pixels (h, w, 3), with no patches in between."""
+    """Cut and normalise pixels (h, w, 3) into what pixel_values gives, with no patches in between."""
     height, width, colours = pixels.shape
     values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
     if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
@@ -126,7 +126,7 @@ def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np
 
 
 def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:
-    """The same by torch, on the device of the tensor."""
+    """Normalise patches by torch, on the device of the tensor."""
     import torch
 
     factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))

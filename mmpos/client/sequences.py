@@ -15,7 +15,7 @@ from mmpos.rpc.parts import Sent, put_parts
 from mmpos.rpc.schemes import put_scheme
 from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import sequences_pb2
-from mmpos.sequence.video import given_offsets
+from mmpos.sequence.video import part_offsets
 from mmpos.support.checks import boolean, integer, naming, one_of
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _one(found: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
         offsets, want = sequence.part_offsets, len(sent.given) + 1
         if offsets.size != want:
             raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-        return replace(sequence, part_offsets=given_offsets(offsets, sent.given))
+        return replace(sequence, part_offsets=part_offsets(offsets, sent.given))
 
 
 def _of_given(error: MmposError, names: list[str]) -> MmposError | None:

@@ -1,4 +1,4 @@
-"""From segments and a scheme to the placed table: one cumulative sum over segments, and no loop."""
+"""Place segments by a scheme: one cumulative sum over segments, and no loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place(
         segments: the documents.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         start: id of each document's first token, one integer or (documents,); to go on with a document,
-            the next position of its earlier part.
+            the next position of what came before.
         strict: whether two grids without text between are an error; None asks the scheme.
 
     Returns:
@@ -55,7 +55,7 @@ def place(
 
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme has no place for frames, text or row separators that are there.
+        UnsupportedError: the scheme takes no frames, text or row separators, and there are some.
         LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -74,7 +74,7 @@ def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray
 
 
 def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: bool) -> None:
-    """Raise for the first segment that the scheme has no place for."""
+    """Raise for the first segment that the scheme does not take."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
     if not split.grid.size:
@@ -156,20 +156,20 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
     separator = segments.row_separator
     if native.core is not None:
         block = np.empty((BLOCK_ROWS, kind.size), np.int64)
-        found = native.core.split(kind, extents, offsets, separator, start, block)
-        if found is not None:
-            texts, grids, touching, moving = found
+        counts = native.core.split(kind, extents, offsets, separator, start, block)
+        if counts is not None:
+            texts, grids, touching, moving = counts
             document, lengths, text, grid = block[0], block[1], block[2, :texts], block[4, :grids]
             runs = TextRuns(block[3, :texts], text, document, start)
-            seen = _grids(block[5:8, :grids], block[8, :grids], segments, grid)
-            return Split(start, document, lengths, text, runs, grid, seen, touching, moving, block)
+            of_grids = _grids(block[5:8, :grids], block[8, :grids], segments, grid)
+            return Split(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
     (text,), (grid,) = (kind == TEXT).nonzero(), (kind == GRID).nonzero()
     runs = TextRuns(extents[2, text], text, document, start)
-    seen = _grids(extents[:, grid], start[document[grid]], segments, grid)
+    of_grids = _grids(extents[:, grid], start[document[grid]], segments, grid)
     touch = (grid[1:] - grid[:-1] == 1) & (document[grid[1:]] == document[grid[:-1]])
-    moving = bool((seen.frames > 1).any())
-    return Split(start, document, segments.lengths, text, runs, grid, seen, bool(touch.any()), moving, None)
+    moving = bool((of_grids.frames > 1).any())
+    return Split(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
 
 
 def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
@@ -178,9 +178,9 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
     of_text = scheme.advance_text(split.runs)
     of_grids = _integers(scheme, "advance", scheme.advance(split.grids)) if split.grid.size else split.grid
     if native.core is not None:
-        found, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
-        if native.core.cursors(kind, offsets, start, of_text, of_grids, found, end):
-            return Cursors(found[0, : split.text.size], found[1, : split.grid.size], end)
+        cursors, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
+        if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
+            return Cursors(cursors[0, : split.text.size], cursors[1, : split.grid.size], end)
     advance = np.zeros(kind.size, np.int64)
     advance[split.text], advance[split.grid] = of_text, of_grids
     after = advance.cumsum()
@@ -257,7 +257,7 @@ def _placed_in_c(
 
 
 def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:
-    """A placement as the extension takes it; without the denominator where there must be none."""
+    """Give a placement as the extension takes it; without the denominator where there must be none."""
     if placement is None:
         return None
     denominator: IntArray | int | None = placement.denominator
@@ -269,7 +269,7 @@ def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] |
 def _columns(
     scheme: Scheme, segments: SegmentTable, split: Split, of_text: Placement, of_grids: Placement | None
 ) -> tuple[IntArray, IntArray]:
-    """The table's columns, with lengths in the OFFSET row, and the document of each."""
+    """Make the columns of the table, with lengths in the OFFSET row, and the document of each."""
     columns = np.zeros((AXES + 4 * scheme.axes, split.document.size), np.int64)
     columns[HEIGHT] = columns[DENOMINATOR] = 1
     columns[OFFSET] = columns[WIDTH] = split.lengths
@@ -333,14 +333,14 @@ def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: 
 
 
 def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:
-    """The document of a segment, and its tokens there."""
+    """Word the document of a segment, and its tokens there."""
     d = document[segment]
     first = lengths[:segment][document[:segment] == d].sum()
     return f"documents[{d}], tokens {first} to {first + lengths[segment] - 1}"
 
 
 def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
-    """By how much text goes on from before a grid to after it, its own tokens taken away.
+    """Count the ids that each grid consumes under a scheme: how far it moves the text after it.
 
     >>> from mmpos.segments.kinds import Grid
     >>> ids_consumed("rope-tie", [Grid(24, 24), Grid(1, 576)]).tolist()
@@ -354,7 +354,7 @@ def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
         (grids,) int64, new.
 
     Raises:
-        UnsupportedError: the scheme has no next position, or no place for frames that are there.
+        UnsupportedError: the scheme has no next position, or takes no frames and there are some.
     """
     scheme = get_scheme(scheme)
     text = [Text(1)] if scheme.text else []

@@ -91,7 +91,7 @@ class PositionTable:
     def from_arrays(
         cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
     ) -> PositionTable:
-        """The table from arrays as its fields describe them, checked; the constructor itself trusts them.
+        """Make the table from arrays as its fields describe them, and check them; the constructor trusts them.
 
         Args:
             table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
@@ -114,7 +114,7 @@ class PositionTable:
 
     @classmethod
     def concatenate(cls, tables: Sequence[PositionTable]) -> PositionTable:
-        """The documents of several tables, one after the other, as one packed batch.
+        """Concatenate the documents of several tables to one packed batch.
 
         Args:
             tables: at least one, all with the same axes; ids may be fractions if any table's may.
@@ -145,12 +145,12 @@ class PositionTable:
 
     @property
     def num_segments(self) -> int:
-        """Columns of the table."""
+        """Number of segments: columns of the table."""
         return self.table.shape[1]
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones of a view included."""
+        """Number of documents, empty ones included."""
         return self.documents.shape[1]
 
     @property
@@ -207,8 +207,7 @@ class PositionTable:
     def is_grid(self) -> npt.NDArray[np.bool_]:
         """(segments,) whether a segment is a grid or a piece of one: it has rows, or steps between rows or frames."""
         rows = (self.height > 1) | self.step_row.any(axis=0) | self.step_frame.any(axis=0)
-        found: npt.NDArray[np.bool_] = rows & ~self.is_padding
-        return found
+        return np.logical_and(rows, ~self.is_padding)
 
     @property
     def segment_lengths(self) -> IntArray:
@@ -237,9 +236,9 @@ class PositionTable:
         """
         if self.num_tokens > INT32_MAX:
             raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
-        found = np.empty(self.num_documents + 1, np.int32)
-        found[:-1], found[-1] = self.documents[FIRST_TOKEN], self.num_tokens
-        return found
+        cu_seqlens = np.empty(self.num_documents + 1, np.int32)
+        cu_seqlens[:-1], cu_seqlens[-1] = self.documents[FIRST_TOKEN], self.num_tokens
+        return cu_seqlens
 
     @property
     def max_seqlen(self) -> int:
@@ -249,8 +248,7 @@ class PositionTable:
     @property
     def resumable(self) -> npt.NDArray[np.bool_]:
         """(documents,) whether there is a next position, with which documents go on."""
-        found: npt.NDArray[np.bool_] = self.documents[NEXT_POSITION] != NO_POSITION
-        return found
+        return np.not_equal(self.documents[NEXT_POSITION], NO_POSITION)
 
     @property
     def next_positions(self) -> IntArray:
@@ -276,7 +274,7 @@ class PositionTable:
         dtype: npt.DTypeLike | None = None,
         axes: tuple[int, ...] | None = None,
     ) -> npt.NDArray[Any]:
-        """Ids of all tokens.
+        """Expand the ids of all tokens.
 
         Args:
             out: (axes, tokens) array to write into, with any strides.
@@ -300,7 +298,7 @@ class PositionTable:
         return ids
 
     def rationals(self) -> tuple[IntArray, IntArray]:
-        """Exact ids of all tokens.
+        """Expand the exact ids of all tokens as fractions.
 
         Returns:
             (axes, tokens) int64 numerators and (tokens,) int64 denominators, new arrays.
@@ -310,7 +308,7 @@ class PositionTable:
         return numerators, self.denominator.repeat(self.segment_lengths)
 
     def take(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> PositionTable:
-        """The tokens of several ranges, in the order given; documents stay, and may become empty.
+        """Take the tokens of several ranges, in that order; documents stay, and may become empty.
 
         Args:
             starts: (ranges,) first token of each range.
@@ -335,7 +333,7 @@ class PositionTable:
         return self._assembled(columns, document, self.documents[NEXT_POSITION:])
 
     def keep(self, mask: npt.ArrayLike) -> PositionTable:
-        """The tokens of a mask, for good: pruned of the others, with the ids that they had; documents stay.
+        """Keep the tokens of a mask, with their ids, and prune the others for good; documents stay.
 
         Next positions stay, so what is generated goes on as if nothing were missing. Each delta grows by the tokens
         that its document has lost: next position = start + delta + tokens holds for what is left. (``take`` leaves
@@ -358,12 +356,12 @@ class PositionTable:
         return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
-        """Tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
+        """Take tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
         start = integer("start", start, minimum=0, maximum=self.num_tokens)
         return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
 
     def window(self, documents: npt.ArrayLike, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> PositionTable:
-        """One window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
+        """Take a window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
 
         Args:
             documents: (windows,) the document of each window, in any order.
@@ -399,7 +397,7 @@ class PositionTable:
         return self._assembled(columns, owner, header)
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
-        """The next tokens of every document, grouped per document: all text, ids equal on all axes.
+        """Place the next tokens of every document, grouped per document: all text, ids equal on all axes.
 
         Args:
             steps: tokens per document, one integer for all or (documents,).
@@ -414,7 +412,7 @@ class PositionTable:
         return self._assembled(text_columns(self.axes, header[0, grows] - count, count), grows, header)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
-        """The tokens of one context-parallel rank; documents stay, and may become empty.
+        """Take the tokens of one context-parallel rank; documents stay, and may become empty.
 
         Args:
             rank: 0 to world_size − 1.
@@ -429,7 +427,7 @@ class PositionTable:
         return self.take(*self.shard_ranges(rank, world_size, layout))
 
     def shard_ranges(self, rank: int, world_size: int, layout: Layout = "zigzag") -> tuple[IntArray, IntArray]:
-        """Starts and stops of the token ranges that ``shard`` takes, ascending; blocks may be empty."""
+        """Give starts and stops of the token ranges that ``shard`` takes, ascending; they may be empty."""
         one_of("layout", layout, LAYOUTS)
         world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
         rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
@@ -444,12 +442,12 @@ class PositionTable:
         return starts, starts + np.repeat(block, len(blocks))
 
     def shard_indices(self, rank: int, world_size: int, layout: Layout = "zigzag") -> IntArray:
-        """(tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
+        """Give the (tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
         starts, stops = self.shard_ranges(rank, world_size, layout)
         return ragged_arange(stops - starts, starts)[1]
 
     def pad(self, length: npt.ArrayLike | None = None, side: Side = "right") -> PositionTable:
-        """Every document padded with id 0, which moves no other id.
+        """Pad every document with id 0, which moves no other id.
 
         Args:
             length: tokens of every document, or (documents,); None is the longest document.
@@ -478,7 +476,7 @@ class PositionTable:
     def padded(
         self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
     ) -> tuple[npt.NDArray[Any], IntArray]:
-        """Dense ids of a padded batch.
+        """Expand the ids of a padded batch.
 
         Args:
             length: tokens of every document; None is the longest document.

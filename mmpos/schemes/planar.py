@@ -33,7 +33,7 @@ class Naive2D(Scheme):
 
 @dataclass(frozen=True)
 class Rows(Scheme):
-    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, place in the line).
+    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, column in the line).
 
     Text alone is not RoPE-1D. Its state is a line and a column, so there is no next position.
     Source: kexue.fm 10040, the unified two-dimensional form.

@@ -1,4 +1,4 @@
-"""The shape of a packed batch of documents: text runs and grids of patches, before any scheme places them."""
+"""SegmentTable: the text runs and grids of patches of a packed batch, before any scheme places them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _DTYPES = {
     "row_separator": np.dtype(np.bool_),
 }
 
-# What csrc/segments.c reads off parts, in its order.
+# Fields that csrc/segments.c reads of Text and Grid, in its order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
-    """The segments of a packed batch of documents, one column each; positions are not in it yet.
+    """The segments of a packed batch of documents, one column each, without positions.
 
     Args:
         kind: (segments,) uint8: TEXT, GRID or PAD.
@@ -61,35 +61,35 @@ class SegmentTable:
                     array = array.view()
                     array.flags.writeable = False
                     object.__setattr__(self, name, array)
-        check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
+        _check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
-        """The table of documents given as lists of Text and Grid.
+        """Make the table of documents that are lists of Text and Grid.
 
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
         """
-        found = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
-        if found is not None:
-            kind, extents, offsets = found
+        arrays = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
+        if arrays is not None:
+            kind, extents, offsets = arrays
             return cls(np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets))
         try:
-            parts = list(chain.from_iterable(documents))
+            items = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
-            foreign = not {Text, Grid}.issuperset(map(type, parts))
+            foreign = not {Text, Grid}.issuperset(map(type, items))
         except TypeError:
             foreign = True
         if foreign:
-            raise foreign_part(documents)
-        extents = np.fromiter(chain.from_iterable([part.extents for part in parts]), np.int64, 3 * len(parts))
-        is_grid = [type(part) is Grid for part in parts]
-        grids = [(i, part) for i, part in enumerate(parts) if isinstance(part, Grid) and not part.plain]
+            raise _not_documents(documents)
+        extents = np.fromiter(chain.from_iterable([item.extents for item in items]), np.int64, 3 * len(items))
+        is_grid = [type(item) is Grid for item in items]
+        grids = [(i, item) for i, item in enumerate(items) if isinstance(item, Grid) and not item.plain]
         seconds = separator = None
         if any(grid.seconds_per_frame for _, grid in grids):
-            seconds = spans.seconds_columns(len(parts), ((i, grid.seconds_per_frame) for i, grid in grids))
+            seconds = spans.seconds_columns(len(items), ((i, grid.seconds_per_frame) for i, grid in grids))
         if any(grid.row_separator for _, grid in grids):
-            separator = np.zeros(len(parts), np.bool_)
+            separator = np.zeros(len(items), np.bool_)
             separator[[i for i, grid in grids if grid.row_separator]] = True
         return cls(np.array(is_grid, np.uint8), extents.reshape(-1, 3).T, offsets, seconds, separator)
 
@@ -103,7 +103,7 @@ class SegmentTable:
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """The table from arrays as its fields describe them; copies, so that they may change."""
+        """Make the table from arrays as its fields describe them; copies, so that they may change."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
@@ -128,7 +128,7 @@ class SegmentTable:
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         row_separator: bool = False,
     ) -> SegmentTable:
-        """The table from placeholder spans, as inference engines hold them: no token is read.
+        """Make the table from placeholder spans, as inference engines hold them: no token is read.
 
         Args:
             lengths: (documents,) tokens of each document.
@@ -174,7 +174,7 @@ class SegmentTable:
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
     ) -> SegmentTable:
-        """The table of a tokenised batch, found by matching runs of placeholders with the grids in order.
+        """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
@@ -190,13 +190,13 @@ class SegmentTable:
             frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
             row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
                 None where rows follow each other.
-            last_row_token_id: the token in its place after the last row of a grid ([IMG_END]); None is the same.
+            last_row_token_id: the token after the last row of a grid instead ([IMG_END]); None is the same.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
                 counts; missing or surplus grids; a mask with holes.
         """
-        found = placeholders.find(
+        matched = placeholders.find(
             input_ids,
             placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
             placeholders.Modality(
@@ -209,16 +209,16 @@ class SegmentTable:
             last_row_token_id=last_row_token_id,
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
-        per_span = None if seconds_per_frame is None else found.per_span("seconds_per_frame", times)
+        per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)
         table = cls.from_spans(
-            found.lengths,
-            found.offsets,
-            found.grid_thw,
-            found.documents,
+            matched.lengths,
+            matched.offsets,
+            matched.grid_thw,
+            matched.documents,
             seconds_per_frame=per_span,
-            row_separator=found.row_separator,
+            row_separator=matched.row_separator,
         )
-        return table if found.padding is None else table._with_padding(*found.padding)
+        return table if matched.padding is None else table._with_padding(*matched.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
         seconds, separator = self.seconds_per_frame, self.row_separator
@@ -264,18 +264,18 @@ class SegmentTable:
 Flags = npt.NDArray[np.bool_]
 
 
-def foreign_part(documents: Sequence[Sequence[Text | Grid]]) -> InvalidInputError:
-    """The error for the first thing that is not a list of Text and Grid."""
+def _not_documents(documents: Sequence[Sequence[Text | Grid]]) -> InvalidInputError:
+    """Make the error for the first thing that is not a list of Text and Grid."""
     for d, document in enumerate(documents if isinstance(documents, Sequence) else ()):
         if isinstance(document, Text | Grid | str) or not isinstance(document, Sequence):
             return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of Text and Grid")
-        for i, part in enumerate(document):
-            if type(part) is not Text and type(part) is not Grid:
-                return InvalidInputError(f"documents[{d}][{i}]: got {type(part).__name__}, want Text or Grid")
+        for i, item in enumerate(document):
+            if type(item) is not Text and type(item) is not Grid:
+                return InvalidInputError(f"documents[{d}][{i}]: got {type(item).__name__}, want Text or Grid")
     return InvalidInputError(f"documents: got {type(documents).__name__}, want a list of documents")
 
 
-def check_segments(
+def _check_segments(
     kind: npt.NDArray[np.uint8], extents: IntArray, offsets: IntArray, seconds: IntArray | None, separator: Flags | None
 ) -> None:
     """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
@@ -325,7 +325,7 @@ def _check_extents(kind: npt.NDArray[np.uint8], extents: IntArray, row_separator
 
 
 def separator_tokens(segments: SegmentTable) -> IntArray:
-    """(separators,) the tokens that end rows of grids, counted over the table, ascending.
+    """Find the tokens that end rows of grids: (separators,) counted over the table, ascending.
 
     >>> from mmpos.segments.kinds import Grid, Text
     >>> table = SegmentTable.from_documents([[Text(3), Grid(2, 3, row_separator=True)]])
@@ -351,7 +351,7 @@ def token_types(segments: SegmentTable) -> npt.NDArray[np.uint8]:
 
 
 def patch_spans(image_spans: IntArray, grid_thw: IntArray) -> IntArray:
-    """The patches of images, without row separators: one span per image, or one per row where rows end in them.
+    """Split spans of images at row separators: one span per image, or one per row where rows end in separators.
 
     Args:
         image_spans: (images, 2) first token of each image's patches and one past its last token, separators included.

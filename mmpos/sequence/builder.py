@@ -1,4 +1,4 @@
-"""From interleaved parts to a sequence: input_ids with [IMG] patches [/IMG], its segments and its positions."""
+"""SequenceBuilder: from interleaved parts to input_ids with [IMG] patches [/IMG], segments and positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
-from mmpos.sequence.video import Video, given_offsets, plain_parts
+from mmpos.sequence.video import Video, part_offsets, plain_parts
 from mmpos.support import checks
 from mmpos.support.checks import IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
@@ -76,12 +76,12 @@ class SequenceBuilder:
         object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
 
     def build(self, parts: Sequence[Any]) -> InterleavedSequence:
-        """The sequence of these parts, in order.
+        """Build the sequence of these parts, in order.
 
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme has no place for row separators or frames that are there.
+            UnsupportedError: the scheme takes no row separators or frames, and there are some.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -89,7 +89,7 @@ class SequenceBuilder:
     def build_batch(
         self, documents: Sequence[Sequence[Any]], *, threads: int | None = None
     ) -> list[InterleavedSequence]:
-        """The sequences of several documents, the same whatever the threads.
+        """Build the sequences of several documents, the same whatever the threads.
 
         Args:
             documents: the parts of each.
@@ -126,10 +126,10 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[Any], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """The sequence of these parts, of whose plain parts some are decoded ahead."""
+        """Build a sequence, of whose plain parts some images are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        contents = Contents(self.marker_ids)
+        contents = _Contents(self.marker_ids)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if n in ahead:
                 with naming(name):
@@ -143,7 +143,7 @@ class SequenceBuilder:
         return contents.sequence(self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
-        """Token ids, or an image."""
+        """Read a part as token ids or as an image."""
         if isinstance(part, str):
             return self._encode(name, part)
         if _is_ids(part):
@@ -166,7 +166,7 @@ class SequenceBuilder:
             return self.images.process(part)
 
     def _encode(self, name: str, text: str) -> IntArray:
-        """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
+        """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
         ids = self._ids(name, checks.text(name, text))
         if self._marked(ids):
             ids = np.concatenate([self._ids(name, piece) for piece in self._pieces(name, text)])
@@ -188,8 +188,8 @@ class SequenceBuilder:
         names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
         # Looked for at every character, since occurrences may overlap.
-        found = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
-        for count, match in enumerate(found):
+        matches = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
+        for count, match in enumerate(matches):
             if count == MAX_CUTS:
                 raise LimitExceededError(f"{name}: got a text that spells markers over {MAX_CUTS} times, want fewer")
             yield text[done : match.start() + 1]
@@ -199,7 +199,7 @@ class SequenceBuilder:
 
 
 def _is_ids(part: Any) -> bool:
-    """Whether a part is token ids."""
+    """Tell whether a part is token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
 
@@ -207,16 +207,16 @@ def _token_ids(name: str, ids: Any) -> IntArray:
     try:
         # Half the time that numpy takes to find out what is in a list; a list of bools is refused below.
         plain = type(ids) is list and ids and type(ids[0]) is int
-        found: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
-    except (TypeError, OverflowError):  # floats, strings, lists: the words for them are there
-        found = int_array(name, ids, (None,))
-    first_bad(name, found, minimum=0)
-    return found
+        checked: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
+    except (TypeError, OverflowError):  # floats, strings, lists: int_array words the error
+        checked = int_array(name, ids, (None,))
+    first_bad(name, checked, minimum=0)
+    return checked
 
 
 @dataclass(frozen=True, eq=False)
 class InterleavedSequence:
-    """Text and images as a model reads them.
+    """Text and images as one sequence of tokens, as a model reads them.
 
     Args:
         input_ids: (tokens,) int64; patches are the patch marker's id.
@@ -259,7 +259,7 @@ class InterleavedSequence:
         salt: str | bytes = b"",
         known: Sequence[bytes] = (),
     ) -> list[bytes]:
-        """One key for each full block of tokens, to share keys and values by; see ``mmpos.block_keys``.
+        """Hash a key for each full block of tokens, to share keys and values by; see ``mmpos.block_keys``.
 
         Args:
             block_size: tokens of a block.
@@ -271,7 +271,7 @@ class InterleavedSequence:
             InvalidInputError: an image is known only by its size.
             UnsupportedError: tokens were generated, and the scheme has no next position.
         """
-        hashes = [found for found in self.image_hashes if found is not None]
+        hashes = [name for name in self.image_hashes if name is not None]
         if len(hashes) < len(self.image_hashes):
             i = self.image_hashes.index(None)
             raise InvalidInputError(
@@ -299,8 +299,8 @@ class InterleavedSequence:
 
 
 @dataclass
-class Contents:
-    """A sequence on its way.
+class _Contents:
+    """The contents of a sequence that is being built.
 
     Args:
         marker_ids: of the tokens around and inside images.
@@ -309,7 +309,7 @@ class Contents:
         images: in order.
         spans: first token of each image's patches and one past the last.
         offsets: first token of each plain part, then of what comes next.
-        given: the part given that each plain part is of.
+        indices: the part that each plain part is of, among those that build takes.
         text: tokens since the last grid.
     """
 
@@ -319,19 +319,19 @@ class Contents:
     images: list[ProcessedImage] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])
-    given: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     text: int = 0
 
-    def add_text(self, given: int, ids: IntArray) -> None:
-        """One more part of text."""
-        self.given.append(given)
+    def add_text(self, index: int, ids: IntArray) -> None:
+        """Add a part of text."""
+        self.indices.append(index)
         self.texts.append((self.offsets[-1], ids))
         self.offsets.append(self.offsets[-1] + ids.size)
         self.text += ids.size
 
-    def add_image(self, given: int, image: ProcessedImage) -> None:
-        """One more image, with its markers."""
-        self.given.append(given)
+    def add_image(self, index: int, image: ProcessedImage) -> None:
+        """Add an image, with its markers."""
+        self.indices.append(index)
         grid = replace(image.grid, row_separator=True) if self.marker_ids.row is not None else image.grid
         before, after = self.marker_ids.margins
         first = self.offsets[-1] + before
@@ -343,7 +343,7 @@ class Contents:
         self.text = after
 
     def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
-        """What has come of it."""
+        """Make the arrays, the segments and the positions of the contents."""
         document = [*self.document, Text(self.text)] if self.text else self.document
         if not document:
             raise InvalidInputError("parts: got no tokens, want at least one")
@@ -365,7 +365,7 @@ class Contents:
             grid_thw=np.array([image.grid.extents for image in self.images], np.int64).reshape(-1, 3),
             image_spans=spans,
             image_hashes=tuple(image.content_hash for image in self.images),
-            part_offsets=given_offsets(self.offsets, self.given),
+            part_offsets=part_offsets(self.offsets, self.indices),
             image_margins=markers.margins,
         )
 

@@ -1,4 +1,4 @@
-"""Checks for the doors of the house: each returns the checked value or says what, got and want."""
+"""Check arguments: each function returns the checked value or raises an error with name, got and want."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """An int from anything that is an integer (never a bool or a float), within bounds."""
+    """Check an integer, of any type but bool and float, within bounds."""
     if type(value) is not int:
         try:
             if isinstance(value, bool | np.bool_):
@@ -56,7 +56,7 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
 
 
 def written(value: Any) -> str:
-    """A number as text, also one of more digits than Python writes."""
+    """Write a number as text, also one of more digits than Python writes."""
     try:
         return str(value)
     except ValueError:
@@ -64,14 +64,14 @@ def written(value: Any) -> str:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """A bool, and nothing that merely is true or false."""
+    """Check a bool, and nothing that merely is true or false."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidInputError(f"{name}: got {value!r}, want True or False")
     return bool(value)
 
 
 def text(name: str, value: str) -> str:
-    """The text, if it is Unicode: lone surrogates have no bytes."""
+    """Check that text is Unicode: lone surrogates have no bytes."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -80,7 +80,7 @@ def text(name: str, value: str) -> str:
 
 
 def host_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """A numpy view or copy of a list, an array or a tensor that lies on the host."""
+    """Convert a list, an array or a tensor on the host to numpy, as a view or a copy."""
     if isinstance(value, np.ndarray):
         if hasattr(value, "mask"):  # without importing numpy.ma, which import mmpos does not need
             raise InvalidInputError(f"{name}: got a masked array, want an array without a mask, which would be lost")
@@ -92,7 +92,7 @@ def host_array(name: str, value: Any) -> npt.NDArray[Any]:
 
 
 def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
-    """An int64 array of the given shape (None: any length) from integers only, never from floats or bools."""
+    """Check an int64 array of this shape (None: any length), of integers only, never of floats or bools."""
     array = host_array(name, value)
     empty = tuple(0 if n is None else n for n in shape)
     if array.size == 0 and array.ndim == 1 and 0 in empty:
@@ -121,7 +121,7 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
 
 
 def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """(documents,) integers within bounds, from one for all or one for each document."""
+    """Check (documents,) integers within bounds: one for all, or one for each document."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for a few
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))
@@ -132,21 +132,21 @@ def per_document(name: str, value: Any, num_documents: int, *, minimum: int, max
 
 
 def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
-    """The value, if it is one of the options."""
+    """Check that a value is one of the options."""
     if value not in options:
         raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
     return value
 
 
 def instance(name: str, value: Any, kind: type[T], source: str) -> T:
-    """The value, if it is of this class; source is the call that gives one."""
+    """Check that a value is of this class; source is the call that gives one."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
     return value
 
 
 def counted(count: int, noun: str, style: str = "") -> str:
-    """A number in a style of ``format``, and its noun, in the plural unless it is one.
+    """Write a number in a style of ``format``, and its noun, in the plural unless it is one.
 
     >>> counted(1, "document"), counted(0, "axis"), counted(2, "property"), counted(4096, "token", ",")
     ('1 document', '0 axes', '2 properties', '4,096 tokens')
@@ -157,7 +157,7 @@ def counted(count: int, noun: str, style: str = "") -> str:
 
 
 def shown(values: IntArray) -> str:
-    """The values as a list, shortened where there are many."""
+    """Write the values as a list, shortened where there are many."""
     if values.size <= 8:
         return str(values.tolist())
     head, tail = ", ".join(map(str, values[:3].tolist())), values[-1]

@@ -31,7 +31,7 @@ def missing(what: str, package: str, *, extra: str) -> ImportError:
     ImportError('rotations: torch is not installed, want pip install "multimodal-positions[all]"')
 
     Args:
-        what: the part of mmpos that needs the package; begins the message.
+        what: the feature that needs the package; begins the message.
         package: as it is imported; the ``name`` of the error.
         extra: the one that installs the package.
     """
@@ -46,7 +46,7 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
     there is a mistake of ours.
 
     Args:
-        what: the part of mmpos that needs what the block imports; begins the message.
+        what: the feature that needs the imports of the block; begins the message.
         extra: the one that installs it.
     """
     try:

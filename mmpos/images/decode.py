@@ -35,6 +35,7 @@ from mmpos.images.headers import (
     walk,
 )
 from mmpos.images.sizes import ImageSize
+from mmpos.support.checks import Array
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ __all__ = [
     "to_rgb",
 ]
 
-Samples = npt.NDArray[Any]  # (h, w, 1 | 3 | 4), uint8 or uint16
+Samples = Array  # (h, w, 1 | 3 | 4), uint8 or uint16
 Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
 
 BACKENDS = ("torchvision", "pillow")
@@ -173,14 +174,14 @@ class _Pillow:
             return array, _digest(header, image.tobytes())
 
 
-def _digest(header: tuple[Any, ...], pixels: Any) -> str:
+def _digest(header: tuple[object, ...], pixels: Any) -> str:
     digest = hashlib.sha256(repr(header).encode())
     digest.update(pixels)
     return digest.hexdigest()
 
 
 @contextmanager
-def _opened(path: os.PathLike[Any]) -> Iterator[BinaryIO]:
+def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file; where it cannot be opened or read on, the error names the path."""
     try:
         if "\0" in os.fsdecode(path):
@@ -191,7 +192,7 @@ def _opened(path: os.PathLike[Any]) -> Iterator[BinaryIO]:
         raise InvalidInputError(f"image: got {os.fspath(path)!r}, want a file that can be read ({error})") from error
 
 
-def _is(module: str, name: str, image: Any) -> bool:
+def _is(module: str, name: str, image: object) -> bool:
     """Whether image is a module.name, without importing the module: a caller who has one has imported it."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(image, kind)
@@ -207,7 +208,7 @@ def _from_torch(tensor: Any) -> Samples:
     return array if array.ndim == 2 else np.moveaxis(array, 0, 2)
 
 
-def _checked(array: npt.NDArray[Any], dtypes: tuple[Any, ...], *, channels_last: bool) -> Samples:
+def _checked(array: Array, dtypes: tuple[Any, ...], *, channels_last: bool) -> Samples:
     channels = array.shape[-1 if channels_last else 0] if array.ndim == 3 else 1
     if array.ndim not in (2, 3) or channels not in (1, 3, 4):
         want = "(h, w) or (h, w, 1 | 3 | 4)" if channels_last else "(h, w) or (1 | 3 | 4, h, w)"
@@ -354,7 +355,7 @@ def _eight(deep: Samples) -> npt.NDArray[np.uint8]:
     return ((deep.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
-def _keyed(array: Samples, key: Any) -> Samples:
+def _keyed(array: Samples, key: object) -> Samples:
     """Make one colour, the key, transparent in RGBA; gives the array itself where there is no key."""
     if key is None:
         return array

@@ -10,7 +10,6 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.sizes import ImageSize
 from mmpos.support import native
+from mmpos.support.checks import Array
 
 __all__ = [
     "EXIF",
@@ -414,7 +414,7 @@ def orientation(exif: bytes) -> int:
     return 1
 
 
-def orient(pixels: npt.NDArray[Any], orientation: int) -> npt.NDArray[Any]:
+def orient(pixels: Array, orientation: int) -> Array:
     """Turn pixels (h, w, c) upright, as a view: 5 to 8 swap the sides, the rest mirrors them."""
     if orientation >= 5:
         pixels = pixels.swapaxes(0, 1)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.support import native
+from mmpos.support.checks import Array
 
 __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "values_of_pixels"]
 
@@ -21,9 +22,7 @@ Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """Factors and summands of samples, one number per colour each."""
 
 
-def patchify(
-    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None
-) -> npt.NDArray[Any]:
+def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:
     """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3); float32 by factors and summands if there are any.
 
     One copy is made, straight from the pixels, whatever their strides.
@@ -59,7 +58,7 @@ def cut(
     order: str,
     table: npt.NDArray[np.float32] | None,
     frames: int,
-    out: npt.NDArray[Any],
+    out: Array,
 ) -> bool:
     """Fill out in C with patches, their levels looked up in the table; False where C does not take them."""
     core = native.core
@@ -69,7 +68,7 @@ def cut(
 _AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
 
 
-def pixel_values(patches: Any, patch: int, frames: int, scale: npt.NDArray[Any], shift: npt.NDArray[Any]) -> Any:
+def pixel_values(patches: Any, patch: int, frames: int, scale: Array, shift: Array) -> Any:
     """Normalise patches (n, patch, patch, 3) to (n, 3 * frames * patch * patch) float32, times scale plus shift.
 
     Torch tensors give torch tensors, and are worked on where they lie.

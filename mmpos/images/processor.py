@@ -16,7 +16,7 @@ from mmpos.images.decode import BACKENDS, File, Source, open_source, resize, to_
 from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
 from mmpos.images.sizes import Budget, ImageSize
 from mmpos.segments.table import Grid
-from mmpos.support.checks import INT32_MAX, integer, one_of
+from mmpos.support.checks import INT32_MAX, Array, integer, one_of
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
 
@@ -39,7 +39,7 @@ class ProcessedImage:
             pixels' bytes. Equal pixels from a file and from an array differ. None of an ImageSize.
     """
 
-    patches: npt.NDArray[Any] | None
+    patches: Array | None
     grid: Grid
     size: tuple[int, int] | None
     source_size: ImageSize | None

@@ -15,7 +15,7 @@ from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import GRID, PAD
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, IntArray, counted, int_array, integer, text
+from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array, integer, text
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["block_keys"]
@@ -119,7 +119,7 @@ def _digests(image_hashes: Sequence[str | bytes], grids: int) -> Bytes:
     return np.frombuffer(b"".join(sha256(name).digest() for name in named), np.uint8).reshape(grids, _KEY_BYTES)
 
 
-def _encoded(name: str, value: Any) -> bytes:
+def _encoded(name: str, value: object) -> bytes:
     if isinstance(value, str):
         return text(name, value).encode()
     if not isinstance(value, bytes):
@@ -143,7 +143,7 @@ def _checked_chains(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> 
     return chains
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _listed(name: str, values: object) -> list[Any]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidInputError(f"{name}: got {type(values).__name__}, want a list")
     return list(values)
@@ -222,7 +222,7 @@ def _contents(
         yield fixed[b].tobytes() + rest + grids[edges[b] : edges[b + 1]].tobytes()
 
 
-def _split(positions: PositionTable) -> tuple[npt.NDArray[Any], IntArray]:
+def _split(positions: PositionTable) -> tuple[Array, IntArray]:
     """Split the ids of all tokens into whole numbers and fractions: the same, however a table writes them."""
     if not positions.fractional:
         return positions.dense(), np.zeros((0, positions.num_tokens), np.int64)
@@ -233,7 +233,7 @@ def _split(positions: PositionTable) -> tuple[npt.NDArray[Any], IntArray]:
     return whole, (high << 31) + (rest << 31) // denominators
 
 
-def _by_block(values: npt.NDArray[Any], count: int) -> Bytes:
+def _by_block(values: Array, count: int) -> Bytes:
     """Turn (rows, tokens) numbers into (blocks, bytes): the rows of a block one after the other."""
     rows = values.reshape(len(values), count, values.shape[1] // count).transpose(1, 0, 2)
     return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)

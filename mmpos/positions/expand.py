@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.positions.rows import AXES, DENOMINATOR, HEIGHT, OFFSET, SKIP, WIDTH
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, IntArray
+from mmpos.support.checks import INT32_MAX, Array, IntArray
 from mmpos.support.ragged import ragged_arange
-
-Array = npt.NDArray[Any]
 
 BLOCK = 16384
 """Tokens expanded at a time: temporaries stay in the cache and below malloc's threshold for mapping pages."""

@@ -30,6 +30,9 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_do
 
 __all__ = ["ids_consumed", "place"]
 
+BLOCK_ROWS = 9
+"""Rows of Split.block, as csrc/table.h numbers them."""
+
 
 def place(
     segments: SegmentTable,
@@ -111,9 +114,6 @@ def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
     return d, segment - int(segments.segment_offsets[d])
 
 
-BLOCK_ROWS = 9  # that split of csrc/parts.c fills
-
-
 class Split(NamedTuple):
     """A batch split into its texts and its grids.
 
@@ -122,12 +122,12 @@ class Split(NamedTuple):
         document: (segments,) document of each segment.
         lengths: (segments,) tokens.
         text: indices of the text segments.
-        runs: the same as a scheme sees them.
+        runs: the text segments, for schemes.
         grid: indices of the grids.
-        grids: the same as a scheme sees them.
+        grids: the grids, for schemes.
         touching: whether a grid follows a grid in a document.
         moving: whether a grid has frames.
-        block: the arrays above as the extension keeps them, or None.
+        block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
     """
 
     start: IntArray

@@ -34,6 +34,7 @@ from mmpos.positions.rows import (
 from mmpos.support import native
 from mmpos.support.checks import (
     INT32_MAX,
+    Array,
     IntArray,
     boolean,
     counted,
@@ -270,10 +271,10 @@ class PositionTable:
 
     def dense(
         self,
-        out: npt.NDArray[Any] | None = None,
+        out: Array | None = None,
         dtype: npt.DTypeLike | None = None,
         axes: tuple[int, ...] | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> Array:
         """Expand the ids of all tokens.
 
         Args:
@@ -291,7 +292,7 @@ class PositionTable:
         # An array that fits as it is needs no check, which costs more than writing thousands of ids.
         plain = axes is None and dtype is None and isinstance(out, np.ndarray)
         if plain and core is not None and core.expand(self.table, self.num_tokens, self.fractional, out, None, True):
-            return cast(npt.NDArray[Any], out)
+            return cast(Array, out)
         wanted = self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)
@@ -475,7 +476,7 @@ class PositionTable:
 
     def padded(
         self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
-    ) -> tuple[npt.NDArray[Any], IntArray]:
+    ) -> tuple[Array, IntArray]:
         """Expand the ids of a padded batch.
 
         Args:
@@ -525,7 +526,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         """Describe where a token lies: "row 0, column 1 of a grid of width 3 (segment 1)"."""
         return self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1)).words
 
-    def per_token(self, values: npt.NDArray[Any]) -> IntArray:
+    def per_token(self, values: Array) -> IntArray:
         """Repeat the number or flag of every segment for its tokens: (tokens,) int64, new."""
         return expand.per_token(self.table, self.num_tokens, values)
 
@@ -580,7 +581,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")
         return tuple(map(int, listed))
 
-    def _checked_out(self, out: npt.NDArray[Any] | None, dtype: npt.DTypeLike | None, rows: int) -> npt.NDArray[Any]:
+    def _checked_out(self, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
         """Give out, if it can hold this many rows of ids, or a new array."""
         shape = (rows, self.num_tokens)
         if out is None:

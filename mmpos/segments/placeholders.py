@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,14 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.segments.spans import span_tokens
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, host_array, int_array, integer, shown
+from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, host_array, int_array, integer, shown
 
 
 class Modality(NamedTuple):
     """One kind of placeholder: the argument's name, its grids before merging and its token id."""
 
     name: str
-    grid_thw: Any
+    grid_thw: object
     token_id: int | None
     frames_apart: bool = False
 
@@ -71,11 +71,11 @@ class Placeholders:
 
 
 def find(
-    input_ids: Any,
+    input_ids: object,
     *modalities: Modality,
     spatial_merge_size: int,
-    cu_seqlens: Any,
-    attention_mask: Any,
+    cu_seqlens: object,
+    attention_mask: object,
     row_token_id: int | None,
     last_row_token_id: int | None,
 ) -> Placeholders:
@@ -322,7 +322,7 @@ class Runs:
         return np.minimum(run, self.stops.size - 1, out=run)
 
 
-def read_batch(input_ids: Any, cu_seqlens: Any, attention_mask: Any) -> Batch:
+def read_batch(input_ids: object, cu_seqlens: object, attention_mask: object) -> Batch:
     """Read the documents of a batch, packed by cu_seqlens or padded by a mask, but not both."""
     ids = host_array("input_ids", input_ids)
     if ids.ndim not in (1, 2) or (ids.dtype.kind not in "iu" and ids.size):
@@ -350,7 +350,7 @@ def read_batch(input_ids: Any, cu_seqlens: Any, attention_mask: Any) -> Batch:
     return Batch(ids.ravel(), starts + left, starts + rows.shape[1] - right, (left, right))
 
 
-def _cu_seqlens(cu_seqlens: Any, ids: npt.NDArray[Any]) -> IntArray:
+def _cu_seqlens(cu_seqlens: object, ids: Array) -> IntArray:
     cu = int_array("cu_seqlens", cu_seqlens, (None,))
     if cu.size == 0 or cu[0] != 0 or cu[-1] != ids.size:
         raise InvalidInputError(f"cu_seqlens: got {shown(cu)}, want 0 first and {ids.size} tokens last")
@@ -360,7 +360,7 @@ def _cu_seqlens(cu_seqlens: Any, ids: npt.NDArray[Any]) -> IntArray:
     return cu
 
 
-def _mask(mask: npt.NDArray[Any], ids: npt.NDArray[Any]) -> BoolArray:
+def _mask(mask: Array, ids: Array) -> BoolArray:
     if mask.shape != ids.shape or mask.dtype.kind not in "biu":
         raise InvalidInputError(
             f"attention_mask: got {mask.dtype} of shape {mask.shape}, want 0 and 1 of shape {ids.shape}"

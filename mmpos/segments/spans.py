@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     span_segments: IntArray
 
 
-def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separators: int) -> Layout:
+def layout(lengths: object, offsets: object, grid_thw: object, documents: object, *, separators: int) -> Layout:
     """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
     lengths = int_array("lengths", lengths, (None,))
     offsets = int_array("offsets", offsets, (None,))

@@ -25,7 +25,7 @@ from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
 from mmpos.sequence.video import Video, part_offsets, plain_parts
 from mmpos.support import checks
-from mmpos.support.checks import IntArray, counted, first_bad, int_array, integer, naming
+from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
 __all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
@@ -198,7 +198,7 @@ class SequenceBuilder:
             yield text[done:]
 
 
-def _is_ids(part: Any) -> bool:
+def _is_ids(part: object) -> bool:
     """Tell whether a part is token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
@@ -238,7 +238,7 @@ class InterleavedSequence:
     token_type_ids: npt.NDArray[np.uint8]
     segments: SegmentTable
     positions: PositionTable
-    patches: npt.NDArray[Any] | None
+    patches: Array | None
     grid_thw: IntArray
     image_spans: IntArray
     image_hashes: tuple[str | None, ...]
@@ -369,7 +369,7 @@ class _Contents:
             image_margins=markers.margins,
         )
 
-    def _patches(self) -> npt.NDArray[Any] | None:
+    def _patches(self) -> Array | None:
         pixels = [image.patches for image in self.images if image.patches is not None]
         if pixels and len(pixels) < len(self.images):
             raise InvalidInputError("parts: got images with and without pixels, want all of one sort")

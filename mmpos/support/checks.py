@@ -16,6 +16,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 T = TypeVar("T")
 
+Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -55,7 +56,7 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
         raise type(error)(f"{name}{joint}{error}") from error
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """Write a number as text, also one of more digits than Python writes."""
     try:
         return str(value)
@@ -63,7 +64,7 @@ def written(value: Any) -> str:
         return "a number of more than 4300 digits"
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: object) -> bool:
     """Check a bool, and nothing that merely is true or false."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidInputError(f"{name}: got {value!r}, want True or False")
@@ -79,7 +80,7 @@ def text(name: str, value: str) -> str:
     return value
 
 
-def host_array(name: str, value: Any) -> npt.NDArray[Any]:
+def host_array(name: str, value: object) -> Array:
     """Convert a list, an array or a tensor on the host to numpy, as a view or a copy."""
     if isinstance(value, np.ndarray):
         if hasattr(value, "mask"):  # without importing numpy.ma, which import mmpos does not need
@@ -91,7 +92,7 @@ def host_array(name: str, value: Any) -> npt.NDArray[Any]:
         raise InvalidInputError(f"{name}: got {_kind(value)}, want an array of numbers on the host ({error})") from None
 
 
-def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
+def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArray:
     """Check an int64 array of this shape (None: any length), of integers only, never of floats or bools."""
     array = host_array(name, value)
     empty = tuple(0 if n is None else n for n in shape)
@@ -120,7 +121,7 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
     raise InvalidInputError(f"{name}[{', '.join(map(str, at))}]: got {values[at]}, want {want}")
 
 
-def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
+def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
     """Check (documents,) integers within bounds: one for all, or one for each document."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for a few
@@ -131,14 +132,14 @@ def per_document(name: str, value: Any, num_documents: int, *, minimum: int, max
     return array
 
 
-def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
+def one_of(name: str, value: object, options: Collection[object]) -> Any:
     """Check that a value is one of the options."""
     if value not in options:
         raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
     return value
 
 
-def instance(name: str, value: Any, kind: type[T], source: str) -> T:
+def instance(name: str, value: object, kind: type[T], source: str) -> T:
     """Check that a value is of this class; source is the call that gives one."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
@@ -164,6 +165,6 @@ def shown(values: IntArray) -> str:
     return f"[{head}, … {tail}] ({values.size} values)"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     device = getattr(value, "device", None)
     return type(value).__name__ + (f" on {device}" if device is not None else "")

@@ -144,26 +144,43 @@ def check_next(next_positions: IntArray) -> None:
 
 
 class IdBounds(NamedTuple):
-    """Bounds of the ids of every segment, each (axes, segments) float64.
+    """Bounds of the ids of every segment, in floats since integers could wrap around.
 
     Args:
-        lowest: at most the lowest id.
-        highest: at least the highest id.
-        numerator: at least the absolute value of every numerator.
+        origin: (axes, segments) numerators at frame, row and column 0.
+        moves: (axes, 3, segments) numerators from there to the last frame, row and column.
+        denominator: (segments,).
     """
 
-    lowest: npt.NDArray[np.float64]
-    highest: npt.NDArray[np.float64]
-    numerator: npt.NDArray[np.float64]
+    origin: npt.NDArray[np.float64]
+    moves: npt.NDArray[np.float64]
+    denominator: IntArray
+
+    @property
+    def numerator(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) bound of the absolute value of every numerator."""
+        return np.abs(self.origin) + np.abs(self.moves).sum(axis=1)
+
+    @property
+    def lowest(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) lowest id."""
+        return (self.origin + np.minimum(self.moves, 0).sum(axis=1)) / self.denominator
+
+    @property
+    def highest(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) highest id."""
+        return (self.origin + np.maximum(self.moves, 0).sum(axis=1)) / self.denominator
 
     @property
     def beyond_int32(self) -> npt.NDArray[np.bool_]:
-        """(segments,) whether an id may be outside int32."""
+        """(segments,) whether an id is outside int32."""
+        if (self.numerator / self.denominator).max(initial=0) <= INT32_MAX:  # as is usual, and half the work
+            return np.zeros(self.denominator.shape, np.bool_)
         return np.logical_or.reduce((self.lowest < INT32_MIN) | (self.highest > INT32_MAX), axis=0)
 
 
 def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:
-    """Bound the ids of segments, in floats since integers could wrap around.
+    """Bound the ids of segments.
 
     Args:
         columns: (5 + 4·axes, segments); the OFFSET row is not read.
@@ -171,14 +188,12 @@ def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:
     """
     height, width = columns[HEIGHT], columns[WIDTH]
     last = columns[SKIP] + lengths - 1
-    most = np.stack([last // (height.astype(np.float64) * width), np.minimum(height - 1, last // width), width - 1])
+    most = np.empty((3, last.size))
+    np.floor_divide(last, height.astype(np.float64) * width, out=most[0])
+    np.minimum(height - 1, last // width, out=most[1])
+    np.subtract(width, 1, out=most[2])
     terms = columns[AXES:].reshape((len(columns) - AXES) // 4, 4, last.size).astype(np.float64)
-    origin, moves = terms[:, 0], terms[:, 1:] * most
-    return IdBounds(
-        (origin + np.minimum(moves, 0).sum(axis=1)) / columns[DENOMINATOR],
-        (origin + np.maximum(moves, 0).sum(axis=1)) / columns[DENOMINATOR],
-        np.abs(origin) + np.abs(moves).sum(axis=1),
-    )
+    return IdBounds(terms[:, 0], terms[:, 1:] * most, columns[DENOMINATOR])
 
 
 def _checked_lengths(table: IntArray, num_tokens: int) -> IntArray:

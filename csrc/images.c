@@ -1,4 +1,4 @@
-/* The parts of image files that matter to a reader of headers, see mmpos/images/walk.py, which says the same. */
+/* The chunks of image files that a reader of headers needs, found as in mmpos/images/headers.py. */
 
 #include <stdlib.h>
 

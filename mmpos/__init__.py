@@ -14,6 +14,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, Unsu
 from mmpos.positions import PositionTable, block_keys, place
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments import Grid, SegmentTable, Text
+from mmpos.support.extras import lazy_names
 from mmpos.support.info import info, version
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis, diagnose
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.integrations.models import ModelSettings, from_hf_config
-    from mmpos.sequence.builder import InterleavedSequence, Markers, SequenceBuilder
-    from mmpos.sequence.tokenizers import ByteTokenizer
-    from mmpos.sequence.video import Video
+    from mmpos.sequence import ByteTokenizer, InterleavedSequence, Markers, SequenceBuilder, Video
 
     __version__: str
 
@@ -60,35 +59,29 @@ __all__ = [
     "rotary",
 ]
 
-_LAZY = {
-    "ByteTokenizer": "mmpos.sequence.tokenizers",
-    "Diagnosis": "mmpos.analysis.diagnosis",
-    "ImageProcessor": "mmpos.images",
-    "ImageSize": "mmpos.images",
-    "InterleavedSequence": "mmpos.sequence",
-    "Markers": "mmpos.sequence",
-    "ModelSettings": "mmpos.integrations.models",
-    "SequenceBuilder": "mmpos.sequence",
-    "Video": "mmpos.sequence.video",
-    "diagnose": "mmpos.analysis.diagnosis",
-    "from_hf_config": "mmpos.integrations.models",
-}
-
-_ROOMS = ("analysis", "client", "data", "encodings", "integrations", "rotary")
-"""Imported when they are first asked for."""
-
 if not TYPE_CHECKING:
+    _get_lazy, __dir__ = lazy_names(
+        "mmpos",
+        {
+            "ByteTokenizer": "sequence",
+            "Diagnosis": "analysis.diagnosis",
+            "ImageProcessor": "images",
+            "ImageSize": "images",
+            "InterleavedSequence": "sequence",
+            "Markers": "sequence",
+            "ModelSettings": "integrations.models",
+            "SequenceBuilder": "sequence",
+            "Video": "sequence",
+            "analysis": "analysis",
+            "client": "client",
+            "data": "data",
+            "diagnose": "analysis.diagnosis",
+            "encodings": "encodings",
+            "from_hf_config": "integrations.models",
+            "integrations": "integrations",
+            "rotary": "rotary",
+        },
+    )
 
     def __getattr__(name: str) -> object:
-        if name == "__version__":
-            return version()
-        if name not in _LAZY and name not in _ROOMS:
-            raise AttributeError(f"module 'mmpos' has no attribute {name!r}")
-        from importlib import import_module
-
-        if name in _ROOMS:
-            return import_module(f"mmpos.{name}")
-        return getattr(import_module(_LAZY[name]), name)
-
-    def __dir__() -> list[str]:
-        return sorted([*globals(), *_LAZY, *_ROOMS])
+        return version() if name == "__version__" else _get_lazy(name)

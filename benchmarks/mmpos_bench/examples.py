@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mmpos.data.examples import IGNORE_INDEX, Example
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import SequenceBuilder
 
 __all__ = ["evenly", "labelled", "mix"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.images import ImageProcessor
-from mmpos.images.backends import decode_jpeg, resize, torchvision
+from mmpos.images.decode import decode_jpeg, resize, torchvision
 from mmpos.images.patches import patchify
 from mmpos.support.checks import counted
 from mmpos_bench.cases import Case, Contestant, Options, Point, Role

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import mmpos
 from mmpos.images import ImageProcessor
-from mmpos.images.backends import pillow, torchvision
+from mmpos.images.decode import pillow, torchvision
 
 __all__ = ["FRAMES", "UINT8", "as_pixel_values", "expected", "photographs"]
 

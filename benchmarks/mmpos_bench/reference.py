@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos_bench.workloads import Document
 
 __all__ = ["loop_ids"]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.positions.place import place
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.segments.table import SegmentTable
 from mmpos_bench.cases import Case, Contestant, Options, Point, Role
 from mmpos_bench.proofs import equal

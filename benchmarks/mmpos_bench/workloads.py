@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 
 Document = list[Text | Grid]
 

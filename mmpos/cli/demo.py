@@ -14,7 +14,6 @@ from rich.console import Console
 from mmpos.analysis.plot import plot_positions
 from mmpos.cli import report
 from mmpos.images import ImageProcessor
-from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.schemes import Scheme
 from mmpos.segments.table import GRID
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
@@ -46,8 +45,8 @@ def run_demo(out: Console, scheme: Scheme, path: Path) -> None:
     out.print()
     report.show(out, report.segment_table(sequence.segments, positions, 0, names))
     out.print()
-    following, delta = positions.documents[[NEXT_POSITION, DELTA], 0].tolist()
-    if following != NO_POSITION:
+    if positions.resumable.all():
+        (following,), (delta,) = positions.next_positions.tolist(), positions.deltas.tolist()
         _line(out, "Next", f"position {following} on every axis: there the answer begins")
         _line(out, "Delta", f"{delta}: while decoding, a token's id is its index plus this")
     _line(out, "Picture", str(path))

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from mmpos.cli.specs import Document, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
-from mmpos.positions.consuming import ids_consumed
+from mmpos.positions.place import ids_consumed
+from mmpos.positions.rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import whole_file
@@ -126,7 +126,7 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
     """
     if positions.num_tokens > _MAX_JSON_TOKENS:
         raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
-    known = not (positions.documents[NEXT_POSITION] == NO_POSITION).any()
+    known = positions.resumable.all()
     found: dict[str, Any] = {
         "scheme": scheme,
         "axes": positions.axes,
@@ -180,9 +180,9 @@ def position(values: Sequence[Fraction]) -> str:
 
 def _ending(positions: PositionTable, document: int) -> str:
     """Next position and delta of a document, or why there are none."""
-    following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
-    if following == NO_POSITION:
+    if not positions.resumable[document]:
         return f"no next position: {positions.scheme} has no single cursor to go on from"
+    following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
     return f"next position {following}, delta {delta}"
 
 

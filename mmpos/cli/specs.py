@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmpos.errors import InvalidInputError, MmposError
-from mmpos.segments.parts import Grid, Text
-from mmpos.support.checks import integer
+from mmpos.errors import InvalidInputError
+from mmpos.segments.kinds import Grid, Text
+from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
 
 __all__ = ["IMAGE_SUFFIXES", "Document", "Specs", "read_documents", "read_specs", "to_json"]
@@ -182,8 +182,6 @@ def _part_to_json(part: Text | Grid) -> dict[str, Any]:
 
 
 def _named(name: str, make: Any, *values: Any, **options: Any) -> Any:
-    """What make gives, with the argument named in front of any error of ours."""
-    try:
+    """Call make, with the argument named before any error."""
+    with naming(name):
         return make(*values, **options)
-    except MmposError as error:
-        raise type(error)(f"{name}: {error}") from None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ from mmpos.rpc.parts import Sent, put_parts
 from mmpos.rpc.schemes import put_scheme
 from mmpos.rpc.sequences import get_sequence
 from mmpos.rpc.v1 import sequences_pb2
-from mmpos.sequence.video import given_offsets
-from mmpos.support.checks import boolean, integer, one_of
+from mmpos.sequence.video import part_offsets
+from mmpos.support.checks import boolean, integer, naming, one_of
 
 if TYPE_CHECKING:
     from mmpos.client.shared_memory import Lease
@@ -168,23 +167,12 @@ class BuildSettings:
 
     def _outcome(self, name: str, found: Any, sent: Sent) -> InterleavedSequence | MmposError:
         try:
-            with _naming(name):
+            with naming(name, joint="."):
                 return _one(found, sent, self.memory)
         except MmposError as error:
             if self.errors == "raise":
                 raise
             return error
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Put the name of the document before the message of any error of ours that is not the service's."""
-    try:
-        yield
-    except ServiceError:
-        raise
-    except MmposError as error:
-        raise type(error)(f"{name}.{error}") from error
 
 
 def _results(answer: Any, count: int) -> Any:
@@ -206,7 +194,7 @@ def _one(found: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
         offsets, want = sequence.part_offsets, len(sent.given) + 1
         if offsets.size != want:
             raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-        return replace(sequence, part_offsets=given_offsets(offsets, sent.given))
+        return replace(sequence, part_offsets=part_offsets(offsets, sent.given))
 
 
 def _of_given(error: MmposError, names: list[str]) -> MmposError | None:

@@ -6,7 +6,7 @@ shards ──readers──▶ records ──formats──▶ Document ──Prep
 from typing import TYPE_CHECKING
 
 from mmpos.data.examples import IGNORE_INDEX, Document, Example, Location, Piece, Preprocess, RecordError
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch, mask_mod
@@ -88,17 +88,8 @@ _ROOMS = {
     "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),
 }
-_LAZY = {name: room for room, names in _ROOMS.items() for name in names}
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _LAZY:
-            raise AttributeError(f"module 'mmpos.data' has no attribute {name!r}")
-        from importlib import import_module
-
-        with needed_for(f"mmpos.data.{name}", extra="data"):
-            return getattr(import_module(f"mmpos.data.{_LAZY[name]}"), name)
-
-    def __dir__() -> list[str]:
-        return sorted([*globals(), *_LAZY])
+    __getattr__, __dir__ = lazy_names(
+        "mmpos.data", {name: room for room, names in _ROOMS.items() for name in names}, extra="data"
+    )

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mmpos.data.examples import IGNORE_INDEX
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.columns import FIRST_SEGMENT
-from mmpos.positions.sharding import Layout, shard_ranges
-from mmpos.positions.table import PositionTable
+from mmpos.positions.rows import FIRST_SEGMENT
+from mmpos.positions.table import Layout, PositionTable
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
+from mmpos.support.ragged import ragged_arange
 
 __all__ = ["Batch", "MaskMod", "mask_mod"]
 
@@ -227,7 +227,7 @@ class Batch:
             raise UnsupportedError(
                 f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
             )
-        starts, stops = shard_ranges(self.positions, rank, world_size, layout)
+        starts, stops = self.positions.shard_ranges(rank, world_size, layout)
         positions = self.positions.shard(rank, world_size, layout)
         indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
         shape = (*self.input_ids.shape[:-1], -1)
@@ -393,11 +393,10 @@ def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArr
     """
     first = np.searchsorted(stops, spans[:, 0], side="right")
     count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
-    owner = np.arange(len(spans)).repeat(count)
-    within = np.arange(owner.size) - (count.cumsum() - count - first)[owner]
-    begin = np.maximum(starts[within], spans[owner, 0])
-    lengths = np.minimum(stops[within], spans[owner, 1]) - begin
+    owner, piece = ragged_arange(count, first)
+    begin = np.maximum(starts[piece], spans[owner, 0])
+    lengths = np.minimum(stops[piece], spans[owner, 1]) - begin
     before = (stops - starts).cumsum() - (stops - starts)
-    token = before[within] + begin - starts[within]
+    token = before[piece] + begin - starts[piece]
     feature = features[owner] + begin - spans[owner, 0]
     return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.segments.separators import patch_spans
+from mmpos.segments.table import patch_spans
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 
 __all__ = ["PackedCollator", "PaddedCollator", "collate_packed", "collate_padded"]

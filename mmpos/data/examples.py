@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, ServiceError, UnsupportedError
-from mmpos.segments.separators import separator_tokens
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.kinds import GRID, PATCH
+from mmpos.segments.table import SegmentTable, separator_tokens
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, boolean, integer
 
@@ -211,7 +211,7 @@ class Preprocess:
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
-        train &= sequence.token_type_ids != GRID
+        train &= sequence.token_type_ids != PATCH
         if not self.train_markers:
             before, after = sequence.image_margins
             if before:

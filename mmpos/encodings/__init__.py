@@ -26,7 +26,7 @@ from mmpos.encodings.rope_nd import Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.encodings.attention import SelfAttention
@@ -83,10 +83,4 @@ ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
 """Every encoding by its name; called without arguments, one for 48 channels in four heads."""
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name != "SelfAttention":
-            raise AttributeError(f"module 'mmpos.encodings' has no attribute {name!r}")
-        with needed_for("attention", extra="all"):
-            from mmpos.encodings.attention import SelfAttention
-        return SelfAttention
+    __getattr__, __dir__ = lazy_names("mmpos.encodings", {"SelfAttention": "attention"}, extra="all", what="attention")

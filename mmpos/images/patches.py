@@ -1,27 +1,29 @@
-"""Cut pixels into the square patches that a vision encoder takes: in C where it was built, and the same in numpy."""
+"""Cut pixels into patches and normalise them for a vision encoder: in C where it was built, or the same in numpy."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mmpos.errors import InvalidInputError
 from mmpos.support import native
+from mmpos.support.checks import Array
 
-__all__ = ["ORDERS", "Factors", "cut", "levels", "patchify"]
+__all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "values_of_pixels"]
+
 
 # Axes of pixels: rows of blocks, patches in a block, rows in a patch, then the same for columns, then channels.
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""What samples are multiplied by, and what is added to the products: one number per colour each."""
+"""Factors and summands of samples, one number per colour each."""
 
 
-def patchify(
-    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None
-) -> npt.NDArray[Any]:
-    """Pixels (h, w, 3) as new patches (n, patch, patch, 3); with normalise float32, times the first, plus the second.
+def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:
+    """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3); float32 by factors and summands if there are any.
 
     One copy is made, straight from the pixels, whatever their strides.
     """
@@ -45,7 +47,7 @@ def patchify(
 
 
 def levels(scale: npt.NDArray[np.float32], shift: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(3, 256) what becomes of each level of each colour."""
+    """Compute what each level of each colour becomes: (3, 256)."""
     return np.arange(256, dtype=np.float32) * scale[:, None] + shift[:, None]
 
 
@@ -56,8 +58,76 @@ def cut(
     order: str,
     table: npt.NDArray[np.float32] | None,
     frames: int,
-    out: npt.NDArray[Any],
+    out: Array,
 ) -> bool:
-    """Whether out was filled in C with patches of these pixels, looked up in the table; frames as in pixel_values."""
+    """Fill out in C with patches, their levels looked up in the table; False where C does not take them."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
+
+
+_AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
+
+
+def pixel_values(patches: Any, patch: int, frames: int, scale: Array, shift: Array) -> Any:
+    """Normalise patches (n, patch, patch, 3) to (n, 3 * frames * patch * patch) float32, times scale plus shift.
+
+    Torch tensors give torch tensors, and are worked on where they lie.
+    """
+    torch: Any = sys.modules.get("torch")  # who has a tensor has imported it
+    is_tensor = torch is not None and isinstance(patches, torch.Tensor)
+    if not is_tensor and not isinstance(patches, np.ndarray):
+        raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
+    if str(patches.dtype).removeprefix("torch.") != "uint8":
+        raise InvalidInputError(f"patches: got {patches.dtype}, want uint8")
+    if patches.ndim != 4 or tuple(patches.shape[1:]) != (patch, patch, 3):
+        raise InvalidInputError(f"patches: got shape {tuple(patches.shape)}, want (n, {patch}, {patch}, 3)")
+    if not is_tensor:
+        return _on_host(patches, frames, (scale, shift))
+    if patches.device.type == "cpu":
+        return torch.from_numpy(_on_host(patches.numpy(), frames, (scale, shift)))
+    return on_device(patches, frames, scale, shift)
+
+
+def values_of_pixels(
+    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
+) -> npt.NDArray[np.float32]:
+    """Cut and normalise pixels (h, w, 3) into what pixel_values gives, with no patches in between."""
+    height, width, colours = pixels.shape
+    values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
+    if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
+        _in_numpy(patchify(pixels, patch, merge, order, None), frames, normalise, values)
+    return values
+
+
+def _on_host(patches: Any, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
+    count, side, _, colours = patches.shape
+    values = np.empty((count, colours * frames * side * side), np.float32)
+    # Patches below one another are an image of one column.
+    if not cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(*normalise), frames, values):
+        _in_numpy(patches, frames, normalise, values)
+    return values
+
+
+def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
+    count, side, _, colours = patches.shape
+    area = side * side
+    planes = patches.reshape(count, area, colours).swapaxes(1, 2)
+    scale, shift = (colour.repeat(area) for colour in normalise)
+    values = out.reshape(count, colours, frames, area)
+    scratch = np.empty((min(count, _AT_ONCE), colours * area), np.float32)
+    for begin in range(0, count, _AT_ONCE):
+        some = planes[begin : begin + _AT_ONCE]
+        floats = scratch[: len(some)]
+        floats.reshape(some.shape)[...] = some
+        floats *= scale
+        floats += shift
+        values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
+
+
+def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:
+    """Normalise patches by torch, on the device of the tensor."""
+    import torch
+
+    factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))
+    planes = patches.permute(0, 3, 1, 2) * factors + summands
+    return planes[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)

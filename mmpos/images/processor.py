@@ -1,4 +1,4 @@
-"""The door of the room: from any image to the patches of a vision encoder and the grid they fill."""
+"""ImageProcessor: from any image to the patches of a vision encoder and the grid they fill."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images.backends import BACKENDS, resize
-from mmpos.images.decode import to_rgb
-from mmpos.images.patches import ORDERS, Factors, patchify
+from mmpos.images.decode import BACKENDS, File, Source, open_source, resize, to_rgb
+from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
 from mmpos.images.sizes import Budget, ImageSize
-from mmpos.images.sources import File, Source, open_source
-from mmpos.images.values import pixel_values, values_of_pixels
 from mmpos.segments.table import Grid
-from mmpos.support.checks import INT32_MAX, integer, one_of
+from mmpos.support.checks import INT32_MAX, Array, integer, one_of
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
 
@@ -29,7 +26,7 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
-    """What `ImageProcessor.process` makes of an image.
+    """An image as patches, as `ImageProcessor.process` gives it.
 
     Args:
         patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller, or what `pixel_values`
@@ -42,7 +39,7 @@ class ProcessedImage:
             pixels' bytes. Equal pixels from a file and from an array differ. None of an ImageSize.
     """
 
-    patches: npt.NDArray[Any] | None
+    patches: Array | None
     grid: Grid
     size: tuple[int, int] | None
     source_size: ImageSize | None
@@ -126,7 +123,7 @@ class ImageProcessor:
         return Budget(factor, self.min_pixels, most, self.max_aspect_ratio)
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """The size of an image after resizing, from its size alone.
+        """Compute the size of an image after resizing, from its size alone.
 
         Both sides are the nearest multiples of patch_size * spatial_merge_size; where that leaves the range from
         min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to the inside of it. This is
@@ -148,7 +145,7 @@ class ImageProcessor:
         return rows * budget.factor, columns * budget.factor
 
     def grid(self, height: int, width: int) -> Grid:
-        """The tokens, after merging, of an image of the given size: no pixel is needed.
+        """Compute the grid of tokens, after merging, of an image of this size: no pixel is needed.
 
         Args:
             height: rows of pixels.
@@ -163,7 +160,7 @@ class ImageProcessor:
         return Grid(*self._budget.fit(*ImageSize(height, width)))
 
     def inspect(self, image: Any) -> ImageSize:
-        """The size of an image after EXIF orientation, from its header: no pixel is decoded.
+        """Read the size of an image after EXIF orientation from its header: no pixel is decoded.
 
         Args:
             image: any image, see the class.
@@ -173,7 +170,7 @@ class ImageProcessor:
 
         Raises:
             InvalidInputError: not an image, not readable, without pixels, or too thin.
-            LimitExceededError: more than max_source_pixels, or a file of more than 65,536 parts or 100 scans.
+            LimitExceededError: more than max_source_pixels, or a file of more than 65,536 chunks or 100 scans.
         """
         if isinstance(image, ImageSize):
             return self._admitted(image)
@@ -181,7 +178,7 @@ class ImageProcessor:
             return self._admitted(source.size)
 
     def process(self, image: Any, *, temporal_patch_size: int | None = None) -> ProcessedImage:
-        """The patches of an image, and the grid they fill.
+        """Decode, resize and cut an image into patches.
 
         Args:
             image: any image, see the class; it is not changed.
@@ -214,12 +211,12 @@ class ImageProcessor:
         return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
 
     def pixel_values(self, patches: Any, *, temporal_patch_size: int = 2) -> Any:
-        """Patches as Transformers' vision encoders take them; with order="merged", equal to its Qwen-VL processors'.
+        """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
 
         Args:
             patches: (n, patch_size, patch_size, 3) uint8, a numpy array or a torch tensor on any device: a byte per
                 value is less to move than four times temporal_patch_size of them.
-            temporal_patch_size: frames in a patch; the image is told that many times.
+            temporal_patch_size: frames in a patch; the image is repeated that many times.
 
         Returns:
             New (n, 3 * temporal_patch_size * patch_size**2) float32, of the same library and device: for each
@@ -238,7 +235,7 @@ class ImageProcessor:
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
     def _decode(self, source: Source) -> tuple[npt.NDArray[np.uint8], str]:
-        """The upright pixels (h, w, 3) and the content hash; a server has some decoded by processes."""
+        """Decode the upright pixels (h, w, 3) and the content hash; a server has processes decode some."""
         samples, content_hash = source.read(self.backend)
         return to_rgb(samples, self.background), content_hash
 
@@ -250,7 +247,7 @@ class ImageProcessor:
             raise LimitExceededError(f"image: got {got}, want <= {self.max_decode_bytes} (max_decode_bytes)")
 
     def _admitted(self, size: ImageSize) -> ImageSize:
-        """The size, if such an image may be decoded."""
+        """Refuse the size of an image that may not be decoded."""
         if size.height * size.width > self.max_source_pixels:
             got = f"{size.height} x {size.width} = {size.height * size.width} pixels"
             raise LimitExceededError(f"image: got {got}, want <= {self.max_source_pixels} (max_source_pixels)")
@@ -259,7 +256,7 @@ class ImageProcessor:
 
 
 def _three(name: str, values: Iterable[Any], *, above: float = -math.inf) -> tuple[Any, ...]:
-    """Three finite numbers, one per colour."""
+    """Check three finite numbers, one per colour."""
     numbers: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else ()
     if len(numbers) != 3 or not all(isinstance(v, Real) and above < float(v) < math.inf for v in numbers):
         want = "three finite numbers" + (f" > {above}" if above > -math.inf else "")

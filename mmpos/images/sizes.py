@@ -1,4 +1,4 @@
-"""Image sizes: what an image measures, and what it measures once it fits the patches and the budget."""
+"""The size of an image, and the size that fits patches and budget."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ImageSize:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many tokens of factor x factor pixels an image may become, and how thin it may be."""
+    """The limits of an image: how many tokens of factor x factor pixels it may become, and how thin it may be."""
 
     factor: int
     min_pixels: int
@@ -42,7 +42,7 @@ class Budget:
     max_aspect_ratio: int
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens for an image of height x width pixels.
+        """Fit an image of height x width pixels to rows and columns of tokens.
 
         Source: ``smart_resize`` of Qwen2-VL in Transformers, operation by operation, so that floats round alike. Only
         sizes that it leaves over the maximum, or without a row, are others.

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.block_contents import Blocks, Bytes, contents
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
-from mmpos.segments.parts import GRID, PAD
+from mmpos.segments.kinds import GRID, PAD
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, IntArray, counted, int_array, integer, text
+from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array, integer, text
+from mmpos.support.ragged import ragged_arange
 
 __all__ = ["block_keys"]
 
+
 _ROOT = b"mmpos.block_keys 1"
-"""What every chain starts with; the number changes with what a key is made of."""
+"""Start of every chain; its number changes with the content of a key."""
 
 _KEY_BYTES = sha256().digest_size
 
@@ -35,12 +37,12 @@ def block_keys(
     salt: str | bytes = b"",
     known: Sequence[Sequence[bytes]] | None = None,
 ) -> list[list[bytes]]:
-    """One key for each full block of each document, each hashed with the key before it.
+    """Hash a key for each full block of each document, with the key before it.
 
     Two keys are equal exactly if these are, for every token up to the block's end: its position; the grid that it lies
-    in, if any, with its place there and the frames, height and width of the whole grid, also of one that the block
-    cuts; its id and the content of its grid, if they are given. What comes after the block does not count, nor how text
-    is cut into segments, nor the name of the scheme.
+    in, if any, with its row and column there and the frames, height and width of the whole grid, also of one that the
+    block cuts; its id and the content of its grid, if there are input_ids and image_hashes. What comes after the block
+    does not count, nor how text is cut into segments, nor the name of the scheme.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, Text
@@ -53,8 +55,8 @@ def block_keys(
         segments: the documents.
         positions: their table; tokens past the end of a document are text, as ``window`` makes them.
         block_size: tokens of a block.
-        input_ids: (tokens,) of the whole table; None for an engine that hashes them itself and adds our key, a key of
-            places, to what it hashes of a block.
+        input_ids: (tokens,) of the whole table; None for an engine that hashes them itself and adds our key, one of
+            positions, to what it hashes of a block.
         image_hashes: of the content of each grid, in order; None for an engine that hashes that itself, too.
         salt: tells caches apart that must not share blocks: of models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; the salt is in them already.
@@ -70,19 +72,19 @@ def block_keys(
     ids = None if input_ids is None else int_array("input_ids", input_ids, (positions.num_tokens,))
     digests = None if image_hashes is None else _digests(image_hashes, int((segments.kind == GRID).sum()))
     full = positions.lengths // size
-    found = _known(known, full)
-    blocks = Blocks(size, np.array([len(keys) for keys in found], np.int64), full)
+    chains = _checked_chains(known, full)
+    blocks = Blocks(size, np.array([len(keys) for keys in chains], np.int64), full)
     if not blocks.counts.any():
-        return found
+        return chains
     settings = struct.pack("<4q", size, positions.axes, ids is not None, digests is not None)
     root = sha256(_ROOT + settings + _encoded("salt", salt)).digest()
-    hashed = contents(segments, positions, ids, digests, blocks)
-    for keys, count in zip(found, blocks.counts.tolist(), strict=True):
+    hashed = _contents(segments, positions, ids, digests, blocks)
+    for keys, count in zip(chains, blocks.counts.tolist(), strict=True):
         key = keys[-1] if keys else root
         for _ in range(count):
             key = sha256(key + next(hashed)).digest()
             keys.append(key)
-    return found
+    return chains
 
 
 def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
@@ -107,7 +109,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
 
 
 def _digests(image_hashes: Sequence[str | bytes], grids: int) -> Bytes:
-    """(grids, 32) hashes of whatever the caller names contents by."""
+    """Hash the names of contents, whatever they are, to (grids, 32) bytes."""
     listed = _listed("image_hashes", image_hashes)
     if len(listed) != grids:
         raise InvalidInputError(f"image_hashes: got {len(listed)}, want {grids}, one per grid")
@@ -117,7 +119,7 @@ def _digests(image_hashes: Sequence[str | bytes], grids: int) -> Bytes:
     return np.frombuffer(b"".join(sha256(name).digest() for name in named), np.uint8).reshape(grids, _KEY_BYTES)
 
 
-def _encoded(name: str, value: Any) -> bytes:
+def _encoded(name: str, value: object) -> bytes:
     if isinstance(value, str):
         return text(name, value).encode()
     if not isinstance(value, bytes):
@@ -125,23 +127,139 @@ def _encoded(name: str, value: Any) -> bytes:
     return value
 
 
-def _known(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> list[list[bytes]]:
-    """A new list of the keys that are there, for each document."""
+def _checked_chains(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> list[list[bytes]]:
+    """Copy the keys that are known of each document into a new list."""
     if known is None:
         return [[] for _ in range(full.size)]
-    found = [_listed(f"known[{d}]", keys) for d, keys in enumerate(_listed("known", known))]
-    if len(found) != full.size:
-        raise InvalidInputError(f"known: got lists for {counted(len(found), 'document')}, want {full.size}")
-    for d, keys in enumerate(found):
+    chains = [_listed(f"known[{d}]", keys) for d, keys in enumerate(_listed("known", known))]
+    if len(chains) != full.size:
+        raise InvalidInputError(f"known: got lists for {counted(len(chains), 'document')}, want {full.size}")
+    for d, keys in enumerate(chains):
         if len(keys) > full[d]:
             raise InvalidInputError(f"known[{d}]: got {len(keys)} keys, want at most {full[d]}, one per full block")
         for i, key in enumerate(keys):
             if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
                 raise InvalidInputError(f"known[{d}][{i}]: got {key!r}, want {_KEY_BYTES} bytes")
-    return found
+    return chains
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _listed(name: str, values: object) -> list[Any]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidInputError(f"{name}: got {type(values).__name__}, want a list")
     return list(values)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Blocks(NamedTuple):
+    """Blocks of documents, document after document.
+
+    Args:
+        size: tokens of a block.
+        first: (documents,) first block of each document that is wanted.
+        stop: (documents,) one past the last.
+    """
+
+    size: int
+    first: IntArray
+    stop: IntArray
+
+    @property
+    def counts(self) -> IntArray:
+        """(documents,) blocks of each document."""
+        return self.stop - self.first
+
+
+class Touches(NamedTuple):
+    """Every pair of a block and a grid with a token in it.
+
+    Args:
+        block: (pairs,) index of the block, ascending.
+        grid: (pairs,) index of the grid.
+        start: (pairs,) first token of the grid, counted from the block's first token.
+    """
+
+    block: IntArray
+    grid: IntArray
+    start: IntArray
+
+
+def _contents(
+    segments: SegmentTable, positions: PositionTable, ids: IntArray | None, digests: Bytes | None, blocks: Blocks
+) -> Iterator[bytes]:
+    """Yield the bytes of each block that are hashed, the same on every machine.
+
+    Little-endian, in this order: positions rounded down, (axes, tokens) int32; ids, (tokens,) int64, if given; two
+    int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
+    int64, if there are any; for each grid five int64: its first token from the block's first, frames, height, width, 1
+    if its rows end in separators, else 0; and the 32 bytes of its digest, if given. The numbers say how long the rest
+    is, so blocks that differ give bytes that differ.
+
+    Args:
+        segments: the documents.
+        positions: their table.
+        ids: (tokens,) of the table.
+        digests: (grids, 32) of the content of each grid.
+        blocks: the blocks to hash, at least one.
+    """
+    count = int(blocks.counts.sum())
+    starts = positions.documents[FIRST_TOKEN] + blocks.first * blocks.size
+    wanted = positions.take(starts, starts + blocks.counts * blocks.size)
+    whole, fractions = _split(wanted)
+    pieces = [_by_block(whole.astype("<i4"), count)]
+    if ids is not None:
+        _, tokens = ragged_arange(wanted.lengths, starts)
+        pieces.append(_by_block(ids[None, tokens].astype("<i8"), count))
+    fine = _by_block(fractions.astype("<i8"), count)
+    touches = _touches(segments, blocks)
+    edges = touches.block.searchsorted(np.arange(count + 1))
+    fractional = (fine != 0).any(axis=1)
+    pieces.append(_by_block(np.array([fractional, np.diff(edges)], "<i8"), count))
+    fixed, grids = np.concatenate(pieces, axis=1), _entries(segments, digests, touches)
+    for b in range(count):
+        rest = fine[b].tobytes() if fractional[b] else b""
+        yield fixed[b].tobytes() + rest + grids[edges[b] : edges[b + 1]].tobytes()
+
+
+def _split(positions: PositionTable) -> tuple[Array, IntArray]:
+    """Split the ids of all tokens into whole numbers and fractions: the same, however a table writes them."""
+    if not positions.fractional:
+        return positions.dense(), np.zeros((0, positions.num_tokens), np.int64)
+    numerators, denominators = positions.rationals()
+    whole, rest = np.divmod(numerators, denominators)
+    # 62 bits tell any two fractions with denominators below 2**31 apart; two steps stay within 64.
+    high, rest = np.divmod(rest << 31, denominators)
+    return whole, (high << 31) + (rest << 31) // denominators
+
+
+def _by_block(values: Array, count: int) -> Bytes:
+    """Turn (rows, tokens) numbers into (blocks, bytes): the rows of a block one after the other."""
+    rows = values.reshape(len(values), count, values.shape[1] // count).transpose(1, 0, 2)
+    return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)
+
+
+def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
+    (grid,) = (segments.kind == GRID).nonzero()
+    lengths, offsets = segments.lengths, segments.segment_offsets
+    before = lengths.cumsum() - lengths
+    document = np.arange(blocks.first.size).repeat(np.diff(offsets))[grid]
+    start = before[grid] - before[offsets[document]]
+    first = np.maximum(start // blocks.size, blocks.first[document])
+    stop = np.minimum((start + lengths[grid] - 1) // blocks.size + 1, blocks.stop[document])
+    count = np.maximum(stop - first, 0)
+    owner, block = ragged_arange(count, first)
+    counted = blocks.counts.cumsum() - blocks.counts - blocks.first  # from a document's blocks to those of all
+    return Touches(block + counted[document[owner]], owner, start[owner] - block * blocks.size)
+
+
+def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> Bytes:
+    """Make the (pairs, bytes) that a key holds of each grid."""
+    grids = segments.kind == GRID
+    numbers = np.zeros((touches.grid.size, 5), "<i8")
+    numbers[:, 0] = touches.start
+    numbers[:, 1:4] = segments.extents[:, grids].T[touches.grid]
+    if segments.row_separator is not None:
+        numbers[:, 4] = segments.row_separator[grids][touches.grid]
+    shapes = numbers.view(np.uint8)
+    return shapes if digests is None else np.concatenate([shapes, digests[touches.grid]], axis=1)

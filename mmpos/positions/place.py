@@ -1,19 +1,37 @@
-"""From segments and a scheme to the placed table: one cumulative sum over segments, and no loop."""
+"""Place segments by a scheme: one cumulative sum over segments, and no loop."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.placing_columns import columns
-from mmpos.positions.placing_parts import Parts, cursors, split
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions.rows import (
+    AXES,
+    DENOMINATOR,
+    HEIGHT,
+    NO_POSITION,
+    OFFSET,
+    SKIP,
+    WIDTH,
+    assemble,
+    check_next,
+    id_bounds,
+)
 from mmpos.positions.table import PositionTable
-from mmpos.schemes import Scheme, get_scheme
+from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import GRID, TEXT, SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, boolean, per_document
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
 
-__all__ = ["place"]
+__all__ = ["ids_consumed", "place"]
+
+BLOCK_ROWS = 9
+"""Rows of Split.block, as csrc/table.h numbers them."""
 
 
 def place(
@@ -32,7 +50,7 @@ def place(
         segments: the documents.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         start: id of each document's first token, one integer or (documents,); to go on with a document,
-            the next position of its earlier part.
+            the next position of what came before.
         strict: whether two grids without text between are an error; None asks the scheme.
 
     Returns:
@@ -40,15 +58,15 @@ def place(
 
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme has no place for frames, text or row separators that are there.
+        UnsupportedError: the scheme takes no frames, text or row separators, and there are some.
         LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    parts = split(segments, _start(scheme, start, segments.num_documents))
-    _check_scheme(scheme, segments, parts, scheme.strict if strict is None else boolean("strict", strict))
-    return columns(scheme, segments, parts, cursors(scheme, segments, parts))
+    split = _split(segments, _start(scheme, start, segments.num_documents))
+    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
+    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
 def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray:
@@ -58,15 +76,15 @@ def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray
     return array
 
 
-def _check_scheme(scheme: Scheme, segments: SegmentTable, parts: Parts, strict: bool) -> None:
-    """Raise for the first segment that the scheme has no place for."""
+def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: bool) -> None:
+    """Raise for the first segment that the scheme does not take."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
-    if not parts.grid.size:
+    if not split.grid.size:
         return
-    if strict and parts.touching:
+    if strict and split.touching:
         _check_touching(scheme, segments)
-    if not scheme.frames and parts.moving:
+    if not scheme.frames and split.moving:
         # Where the axes are a parameter, three of them take frames.
         want = "one grid per frame, or axes=3" if "axes" in vars(scheme) else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
@@ -78,7 +96,7 @@ def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
     touch = (segments.kind[1:] == GRID) & (segments.kind[:-1] == GRID)
     touch[segments.segment_offsets[1:-1] - 1] = False
     if touch.any():
-        d, i = _place_of(segments, int(touch.argmax()) + 1)
+        d, i = _document_index(segments, int(touch.argmax()) + 1)
         raise InvalidInputError(
             f"documents[{d}][{i}]: got a grid right after a grid, want text between them in {scheme.name} "
             "(markers such as [IMG] and [/IMG] do), or strict=False"
@@ -87,10 +105,258 @@ def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
 
 def _refuse(scheme: Scheme, segments: SegmentTable, where: npt.NDArray[np.bool_], got: str, want: str) -> None:
     if where.any():
-        d, i = _place_of(segments, int(where.argmax()))
+        d, i = _document_index(segments, int(where.argmax()))
         raise UnsupportedError(f"documents[{d}][{i}]: got {got}, want {want} in scheme {scheme.name!r}")
 
 
-def _place_of(segments: SegmentTable, segment: int) -> tuple[int, int]:
+def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
     d = int(np.searchsorted(segments.segment_offsets, segment, side="right")) - 1
     return d, segment - int(segments.segment_offsets[d])
+
+
+class Split(NamedTuple):
+    """A batch split into its texts and its grids.
+
+    Args:
+        start: (documents,) first id.
+        document: (segments,) document of each segment.
+        lengths: (segments,) tokens.
+        text: indices of the text segments.
+        runs: the text segments, for schemes.
+        grid: indices of the grids.
+        grids: the grids, for schemes.
+        touching: whether a grid follows a grid in a document.
+        moving: whether a grid has frames.
+        block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
+    """
+
+    start: IntArray
+    document: IntArray
+    lengths: IntArray
+    text: IntArray
+    runs: TextRuns
+    grid: IntArray
+    grids: Grids
+    touching: bool
+    moving: bool
+    block: IntArray | None
+
+
+class Cursors(NamedTuple):
+    """The cursor before each text and each grid, and after each document."""
+
+    text: IntArray
+    grid: IntArray
+    end: IntArray
+
+
+def _split(segments: SegmentTable, start: IntArray) -> Split:
+    """Split a batch: in C where it was built, or the same in numpy."""
+    kind, extents, offsets = segments.kind, segments.extents, segments.segment_offsets
+    separator = segments.row_separator
+    if native.core is not None:
+        block = np.empty((BLOCK_ROWS, kind.size), np.int64)
+        counts = native.core.split(kind, extents, offsets, separator, start, block)
+        if counts is not None:
+            texts, grids, touching, moving = counts
+            document, lengths, text, grid = block[0], block[1], block[2, :texts], block[4, :grids]
+            runs = TextRuns(block[3, :texts], text, document, start)
+            of_grids = _grids(block[5:8, :grids], block[8, :grids], segments, grid)
+            return Split(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
+    document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
+    (text,), (grid,) = (kind == TEXT).nonzero(), (kind == GRID).nonzero()
+    runs = TextRuns(extents[2, text], text, document, start)
+    of_grids = _grids(extents[:, grid], start[document[grid]], segments, grid)
+    touch = (grid[1:] - grid[:-1] == 1) & (document[grid[1:]] == document[grid[:-1]])
+    moving = bool((of_grids.frames > 1).any())
+    return Split(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
+
+
+def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
+    """Sum up over segments how far every text and every grid moves the cursor, as the scheme says."""
+    kind, offsets, start = segments.kind, segments.segment_offsets, split.start
+    of_text = scheme.advance_text(split.runs)
+    of_grids = _integers(scheme, "advance", scheme.advance(split.grids)) if split.grid.size else split.grid
+    if native.core is not None:
+        cursors, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
+        if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
+            return Cursors(cursors[0, : split.text.size], cursors[1, : split.grid.size], end)
+    advance = np.zeros(kind.size, np.int64)
+    advance[split.text], advance[split.grid] = of_text, of_grids
+    after = advance.cumsum()
+    before = after - advance
+    base = start - before[offsets[:-1]]
+    # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
+    before = np.maximum(np.minimum(before + base[split.document], INT32_MAX + 1), INT32_MIN - 1)
+    return Cursors(before[split.text], before[split.grid], after[offsets[1:] - 1] + base)
+
+
+def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | int:
+    """Check that a scheme gave integers."""
+    if isinstance(values, int) or (isinstance(values, np.ndarray) and values.dtype.kind in "iu"):
+        return values
+    got = values.dtype if isinstance(values, np.ndarray) else repr(values)
+    raise InvalidInputError(f"scheme {scheme.name!r}: got {name} {got}, want integers")
+
+
+def _grids(extents: IntArray, start: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
+    separators, seconds = segments.row_separator, segments.seconds_per_frame
+    if separators is None and seconds is None:
+        return Grids(extents, start)
+    return Grids(
+        extents,
+        start,
+        None if separators is None else separators[grid],
+        None if seconds is None else seconds[:, grid],
+    )
+
+
+def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Cursors) -> PositionTable:
+    """Build the table from what the scheme says of texts and grids: in C, or the same in numpy."""
+    of_text = scheme.place_text(split.runs, cursors.text)
+    of_grids = scheme.place(split.grids, cursors.grid) if split.grid.size else None
+    end = cursors.end
+    if scheme.resumable and of_grids is not None:
+        demanded = scheme.next_after(split.grids, cursors.grid)
+        if demanded is not None:
+            np.maximum.at(end, split.document[split.grid], demanded)
+    placed = _placed_in_c(scheme, segments, split, of_text, of_grids, end)
+    if placed is not None:
+        return placed
+    table, document = _columns(scheme, segments, split, of_text, of_grids)
+    _check_columns(table, document, int((segments.kind > GRID).sum()), scheme)
+    header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
+    if scheme.resumable:
+        check_next(end)
+        header[0] = end
+        header[1] = end - split.start - _real_tokens(segments, split)
+    return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
+
+
+def _placed_in_c(
+    scheme: Scheme,
+    segments: SegmentTable,
+    split: Split,
+    of_text: Placement,
+    of_grids: Placement | None,
+    end: IntArray,
+) -> PositionTable | None:
+    if native.core is None or split.block is None or (of_grids is not None and of_grids.pieces is not None):
+        return None
+    kind, offsets = segments.kind, segments.segment_offsets
+    table = np.empty((AXES + 4 * scheme.axes, kind.size), np.int64)
+    documents = np.empty((4, split.start.size), np.int64)
+    tokens = native.core.columns(
+        kind, offsets, split.start, end if scheme.resumable else None, split.block, split.text.size, split.grid.size,
+        _numbers(of_text, scheme.fractional), _numbers(of_grids, scheme.fractional), table, documents,
+    )  # fmt: skip
+    if tokens is None:
+        return None
+    table.flags.writeable = documents.flags.writeable = False
+    return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
+
+
+def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:
+    """Give a placement as the extension takes it; without the denominator where there must be none."""
+    if placement is None:
+        return None
+    denominator: IntArray | int | None = placement.denominator
+    if not fractional and not (isinstance(denominator, int) and denominator == 1):
+        denominator = None
+    return denominator, placement.origin, placement.step_frame, placement.step_row, placement.step_col
+
+
+def _columns(
+    scheme: Scheme, segments: SegmentTable, split: Split, of_text: Placement, of_grids: Placement | None
+) -> tuple[IntArray, IntArray]:
+    """Make the columns of the table, with lengths in the OFFSET row, and the document of each."""
+    columns = np.zeros((AXES + 4 * scheme.axes, split.document.size), np.int64)
+    columns[HEIGHT] = columns[DENOMINATOR] = 1
+    columns[OFFSET] = columns[WIDTH] = split.lengths
+    _put(columns, scheme, split.text, of_text)
+    if of_grids is None:
+        return columns, split.document
+    document, grid, height, width = split.document, split.grid, split.grids.height, split.grids.row_tokens
+    if of_grids.pieces is not None:
+        pieces = of_grids.pieces
+        count = np.ones(document.size, np.int64)
+        count[grid] = np.bincount(pieces.owner, minlength=grid.size)
+        owner = np.repeat(np.arange(document.size), count)
+        columns, document = columns.take(owner, axis=1), document[owner]
+        grid, height, width = np.flatnonzero(segments.kind[owner] == GRID), pieces.height, pieces.width
+        columns[OFFSET, grid], columns[SKIP, grid] = pieces.tokens, pieces.skip
+    columns[HEIGHT, grid], columns[WIDTH, grid] = height, width
+    _put(columns, scheme, grid, of_grids)
+    return columns, document
+
+
+def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placement) -> None:
+    """Write a placement into columns whose steps are 0 and whose denominator is 1."""
+    if scheme.fractional:
+        columns[DENOMINATOR, where] = _integers(scheme, "denominator", placement.denominator)
+    elif not isinstance(placement.denominator, int) or placement.denominator != 1:
+        raise InvalidInputError(f"scheme {scheme.name!r}: got a denominator, want fractional = True with it")
+    for i, name in enumerate(("origin", "step_frame", "step_row", "step_col")):
+        per_axis = getattr(placement, name)
+        if per_axis is not None and len(per_axis) != scheme.axes:
+            raise InvalidInputError(
+                f"scheme {scheme.name!r}: got {len(per_axis)} {name}s, want {scheme.axes}, one per axis"
+            )
+        for axis, values in enumerate(per_axis or ()):
+            if not isinstance(values, int) or values != 0:
+                columns[AXES + 4 * axis + i, where] = _integers(scheme, name, values)
+
+
+def _real_tokens(segments: SegmentTable, split: Split) -> IntArray:
+    """(documents,) tokens without padding."""
+    return np.add.reduceat(split.lengths * (segments.kind <= GRID), segments.segment_offsets[:-1])
+
+
+def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: Scheme) -> None:
+    """Raise for the first denominator or id beyond its limit, in floats since integers could wrap."""
+    denominator = columns[DENOMINATOR]
+    if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
+        s = int(denominator.argmax())
+        tokens = _tokens_of(document, columns[OFFSET], s)
+        raise LimitExceededError(f"{tokens}: got denominator {denominator[s]}, want below 2**31")
+    if scheme.fractional and denominator.min(initial=1) < 1:
+        raise InvalidInputError(f"scheme {scheme.name!r}: got denominator {denominator.min()}, want >= 1")
+    if np.count_nonzero(columns[AXES:].any(axis=0)) != document.size - padding:
+        raise UnsupportedError(f"scheme {scheme.name!r}: got a segment with origin and steps 0, which mean padding")
+    bounds = id_bounds(columns, columns[OFFSET])
+    beyond = bounds.beyond_int32
+    if beyond.any():
+        s = int(beyond.argmax())
+        low, high = bounds.lowest[:, s].min(), bounds.highest[:, s].max()
+        got = f"up to {high:.0f}" if high > INT32_MAX else f"down to {low:.0f}"
+        raise LimitExceededError(f"{_tokens_of(document, columns[OFFSET], s)}: got ids {got}, want ids within int32")
+
+
+def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:
+    """Word the document of a segment, and its tokens there."""
+    d = document[segment]
+    first = lengths[:segment][document[:segment] == d].sum()
+    return f"documents[{d}], tokens {first} to {first + lengths[segment] - 1}"
+
+
+def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
+    """Count the ids that each grid consumes under a scheme: how far it moves the text after it.
+
+    >>> from mmpos.segments.kinds import Grid
+    >>> ids_consumed("rope-tie", [Grid(24, 24), Grid(1, 576)]).tolist()
+    [624, 1153]
+
+    Args:
+        scheme: a name from mmpos.SCHEMES or a scheme object.
+        grids: each is placed in a document of its own, between two tokens of text where the scheme takes text.
+
+    Returns:
+        (grids,) int64, new.
+
+    Raises:
+        UnsupportedError: the scheme has no next position, or takes no frames and there are some.
+    """
+    scheme = get_scheme(scheme)
+    text = [Text(1)] if scheme.text else []
+    documents: list[list[Text | Grid]] = [[*text, grid, *text] for grid in grids]
+    return place(SegmentTable.from_documents(documents), scheme).next_positions - 2 * len(text)

@@ -1,21 +1,40 @@
-"""What follows from the placed table: dense ids, token ranges, windows, decoding, shards and padding."""
+"""PositionTable: the placed table of a packed batch, and all that follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError
-from mmpos.positions import expand, ranges, windows
-from mmpos.positions.checks import check_table
-from mmpos.positions.columns import DELTA, FIRST_SEGMENT, NEXT_POSITION, NO_POSITION, OFFSET, WIDTH, Columns
-from mmpos.positions.explain import explain
-from mmpos.positions.joining import join
-from mmpos.positions.sharding import Layout, shard_ranges
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions import expand
+from mmpos.positions.rows import (
+    AXES,
+    DELTA,
+    DENOMINATOR,
+    FIRST_SEGMENT,
+    FIRST_TOKEN,
+    HEIGHT,
+    NEXT_POSITION,
+    NO_POSITION,
+    OFFSET,
+    SKIP,
+    WIDTH,
+    assemble,
+    check_table,
+    cut,
+    padding_column,
+    text_columns,
+    true_ranges,
+)
+from mmpos.support import native
 from mmpos.support.checks import (
+    INT32_MAX,
+    Array,
     IntArray,
     boolean,
     counted,
@@ -26,21 +45,54 @@ from mmpos.support.checks import (
     one_of,
     per_document,
 )
-from mmpos.support.ragged import insert_padding
+from mmpos.support.ragged import insert_padding, ragged_arange
 
-__all__ = ["PositionTable"]
+__all__ = ["LAYOUTS", "Layout", "PositionTable", "Side"]
 
 Side = Literal["left", "right"]
 
+Layout = Literal["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"]
 
-class PositionTable(Columns):
-    """Positions of a packed batch, and all that follows from them; the fields are those of Columns."""
+LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence")
+"""Layouts of context-parallel shards: the first two cut every document, the others all of them as one sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class PositionTable:
+    """Positions of a packed batch: O(segments) integers that hold every token's id exactly.
+
+    Token g lies in segment s, the last with offset <= g. With i = skip + g − offset, col = i mod width,
+    row = i div width mod height and frame = i div width div height, its id on each axis is
+    (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
+
+    Args:
+        table: (5 + 4·axes, segments) int64 rows: offset, skip, height, width, denominator, then for each
+            axis origin, step_frame, step_row, step_col. Padding has origin and steps 0.
+        documents: (4, documents) int64 rows: first segment, first token, next position, delta.
+        num_tokens: tokens in all, padding included.
+        fractional: whether ids may be fractions; a property of the scheme, not of the batch.
+        scheme: name of the scheme with its parameters, as in ``Scheme.label``, for people; nothing depends on it.
+    """
+
+    table: IntArray
+    documents: IntArray
+    num_tokens: int
+    fractional: bool
+    scheme: str
+
+    def __post_init__(self) -> None:
+        for name in ("table", "documents"):
+            array = getattr(self, name)
+            if array.flags.writeable:
+                array = array.view()
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
 
     @classmethod
     def from_arrays(
         cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
     ) -> PositionTable:
-        """The table from arrays as its fields describe them, checked; the constructor itself trusts them.
+        """Make the table from arrays as its fields describe them, and check them; the constructor trusts them.
 
         Args:
             table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
@@ -63,7 +115,7 @@ class PositionTable(Columns):
 
     @classmethod
     def concatenate(cls, tables: Sequence[PositionTable]) -> PositionTable:
-        """The documents of several tables, one after the other, as one packed batch.
+        """Concatenate the documents of several tables to one packed batch.
 
         Args:
             tables: at least one, all with the same axes; ids may be fractions if any table's may.
@@ -71,15 +123,159 @@ class PositionTable(Columns):
         Raises:
             InvalidInputError: no tables, something else, or tables with different axes.
         """
-        return cls(*join(tables))
+        for i, table in enumerate(tables):
+            if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
+                got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
+                raise InvalidInputError(f"tables[{i}]: got {got}, want PositionTables with the axes of the first")
+        if not tables:
+            raise InvalidInputError("tables: got none, want at least one")
+        columns = np.concatenate([table.table for table in tables], axis=1)
+        documents = np.concatenate([table.documents for table in tables], axis=1)
+        sizes = np.array([(table.num_segments, table.num_tokens) for table in tables]).T
+        before = np.cumsum(sizes, axis=1) - sizes
+        columns[OFFSET] += before[1].repeat(sizes[0])
+        documents[:NEXT_POSITION] += before.repeat([table.num_documents for table in tables], axis=1)
+        schemes = " + ".join(dict.fromkeys(table.scheme for table in tables))
+        fractional = any(table.fractional for table in tables)
+        return cls(columns, documents, int(sizes[1].sum()), fractional, schemes)
+
+    @property
+    def axes(self) -> int:
+        """Numbers in a position."""
+        return (self.table.shape[0] - AXES) // 4
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments: columns of the table."""
+        return self.table.shape[1]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, empty ones included."""
+        return self.documents.shape[1]
+
+    @property
+    def offset(self) -> IntArray:
+        """(segments,) first token of each segment."""
+        return self.table[OFFSET]
+
+    @property
+    def skip(self) -> IntArray:
+        """(segments,) raster index of each segment's first token inside its grid."""
+        return self.table[SKIP]
+
+    @property
+    def height(self) -> IntArray:
+        """(segments,) rows of each grid; 1 for text and padding."""
+        return self.table[HEIGHT]
+
+    @property
+    def width(self) -> IntArray:
+        """(segments,) tokens in a row of each grid."""
+        return self.table[WIDTH]
+
+    @property
+    def denominator(self) -> IntArray:
+        """(segments,) denominator of each segment's ids."""
+        return self.table[DENOMINATOR]
+
+    @property
+    def origin(self) -> IntArray:
+        """(axes, segments) numerator at frame, row and column 0."""
+        return self.table[AXES::4]
+
+    @property
+    def step_frame(self) -> IntArray:
+        """(axes, segments) numerator per frame."""
+        return self.table[AXES + 1 :: 4]
+
+    @property
+    def step_row(self) -> IntArray:
+        """(axes, segments) numerator per row."""
+        return self.table[AXES + 2 :: 4]
+
+    @property
+    def step_col(self) -> IntArray:
+        """(axes, segments) numerator per column."""
+        return self.table[AXES + 3 :: 4]
+
+    @property
+    def is_padding(self) -> npt.NDArray[np.bool_]:
+        """(segments,) whether a segment is padding: origin and steps are 0 on every axis."""
+        return (self.table[AXES:] == 0).all(axis=0)
+
+    @property
+    def is_grid(self) -> npt.NDArray[np.bool_]:
+        """(segments,) whether a segment is a grid or a piece of one: it has rows, or steps between rows or frames."""
+        rows = (self.height > 1) | self.step_row.any(axis=0) | self.step_frame.any(axis=0)
+        return np.logical_and(rows, ~self.is_padding)
+
+    @property
+    def segment_lengths(self) -> IntArray:
+        """(segments,) tokens of each segment."""
+        return _gaps(self.offset, self.num_tokens)
+
+    @property
+    def lengths(self) -> IntArray:
+        """(documents,) tokens of each document, padding included."""
+        return _gaps(self.documents[FIRST_TOKEN], self.num_tokens)
+
+    @property
+    def real_lengths(self) -> IntArray:
+        """(documents,) tokens of each document, padding not included."""
+        before = np.zeros(self.num_segments + 1, np.int64)
+        np.cumsum(self.segment_lengths * ~self.is_padding, out=before[1:])
+        first = before[self.documents[FIRST_SEGMENT]]
+        return _gaps(first, int(before[-1]))
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """(documents + 1,) int32 first token of each document, then the total, as varlen attention takes it.
+
+        Raises:
+            LimitExceededError: 2**31 tokens or more.
+        """
+        if self.num_tokens > INT32_MAX:
+            raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
+        cu_seqlens = np.empty(self.num_documents + 1, np.int32)
+        cu_seqlens[:-1], cu_seqlens[-1] = self.documents[FIRST_TOKEN], self.num_tokens
+        return cu_seqlens
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def resumable(self) -> npt.NDArray[np.bool_]:
+        """(documents,) whether there is a next position, with which documents go on."""
+        return np.not_equal(self.documents[NEXT_POSITION], NO_POSITION)
+
+    @property
+    def next_positions(self) -> IntArray:
+        """(documents,) the id, equal on all axes, of the token that comes after each document.
+
+        Raises:
+            UnsupportedError: the scheme's state is more than one integer.
+        """
+        return self._next_or_delta("next_positions", NEXT_POSITION)
+
+    @property
+    def deltas(self) -> IntArray:
+        """(documents,) next position − start − tokens without padding; slices and decoding keep it.
+
+        Raises:
+            UnsupportedError: the scheme's state is more than one integer.
+        """
+        return self._next_or_delta("deltas", DELTA)
 
     def dense(
         self,
-        out: npt.NDArray[Any] | None = None,
+        out: Array | None = None,
         dtype: npt.DTypeLike | None = None,
         axes: tuple[int, ...] | None = None,
-    ) -> npt.NDArray[Any]:
-        """Ids of all tokens.
+    ) -> Array:
+        """Expand the ids of all tokens.
 
         Args:
             out: (axes, tokens) array to write into, with any strides.
@@ -92,18 +288,28 @@ class PositionTable(Columns):
         Raises:
             InvalidInputError: out, dtype or axes do not fit.
         """
-        return expand.dense(self, out, dtype, axes)
+        core = native.core
+        # An array that fits as it is needs no check, which costs more than writing thousands of ids.
+        plain = axes is None and dtype is None and isinstance(out, np.ndarray)
+        if plain and core is not None and core.expand(self.table, self.num_tokens, self.fractional, out, None, True):
+            return cast(Array, out)
+        wanted = self._checked_axes(axes)
+        ids = self._checked_out(out, dtype, len(wanted))
+        expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)
+        return ids
 
     def rationals(self) -> tuple[IntArray, IntArray]:
-        """Exact ids of all tokens.
+        """Expand the exact ids of all tokens as fractions.
 
         Returns:
             (axes, tokens) int64 numerators and (tokens,) int64 denominators, new arrays.
         """
-        return expand.rationals(self)
+        numerators = np.empty((self.axes, self.num_tokens), np.int64)
+        expand.expand(self.table, self.num_tokens, False, numerators, range(self.axes))
+        return numerators, self.denominator.repeat(self.segment_lengths)
 
     def take(self, starts: npt.ArrayLike, stops: npt.ArrayLike) -> PositionTable:
-        """The tokens of several ranges, in the order given; documents stay, and may become empty.
+        """Take the tokens of several ranges, in that order; documents stay, and may become empty.
 
         Args:
             starts: (ranges,) first token of each range.
@@ -119,16 +325,16 @@ class PositionTable(Columns):
         if (stops < starts).any():
             i = int((stops < starts).argmax())
             raise InvalidInputError(f"stops[{i}]: got {stops[i]}, want >= starts[{i}] = {starts[i]}")
-        columns, segment, owner = ranges.cut(self.table, self.num_tokens, starts, stops)
+        columns, segment, owner = cut(self.table, self.num_tokens, starts, stops)
         document = np.searchsorted(self.documents[FIRST_SEGMENT], segment, side="right") - 1
         back = np.diff(document) < 0
         if back.any():
             i = int(owner[int(back.argmax()) + 1])
             raise InvalidInputError(f"starts[{i}]: got {starts[i]}, in a document before that of the range before it")
-        return self._view(columns, document, self.documents[NEXT_POSITION:])
+        return self._assembled(columns, document, self.documents[NEXT_POSITION:])
 
     def keep(self, mask: npt.ArrayLike) -> PositionTable:
-        """The tokens of a mask, for good: pruned of the others, with the ids that they had; documents stay.
+        """Keep the tokens of a mask, with their ids, and prune the others for good; documents stay.
 
         Next positions stay, so what is generated goes on as if nothing were missing. Each delta grows by the tokens
         that its document has lost: next position = start + delta + tokens holds for what is left. (``take`` leaves
@@ -144,19 +350,19 @@ class PositionTable(Columns):
         if (mask.dtype != np.bool_ and mask.size) or mask.shape != (self.num_tokens,):
             got = f"{mask.dtype} {mask.shape}"
             raise InvalidInputError(f"mask: got {got}, want bool ({self.num_tokens},), one per token")
-        kept = self.take(*ranges.runs(mask.astype(np.bool_, copy=False)))
+        kept = self.take(*true_ranges(mask.astype(np.bool_, copy=False)))
         documents = kept.documents.copy()
         lost = self.real_lengths - kept.real_lengths
-        documents[DELTA] += np.where(documents[DELTA] == NO_POSITION, 0, lost)
+        documents[DELTA] += np.where(self.resumable, lost, 0)
         return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
-        """Tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
+        """Take tokens start to stop; slices concatenated equal the whole, also when they cut an image."""
         start = integer("start", start, minimum=0, maximum=self.num_tokens)
         return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
 
     def window(self, documents: npt.ArrayLike, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> PositionTable:
-        """One window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
+        """Take a window of tokens per entry, as a document of its own: chunked prefill, decoding, drafts.
 
         Args:
             documents: (windows,) the document of each window, in any order.
@@ -166,18 +372,48 @@ class PositionTable(Columns):
         Raises:
             UnsupportedError: a window passes the end and the scheme has no next position.
         """
-        return self._view(*windows.window(self, documents, starts, lengths))
+        documents = int_array("documents", documents, (None,))
+        first_bad("documents", documents, minimum=0, maximum=self.num_documents - 1)
+        starts = int_array("starts", starts, (documents.size,))
+        first_bad("starts", starts, minimum=0, maximum=INT32_MAX)
+        lengths = int_array("lengths", lengths, (documents.size,))
+        first_bad("lengths", lengths, minimum=0, maximum=INT32_MAX)
+        first, known = self.documents[FIRST_TOKEN][documents], self.lengths[documents]
+        stops = starts + lengths
+        columns, _, owner = cut(
+            self.table, self.num_tokens, first + np.minimum(starts, known), first + np.minimum(stops, known)
+        )
+        header = self.documents[NEXT_POSITION:, documents]
+        beyond = np.flatnonzero((stops > known) & (lengths > 0))
+        if beyond.size:
+            skipped = np.maximum(starts - known, 0)[beyond]
+            begin = self.next_positions[documents[beyond]] + skipped
+            count = np.minimum(lengths, stops - known)[beyond]
+            header[0, beyond] = begin + count
+            _check_last_ids(begin + count - 1, documents[beyond])
+            columns = np.concatenate([columns, text_columns(self.axes, begin, count)], axis=1)
+            owner = np.concatenate([owner, beyond])
+            order = np.argsort(owner, kind="stable")
+            columns, owner = columns[:, order], owner[order]
+        return self._assembled(columns, owner, header)
 
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
-        """The next tokens of every document, grouped per document: all text, ids equal on all axes.
+        """Place the next tokens of every document, grouped per document: all text, ids equal on all axes.
 
         Args:
             steps: tokens per document, one integer for all or (documents,).
         """
-        return self._view(*windows.decode(self, steps))
+        steps = per_document("steps", steps, self.num_documents, minimum=0)
+        grows = np.flatnonzero(steps)
+        header = self.documents[NEXT_POSITION:].copy()
+        if grows.size:
+            header[0] = self.next_positions + steps
+            _check_last_ids(header[0, grows] - 1, grows)
+        count = steps[grows]
+        return self._assembled(text_columns(self.axes, header[0, grows] - count, count), grows, header)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> PositionTable:
-        """The tokens of one context-parallel rank; documents stay, and may become empty.
+        """Take the tokens of one context-parallel rank; documents stay, and may become empty.
 
         Args:
             rank: 0 to world_size − 1.
@@ -189,17 +425,30 @@ class PositionTable(Columns):
         Raises:
             InvalidInputError: a document, or all tokens for "…-sequence", are no multiple of 2C (zigzag) or C.
         """
-        return self.take(*shard_ranges(self, rank, world_size, layout))
+        return self.take(*self.shard_ranges(rank, world_size, layout))
+
+    def shard_ranges(self, rank: int, world_size: int, layout: Layout = "zigzag") -> tuple[IntArray, IntArray]:
+        """Give starts and stops of the token ranges that ``shard`` takes, ascending; they may be empty."""
+        one_of("layout", layout, LAYOUTS)
+        world_size = integer("world_size", world_size, minimum=1, maximum=INT32_MAX)
+        rank = integer("rank", rank, minimum=0, maximum=world_size - 1)
+        # One rank alone holds everything, in any layout.
+        blocks = [rank, 2 * world_size - 1 - rank] if layout.startswith("zigzag") and world_size > 1 else [rank]
+        multiple = world_size * len(blocks)
+        whole = layout.endswith("sequence")
+        self._check_divisible(multiple, f"for world_size={world_size} and layout={layout!r}", whole)
+        first = np.zeros(1, np.int64) if whole else self.documents[FIRST_TOKEN]
+        block = (np.array([self.num_tokens]) if whole else self.lengths) // multiple
+        starts = (first + np.multiply.outer(blocks, block)).T.ravel()
+        return starts, starts + np.repeat(block, len(blocks))
 
     def shard_indices(self, rank: int, world_size: int, layout: Layout = "zigzag") -> IntArray:
-        """(tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
-        starts, stops = shard_ranges(self, rank, world_size, layout)
-        lengths = stops - starts
-        before = np.cumsum(lengths) - lengths
-        return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+        """Give the (tokens,) int64 columns of ``dense()`` that ``shard`` holds, to index input_ids and labels."""
+        starts, stops = self.shard_ranges(rank, world_size, layout)
+        return ragged_arange(stops - starts, starts)[1]
 
     def pad(self, length: npt.ArrayLike | None = None, side: Side = "right") -> PositionTable:
-        """Every document padded with id 0, which moves no other id.
+        """Pad every document with id 0, which moves no other id.
 
         Args:
             length: tokens of every document, or (documents,); None is the longest document.
@@ -220,15 +469,15 @@ class PositionTable(Columns):
         columns[OFFSET] = self.segment_lengths
         left, right = (missing, none) if side == "left" else (none, missing)
         offsets = np.append(self.documents[FIRST_SEGMENT], self.num_segments)
-        pad = ranges.padding(self.axes)
+        pad = padding_column(self.axes)
         columns, offsets = insert_padding(columns, offsets, left, right, pad, length_rows=(OFFSET, WIDTH))
         owner = np.repeat(np.arange(self.num_documents), np.diff(offsets))
-        return self._view(columns, owner, self.documents[NEXT_POSITION:])
+        return self._assembled(columns, owner, self.documents[NEXT_POSITION:])
 
     def padded(
         self, length: int | None = None, side: Side = "right", dtype: npt.DTypeLike | None = None
-    ) -> tuple[npt.NDArray[Any], IntArray]:
-        """Dense ids of a padded batch.
+    ) -> tuple[Array, IntArray]:
+        """Expand the ids of a padded batch.
 
         Args:
             length: tokens of every document; None is the longest document.
@@ -241,16 +490,144 @@ class PositionTable(Columns):
         length = self.max_seqlen if length is None else integer("length", length, minimum=0)
         table, shape = self.pad(length, side), (self.num_documents, length)
         ids = table.dense(dtype=dtype).reshape(self.axes, *shape)
-        return ids, expand.per_token(table, ~table.is_padding).reshape(shape)
+        return ids, table.per_token(~table.is_padding).reshape(shape)
 
     def explain(self, token: int) -> str:
-        """One sentence on where a token lies and why its position is what it is."""
-        return explain(self, integer("token", token, minimum=0, maximum=self.num_tokens - 1))
+        """Explain in one sentence where a token lies and why its position is what it is.
+
+        >>> from mmpos import Grid, SegmentTable, Text, place
+        >>> place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).explain(4)
+        'token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): \
+position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
+        """
+        at = self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1))
+        d = int(np.searchsorted(self.documents[FIRST_TOKEN], token, side="right")) - 1
+        denominator = int(self.denominator[at.segment])
+
+        def vector(values: IntArray) -> str:
+            return "(" + ", ".join(str(Fraction(value, denominator)) for value in values.tolist()) + ")"
+
+        origin = self.origin[:, at.segment]
+        moves = [
+            (number, steps[:, at.segment])
+            for number, steps in ((at.frame, self.step_frame), (at.row, self.step_row), (at.col, self.step_col))
+        ]
+        position = origin + sum(number * step for number, step in moves)
+        sentence = (
+            f"token {token} (documents[{d}], token {token - int(self.documents[FIRST_TOKEN, d])}) is {at.words}: "
+            f"position {vector(position)}"
+        )
+        if not self.is_grid[at.segment]:
+            return sentence
+        terms = [vector(origin)] + [f"{number}·{vector(step)}" for number, step in moves if step.any()]
+        return f"{sentence} = {' + '.join(terms)}"
+
+    def describe(self, token: int) -> str:
+        """Describe where a token lies: "row 0, column 1 of a grid of width 3 (segment 1)"."""
+        return self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1)).words
+
+    def per_token(self, values: Array) -> IntArray:
+        """Repeat the number or flag of every segment for its tokens: (tokens,) int64, new."""
+        return expand.per_token(self.table, self.num_tokens, values)
 
     def __repr__(self) -> str:
         documents, segments = counted(self.num_documents, "document"), counted(self.num_segments, "segment")
         tokens, axes = counted(self.num_tokens, "token"), counted(self.axes, "axis")
         return f"PositionTable({documents}, {segments}, {tokens}, {axes}, scheme={self.scheme!r})"
 
-    def _view(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
-        return PositionTable(*ranges.assemble(columns, document, header), self.fractional, self.scheme)
+    def _assembled(self, columns: IntArray, document: IntArray, header: IntArray) -> PositionTable:
+        return PositionTable(*assemble(columns, document, header), self.fractional, self.scheme)
+
+    def _next_or_delta(self, name: str, row: int) -> IntArray:
+        if not self.resumable.all():
+            raise UnsupportedError(f"{name}: got a table of {self.scheme}, want a scheme with one cursor to go on from")
+        return self.documents[row]
+
+    def _locate(self, token: int) -> _Location:
+        s = int(np.searchsorted(self.offset, token, side="right")) - 1
+        index = int(self.skip[s]) + token - int(self.offset[s])
+        row, col = divmod(index, int(self.width[s]))
+        frame, row = divmod(row, int(self.height[s]))
+        if self.is_grid[s]:
+            words = f"row {row}, column {col} of a grid of width {self.width[s]}"
+            words = f"frame {frame}, {words}" if self.step_frame[:, s].any() else words
+        else:
+            words = "padding" if self.is_padding[s] else f"token {col} of a run of text"
+        return _Location(s, frame, row, col, f"{words} (segment {s})")
+
+    def _check_divisible(self, multiple: int, asked: str, whole: bool) -> None:
+        """Raise for the first document, or for the whole sequence, whose tokens are no multiple of this."""
+        want = f"want a multiple of {multiple} {asked}"
+        odd = self.lengths % multiple
+        missing = -self.num_tokens % multiple
+        if whole and missing:
+            last = int(self.lengths[-1]) + missing
+            raise InvalidInputError(
+                f"positions: got {self.num_tokens} tokens in all, {want}; "
+                f"pad the last document first: positions.pad([*positions.lengths[:-1], {last}]).shard(…)"
+            )
+        if not whole and odd.any():
+            d = int((odd > 0).argmax())
+            fit = -(-self.max_seqlen // multiple) * multiple
+            raise InvalidInputError(
+                f"documents[{d}]: got {self.lengths[d]} tokens, {want}; pad first: positions.pad({fit}).shard(…)"
+            )
+
+    def _checked_axes(self, axes: tuple[int, ...] | None) -> tuple[int, ...]:
+        if axes is None:
+            return tuple(range(self.axes))
+        listed: list[Any] = list(axes) if isinstance(axes, Sequence | np.ndarray) and np.ndim(axes) == 1 else [None]
+        if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < self.axes for a in listed):
+            raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")
+        return tuple(map(int, listed))
+
+    def _checked_out(self, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
+        """Give out, if it can hold this many rows of ids, or a new array."""
+        shape = (rows, self.num_tokens)
+        if out is None:
+            default = expand.dense_dtype(self.fractional)
+            return np.empty(shape, default if dtype is None else self._checked_dtype("dtype", dtype))
+        if not isinstance(out, np.ndarray) or out.shape != shape:
+            got = f"shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise InvalidInputError(f"out: got {got}, want an array of shape {shape}")
+        if not out.flags.writeable:
+            raise InvalidInputError("out: got a read-only array, want a writeable one")
+        kind = self._checked_dtype("out", out.dtype)
+        if dtype is not None and self._checked_dtype("dtype", dtype) != kind:
+            raise InvalidInputError(f"dtype: got {np.dtype(dtype)} with out of {kind}, want the same or none")
+        return out
+
+    def _checked_dtype(self, name: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
+        wanted = (np.float64,) if self.fractional else (np.int32, np.int64, np.float64)
+        try:
+            kind = np.dtype(dtype)
+        except (TypeError, ValueError, SyntaxError):
+            kind = None
+        if kind is None or kind not in wanted:
+            got = repr(dtype) if kind is None else f"dtype {kind}"
+            names = ", ".join(t.__name__ for t in wanted)
+            raise InvalidInputError(f"{name}: got {got}, want {names} for ids of scheme {self.scheme!r}")
+        return kind
+
+
+class _Location(NamedTuple):
+    """A token's segment, its frame, row and column in the grid, and all that in words."""
+
+    segment: int
+    frame: int
+    row: int
+    col: int
+    words: str
+
+
+def _gaps(firsts: IntArray, stop: int) -> IntArray:
+    gaps = np.empty_like(firsts)
+    gaps[:-1] = firsts[1:] - firsts[:-1]
+    gaps[-1:] = stop - firsts[-1:]
+    return gaps
+
+
+def _check_last_ids(last: IntArray, documents: IntArray) -> None:
+    if last.max() > INT32_MAX:
+        i = int(last.argmax())
+        raise LimitExceededError(f"documents[{documents[i]}]: got id {last[i]}, want at most 2**31 - 1")

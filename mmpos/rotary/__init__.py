@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.rotary.apply import apply_rotary
@@ -35,19 +35,15 @@ __all__ = [
     "rotate_and_store",
 ]
 
-_WITH_TORCH = {
-    "DevicePositions": "device",
-    "RotaryEmbedding": "embedding",
-    "apply_rotary": "apply",
-    "rotate_and_store": "storing",
-}
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _WITH_TORCH:
-            raise AttributeError(f"module 'mmpos.rotary' has no attribute {name!r}")
-        from importlib import import_module
-
-        with needed_for("rotations", extra="all"):
-            return getattr(import_module(f"mmpos.rotary.{_WITH_TORCH[name]}"), name)
+    __getattr__, __dir__ = lazy_names(
+        "mmpos.rotary",
+        {
+            "DevicePositions": "device",
+            "RotaryEmbedding": "embedding",
+            "apply_rotary": "apply",
+            "rotate_and_store": "storing",
+        },
+        extra="all",
+        what="rotations",
+    )

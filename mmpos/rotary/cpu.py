@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.positions.columns import AXES, DENOMINATOR, OFFSET
+from mmpos.positions.rows import AXES, DENOMINATOR, OFFSET
 from mmpos.rotary import phases
 from mmpos.rotary.reference import Block, Turn
 from mmpos.support import native

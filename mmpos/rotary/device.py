@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import expand
-from mmpos.positions.columns import AXES, OFFSET, Columns
-from mmpos.positions.ranges import padding
+from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import integer
 
@@ -100,9 +99,7 @@ class DevicePositions:
             from mmpos.rotary.kernel import launch_dense
 
             return launch_dense(self.table, self.num_tokens, self.axes, self.fractional)
-        documents = np.zeros((4, 0), np.int64)
-        columns = Columns(self.table.numpy(), documents, self.num_tokens, self.fractional, "")
-        return torch.from_numpy(expand.dense(columns, None, None, None))
+        return torch.from_numpy(expand.dense(self.table.numpy(), self.num_tokens, self.fractional))
 
 
 def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
@@ -113,7 +110,7 @@ def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple
     reserved = max(used, 1) if capacity is None else integer("capacity", capacity, minimum=1)
     if used > reserved:
         raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
-    columns = padding(positions.axes)[:, None].repeat(reserved, axis=1)
+    columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
     columns[OFFSET] = positions.num_tokens
     columns[:, :used] = positions.table
     return columns

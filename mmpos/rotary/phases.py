@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmpos.positions.columns import AXES
+from mmpos.positions.rows import AXES
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)

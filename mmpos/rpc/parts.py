@@ -11,13 +11,13 @@ import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
-from mmpos.images.sources import open_source
+from mmpos.images.decode import open_source
 from mmpos.rpc.fields import chosen, get_rational, path, put_rational
 from mmpos.rpc.tensors import get_tensor, put_tensor
 from mmpos.rpc.v1 import sequences_pb2 as pb
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.sequence.video import plain_parts
-from mmpos.support.checks import INT32_MAX, int_array, text
+from mmpos.support.checks import INT32_MAX, int_array, naming, text
 
 if TYPE_CHECKING:
     from mmpos.rpc.memory import Memory
@@ -79,10 +79,8 @@ def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tu
     if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
         put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
         return False, None
-    try:
+    with naming(name):
         return True, _put_image(entry, part, memory)
-    except MmposError as error:
-        raise type(error)(f"{name}: {error}") from error
 
 
 def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:
@@ -138,10 +136,8 @@ def _get_grid(name: str, grid: pb.Grid) -> Grid:
     if grid.HasField("seconds_per_frame"):
         seconds = get_rational(path(name, "seconds_per_frame"), grid.seconds_per_frame)
     frames = grid.frames if grid.HasField("frames") else 1
-    try:
+    with naming(name):
         return Grid(grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds)
-    except MmposError as error:
-        raise type(error)(f"{name}: {error}") from error
 
 
 def _side(name: str, value: int) -> int:

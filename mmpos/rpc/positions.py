@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.checks import MAX_AXES
+from mmpos.positions.rows import MAX_AXES
 from mmpos.rpc.fields import chosen, enum, integer_lists, integers, optional, path, put_integers
 from mmpos.rpc.queries import Decode, Dense, Pad, PositionsQuery, PositionsResult, Shard, Take, View, Window
 from mmpos.rpc.schemes import get_scheme, put_scheme

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rpc.views import Decode, Pad, Shard, Take, View, Window
@@ -143,12 +142,12 @@ class PositionsResult:
         Raises:
             LimitExceededError: 2**31 tokens or more.
         """
-        known = not (positions.documents[NEXT_POSITION:] == NO_POSITION).any()
+        resumable = positions.resumable.all()
         return cls(
             table=positions if dense is None else None,
             dense=None if dense is None else positions.dense(dtype=dense.dtype, axes=dense.axes),
-            next_positions=positions.documents[NEXT_POSITION] if known else None,
-            deltas=positions.documents[DELTA] if known else None,
+            next_positions=positions.next_positions if resumable else None,
+            deltas=positions.deltas if resumable else None,
             cu_seqlens=positions.cu_seqlens,
         )
 

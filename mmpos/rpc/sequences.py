@@ -15,7 +15,7 @@ from mmpos.rpc.queries import PositionsResult
 from mmpos.rpc.tables import get_segments, put_segments
 from mmpos.rpc.tensors import get_tensor, owned, put_tensor
 from mmpos.rpc.v1 import sequences_pb2 as pb
-from mmpos.segments.separators import token_types
+from mmpos.segments.table import token_types
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import INT32_MAX, counted
 

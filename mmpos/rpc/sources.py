@@ -23,7 +23,7 @@ from mmpos.rpc.queries import InputIds, Spans
 from mmpos.rpc.tables import get_segments, put_segments
 from mmpos.rpc.tensors import DATA_TYPES, get_tensor, put_tensor
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.segments.parts import rationals
+from mmpos.segments.kinds import rationals
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import boolean, host_array, int_array, integer
 

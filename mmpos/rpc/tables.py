@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.checks import MAX_AXES
-from mmpos.positions.columns import AXES
+from mmpos.positions.rows import AXES, MAX_AXES
 from mmpos.positions.table import PositionTable
 from mmpos.rpc.fields import integer_lists, path, put_integers
 from mmpos.rpc.v1 import table_pb2 as pb

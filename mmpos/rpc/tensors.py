@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mmpos.rpc.memory import Memory
 
-MAX_AXES = 8
+_MAX_NDIM = 8
 """Most axes of a tensor."""
 
 _NAMES = {
@@ -80,7 +80,7 @@ def get_tensor(
         name: of the field, for errors.
         message: the tensor.
         dtypes: names of the types to accept; None: all.
-        ndim: numbers of axes to accept; None: up to MAX_AXES.
+        ndim: numbers of axes to accept; None: up to 8.
         memory: what holds tensors instead of messages; None: nothing.
 
     Raises:
@@ -90,8 +90,8 @@ def get_tensor(
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
     dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
     shape = tuple(message.shape)
-    if len(shape) not in (range(MAX_AXES + 1) if ndim is None else ndim):
-        want = f"at most {MAX_AXES}" if ndim is None else " or ".join(map(str, sorted(ndim)))
+    if len(shape) not in (range(_MAX_NDIM + 1) if ndim is None else ndim):
+        want = f"at most {_MAX_NDIM}" if ndim is None else " or ".join(map(str, sorted(ndim)))
         raise InvalidInputError(f"{path(name, 'shape')}: got {len(shape)} axes, want {want}")
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from mmpos.positions.sharding import LAYOUTS, Layout
-from mmpos.positions.table import PositionTable, Side
+from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
 from mmpos.support.checks import INT32_MAX, host_array, int_array, integer, one_of
 
 __all__ = ["Decode", "Pad", "Shard", "Take", "View", "Window"]

@@ -1,4 +1,4 @@
-"""How a scheme places text and grids: one file per family, each scheme a few lines of formula."""
+"""Schemes, which place text and grids: one file per family, each scheme a few lines of formula."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -65,7 +65,7 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
 
 
 def get_scheme(scheme: str | Scheme) -> Scheme:
-    """The scheme of this name with its default parameters, or the scheme itself."""
+    """Get the scheme of this name with its default parameters, or the scheme itself."""
     if isinstance(scheme, Scheme):
         return scheme
     if not isinstance(scheme, str) or scheme not in SCHEMES:

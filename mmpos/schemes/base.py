@@ -1,4 +1,4 @@
-"""What a scheme is: it says how many ids text and grids consume, and where their tokens lie."""
+"""Scheme, the base of all schemes: how many ids text and grids consume, and where their tokens lie."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Scheme(ABC):
 
 
 def changed_parameters(named: Any) -> dict[str, Any]:
-    """The parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
+    """List the parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
     known = [field for field in fields(named) if field.init] if is_dataclass(named) else []
     values = {field.name: (getattr(named, field.name), field.default) for field in known}
     return {
@@ -212,14 +212,14 @@ def changed_parameters(named: Any) -> dict[str, Any]:
 
 
 def label(named: Any) -> str:
-    """The name of a scheme or an encoding, with the parameters that are not the defaults.
+    """Label a scheme or an encoding: its name, with the parameters that are not the defaults.
 
     >>> from mmpos.encodings import Rope1D
     >>> label(Rope1D(theta=500.0)), label(Rope1D())
     ('rope-1d(theta=500.0)', 'rope-1d')
     """
-    told = ", ".join(f"{name}={value}" for name, value in changed_parameters(named).items())
-    return f"{named.name}({told})" if told else str(named.name)
+    parameters = ", ".join(f"{name}={value}" for name, value in changed_parameters(named).items())
+    return f"{named.name}({parameters})" if parameters else str(named.name)
 
 
 MAX_PIECES = 2**20

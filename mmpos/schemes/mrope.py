@@ -11,6 +11,7 @@ import numpy as np
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, check_pieces
 from mmpos.support.checks import INT32_MAX, IntArray, integer
+from mmpos.support.ragged import ragged_arange
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ class MRopeQwen25(MRope):
 def _place_frames(scheme: Scheme, grids: Grids, cursor: IntArray, rate: int | Fraction) -> Placement:
     """One piece per frame, since floored times are not affine."""
     check_pieces(scheme, int(grids.frames.sum()))
-    owner = np.repeat(np.arange(grids.frames.size), grids.frames)
-    frame = np.arange(owner.size) - (np.cumsum(grids.frames) - grids.frames)[owner]
+    owner, frame = ragged_arange(grids.frames)
     height, width = grids.height[owner], grids.width[owner]
     pieces = Pieces(owner, height * width, frame * height * width, height, width)
     start = cursor[owner]

@@ -10,6 +10,7 @@ import numpy as np
 from mmpos.errors import UnsupportedError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns, check_pieces
 from mmpos.support.checks import IntArray, integer, one_of
+from mmpos.support.ragged import ragged_arange
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Naive2D(Scheme):
 
 @dataclass(frozen=True)
 class Rows(Scheme):
-    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, place in the line).
+    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, column in the line).
 
     Text alone is not RoPE-1D. Its state is a line and a column, so there is no next position.
     Source: kexue.fm 10040, the unified two-dimensional form.
@@ -96,9 +97,8 @@ class Grid2D(Scheme):
             )
         bands = grids.height // side
         check_pieces(self, int((grids.frames * bands).sum()))
-        owner = np.repeat(np.arange(bands.size), grids.frames * bands)
-        first = np.cumsum(grids.frames * bands) - grids.frames * bands
-        band = (np.arange(owner.size) - first[owner]) % bands[owner]
+        owner, band = ragged_arange(grids.frames * bands)
+        band %= bands[owner]
         sides = np.full(owner.size, side, np.int64)
         pieces = Pieces(owner, side * grids.width[owner], np.zeros(owner.size, np.int64), sides, sides)
         start = cursor[owner]

@@ -1,6 +1,6 @@
-"""Where text and grids stand in a packed batch, before any scheme: from parts, spans or input_ids."""
+"""The layout of a packed batch, before any scheme: text and grids from documents, placeholder spans or input_ids."""
 
-from mmpos.segments.parts import GRID, PAD, TEXT, Grid, Text
+from mmpos.segments.kinds import GRID, PAD, TEXT, Grid, Text
 from mmpos.segments.table import SegmentTable
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]

@@ -1,25 +1,26 @@
-"""From input ids to placeholder spans: runs of placeholder tokens are matched with the grids in order."""
+"""Find placeholder spans in input ids: runs of placeholder tokens are matched with the grids in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.segments.placeholder_runs import Batch, BoolArray, Runs, read_batch
 from mmpos.segments.spans import span_tokens
-from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array, integer
+from mmpos.support import native
+from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, host_array, int_array, integer, shown
 
 
 class Modality(NamedTuple):
     """One kind of placeholder: the argument's name, its grids before merging and its token id."""
 
     name: str
-    grid_thw: Any
+    grid_thw: object
     token_id: int | None
     frames_apart: bool = False
 
@@ -32,7 +33,7 @@ class RowEnds(NamedTuple):
 
     @classmethod
     def of(cls, row_token_id: int | None, last_row_token_id: int | None, placeholders: Sequence[int]) -> RowEnds | None:
-        """The two, of which the last may be left out; None where rows follow each other."""
+        """Check the two ids, of which the last may be left out; None where rows follow each other."""
         if row_token_id is None:
             if last_row_token_id is not None:
                 raise InvalidInputError(f"last_row_token_id: got {last_row_token_id}, want row_token_id, too")
@@ -46,7 +47,7 @@ class RowEnds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Placeholders:
     """Placeholder spans of a batch in token order, as SegmentTable.from_spans takes them.
 
     ``videos`` is the index of the video of each span, -1 for images; ``padding`` the tokens left and
@@ -63,21 +64,21 @@ class Found:
     row_separator: bool
 
     def per_span(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
-        """A value per video, handed to the spans of that video."""
+        """Give every span the value of its video; None for images."""
         if len(values) != self.num_videos:
             raise InvalidInputError(f"{name}: got {len(values)} values, want {self.num_videos}, one per video")
         return [None if video < 0 else values[video] for video in self.videos]
 
 
 def find(
-    input_ids: Any,
+    input_ids: object,
     *modalities: Modality,
     spatial_merge_size: int,
-    cu_seqlens: Any,
-    attention_mask: Any,
+    cu_seqlens: object,
+    attention_mask: object,
     row_token_id: int | None,
     last_row_token_id: int | None,
-) -> Found:
+) -> Placeholders:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
     batch = read_batch(input_ids, cu_seqlens, attention_mask)
@@ -87,10 +88,10 @@ def find(
         raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
     ends = RowEnds.of(row_token_id, last_row_token_id, token_ids)
     runs = batch.runs(token_ids) if token_ids else []
-    spans = [_match(batch, modality, found, merge, ends) for modality, found in zip(wanted, runs, strict=True)]
-    videos = sum(s.given for s in spans if s.name == "video_grid_thw")
+    spans = [_match(batch, modality, own, merge, ends) for modality, own in zip(wanted, runs, strict=True)]
+    videos = sum(s.num_grids for s in spans if s.name == "video_grid_thw")
     both = spans[0] if len(spans) == 1 else _joined(spans)
-    return Found(
+    return Placeholders(
         batch.stops - batch.starts,
         both.first - batch.starts[both.document],
         both.grid_thw,
@@ -103,7 +104,7 @@ def find(
 
 
 def _joined(spans: Sequence[_Spans]) -> _Spans:
-    """The spans of all modalities in token order."""
+    """Merge the spans of all modalities into token order."""
     none = np.zeros(0, np.int64)
     order = np.argsort(np.concatenate([none, *(s.first for s in spans)]), kind="stable")
     first, document, video = (
@@ -114,10 +115,10 @@ def _joined(spans: Sequence[_Spans]) -> _Spans:
 
 
 class _Spans(NamedTuple):
-    """Grids of one modality where they lie: video is the index of each one's video, -1 for images."""
+    """Spans of the grids of one modality: num_grids those of grid_thw; video the index of each video, -1 for images."""
 
     name: str
-    given: int
+    num_grids: int
     first: IntArray
     document: IntArray
     grid_thw: IntArray
@@ -174,7 +175,7 @@ def _merged(name: str, raw: IntArray, grids: IntArray, owner: IntArray, merge: i
 
 
 def _fits(runs: Runs, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-    """Whether each grid covers consecutive placeholders of one document, its first token, and its document."""
+    """Tell whether each grid covers consecutive placeholders of one document, its first token, and its document."""
     stops = tokens.cumsum()
     if not runs.total:
         return np.zeros(tokens.shape, np.bool_), stops, stops
@@ -185,7 +186,7 @@ def _fits(runs: Runs, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
 def _match_rows(
     batch: Batch, runs: Runs, name: str, merged: IntArray, owner: IntArray, ends: RowEnds
 ) -> tuple[IntArray, IntArray]:
-    """The first token and the document of each grid, every row of which is a run of its own before the row's end."""
+    """Match grids whose rows are runs of their own: first token and document of each grid."""
     heights = merged[:, 0] * merged[:, 1]
     if heights.sum(dtype=np.float64) > runs.total:
         raise InvalidInputError(f"{name}: got {heights.sum()} rows, want at most {runs.total}, the placeholders")
@@ -210,26 +211,26 @@ def _match_rows(
     g = int(grid[r])
     row = f"row {r - int(begin[g])} of {'x'.join(map(str, merged[g]))} after merging"
     done = int(width[:r].sum())
-    place = batch.name(int(document[r]), int(first[r]))
+    at = batch.name(int(document[r]), int(first[r]))
     if fits[r] and follows[r]:
         got = f"token {batch.ids[stop[r]]}" if inside[r] else "the end of the document"
-        message = f"got {got} after the placeholders at {place}, want {end[r]}, the end of {row}"
+        message = f"got {got} after the placeholders at {at}, want {end[r]}, the end of {row}"
     elif fits[r]:
         where = batch.name(int(document[r - 1]), int(stop[r - 1]))
-        message = f"got placeholders at {place}, want those of {row} right after {where}"
+        message = f"got placeholders at {at}, want those of {row} right after {where}"
     elif done >= runs.total:
         message = f"got no placeholders left, want {width[r]} for {row}; a surplus grid?"
     else:
         run = int(runs.stops[runs.of(np.asarray([done]))[0]]) - done
-        message = f"got a run of {run} placeholders at {place}, want {width[r]} for {row}"
+        message = f"got a run of {run} placeholders at {at}, want {width[r]} for {row}"
     raise InvalidInputError(f"{name}[{owner[g]}]: {message}")
 
 
 def _surplus(batch: Batch, runs: Runs, name: str, done: int, owner: IntArray) -> str:
-    """The message of placeholders that no grid is left for."""
+    """Word the error of placeholders that no grid is left for."""
     run = int(runs.of(np.asarray([done]))[0])
-    place = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
-    left = f"{counted(runs.total - done, 'placeholder')} from {place} on"
+    at = batch.name(int(runs.document[run]), done + int(runs.shift[run]))
+    left = f"{counted(runs.total - done, 'placeholder')} from {at} on"
     return f"{name}: got {counted(len(set(owner.tolist())), 'grid')}, want more for {left}"
 
 
@@ -246,10 +247,10 @@ def _misfit(batch: Batch, runs: Runs, name: str, grids: IntArray, owner: IntArra
     if begin >= runs.total:
         return f"{name}[{owner[g]}]: got no placeholders left, {want}; a surplus grid?{hint}"
     run = int(runs.stops[runs.of(np.asarray([begin]))[0]]) - begin
-    place = batch.name(int(document[g]), int(first[g]))
+    at = batch.name(int(document[g]), int(first[g]))
     if not hint and run == merged[g, 2] < tokens[g]:
         hint = "; where a token of its own ends each row, pass row_token_id"
-    return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {place}, {want}{hint}"
+    return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {at}, {want}{hint}"
 
 
 def _merge_hint(runs: Runs, grids: IntArray, merge: int) -> str:
@@ -260,3 +261,116 @@ def _merge_hint(runs: Runs, grids: IntArray, merge: int) -> str:
         if tokens.sum() == runs.total and _fits(runs, tokens.astype(np.int64))[0].all():
             return f" (fits with spatial_merge_size={other})"
     return ""
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All tokens in one row, and the first token and one past the last of each document's own tokens."""
+
+    ids: IntArray
+    starts: IntArray
+    stops: IntArray
+    padding: tuple[IntArray, IntArray] | None
+
+    def runs(self, token_ids: Sequence[int]) -> list[Runs]:
+        """Find the runs of each of one or two placeholders."""
+        if native.core is not None and min(token_ids) >= 0:  # the extension takes -1 for no second one
+            quadruples = native.core.runs(self.ids, self.starts, self.stops, *token_ids, *[-1] * (2 - len(token_ids)))
+            if quadruples is not None:
+                document, first, tokens, kind = native.int64(quadruples).reshape(-1, 4).T
+                if len(token_ids) == 1:
+                    return [Runs(document, first, tokens)]
+                return [Runs(document[kind == i], first[kind == i], tokens[kind == i]) for i in (0, 1)]
+        return [self._runs(token_id) for token_id in token_ids]
+
+    def _runs(self, token_id: int) -> Runs:
+        at = np.flatnonzero(self.ids == token_id)
+        document = np.searchsorted(self.starts, at, side="right") - 1
+        inside = (document >= 0) & (at < self.stops[document])  # and not under padding
+        at, document = at[inside], document[inside]
+        begins = np.ones(at.size, np.bool_)
+        begins[1:] = (np.diff(at) > 1) | (np.diff(document) > 0)
+        first = np.flatnonzero(begins)
+        return Runs(document[first], at[first], np.diff(np.append(first, at.size)))
+
+    def name(self, document: int, token: int) -> str:
+        """Name a token of the batch, for errors."""
+        return f"document {document}, token {token - int(self.starts[document])}"
+
+
+class Runs:
+    """Runs of a placeholder, none of which passes the end of a document; its tokens are ranked in order.
+
+    Args:
+        document: (runs,) document of each run.
+        first: (runs,) its first token in the batch.
+        tokens: (runs,) how many there are.
+    """
+
+    def __init__(self, document: IntArray, first: IntArray, tokens: IntArray) -> None:
+        self.document, self.first = document, first
+        self.stops = tokens.cumsum()  # one past the rank of each run's last token
+        self.shift = first + tokens - self.stops  # from a rank to a token
+        self.total = int(self.stops[-1]) if self.stops.size else 0
+
+    def of(self, rank: IntArray) -> IntArray:
+        """Find the run of a placeholder of this rank; the last for ranks beyond all."""
+        run = self.stops.searchsorted(rank, side="right")
+        return np.minimum(run, self.stops.size - 1, out=run)
+
+
+def read_batch(input_ids: object, cu_seqlens: object, attention_mask: object) -> Batch:
+    """Read the documents of a batch, packed by cu_seqlens or padded by a mask, but not both."""
+    ids = host_array("input_ids", input_ids)
+    if ids.ndim not in (1, 2) or (ids.dtype.kind not in "iu" and ids.size):
+        raise InvalidInputError(
+            f"input_ids: got {ids.dtype} of shape {ids.shape}, want integers (tokens,) or (batch, seq)"
+        )
+    if attention_mask is not None and cu_seqlens is not None:
+        raise InvalidInputError("cu_seqlens: got both cu_seqlens and attention_mask, want at most one")
+    if cu_seqlens is not None:
+        cu = _cu_seqlens(cu_seqlens, ids)
+        return Batch(ids.ravel(), cu[:-1], cu[1:], None)
+    rows = ids if ids.ndim == 2 else ids[None]
+    starts = np.arange(len(rows)) * rows.shape[1]
+    if len(rows) and rows.shape[1] == 0:
+        raise InvalidInputError(f"input_ids: got shape {ids.shape}, want at least one token in each document")
+    if attention_mask is None or not len(rows):
+        return Batch(ids.ravel(), starts, starts + rows.shape[1], None)
+    mask = host_array("attention_mask", attention_mask)
+    left, right = np.empty((2, len(rows)), np.int64)
+    core = native.core if mask.shape == ids.shape else None
+    if core is None or not core.ones(np.atleast_2d(mask), left, right):
+        real = _mask(mask, ids).reshape(rows.shape)
+        left = real.argmax(axis=1)
+        right = rows.shape[1] - left - real.sum(axis=1)
+    return Batch(ids.ravel(), starts + left, starts + rows.shape[1] - right, (left, right))
+
+
+def _cu_seqlens(cu_seqlens: object, ids: Array) -> IntArray:
+    cu = int_array("cu_seqlens", cu_seqlens, (None,))
+    if cu.size == 0 or cu[0] != 0 or cu[-1] != ids.size:
+        raise InvalidInputError(f"cu_seqlens: got {shown(cu)}, want 0 first and {ids.size} tokens last")
+    if (np.diff(cu) < 1).any():
+        d = int((np.diff(cu) < 1).argmax())
+        raise InvalidInputError(f"cu_seqlens[{d + 1}]: got {cu[d + 1]} after {cu[d]}, want at least one token")
+    return cu
+
+
+def _mask(mask: Array, ids: Array) -> BoolArray:
+    if mask.shape != ids.shape or mask.dtype.kind not in "biu":
+        raise InvalidInputError(
+            f"attention_mask: got {mask.dtype} of shape {mask.shape}, want 0 and 1 of shape {ids.shape}"
+        )
+    if mask.size and (mask.min() < 0 or mask.max() > 1):
+        raise InvalidInputError(f"attention_mask: got values {mask.min()} to {mask.max()}, want 0 and 1")
+    real = np.atleast_2d(mask != 0)
+    edges = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
+    if (edges != 1).any():
+        d = int((edges != 1).argmax())
+        what = "no tokens" if edges[d] == 0 else "a hole"
+        raise InvalidInputError(f"attention_mask[{d}]: got {what}, want ones in one run, padded left or right")
+    return real

@@ -1,15 +1,16 @@
-"""From placeholder spans to segments: the gaps between the spans of a document are its text."""
+"""Make segments from placeholder spans: the gaps between the spans of a document are its text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.segments.kinds import GRID
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
 
@@ -23,17 +24,17 @@ class Layout(NamedTuple):
     span_segments: IntArray
 
 
-def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separators: int) -> Layout:
-    """Segments of documents that hold the given spans; see SegmentTable.from_spans."""
+def layout(lengths: object, offsets: object, grid_thw: object, documents: object, *, separators: int) -> Layout:
+    """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
     lengths = int_array("lengths", lengths, (None,))
     offsets = int_array("offsets", offsets, (None,))
     grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
     documents = None if documents is None else int_array("documents", documents, (offsets.size,))
-    found = None
+    arrays = None
     if native.core is not None:
-        found = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
-    if found is not None:
-        kind, extents, segment_offsets, at = found
+        arrays = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
+    if arrays is not None:
+        kind, extents, segment_offsets, at = arrays
         extents = native.int64(extents).reshape(3, -1)
         return Layout(np.frombuffer(kind, np.uint8), extents, native.int64(segment_offsets), native.int64(at))
     first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
@@ -53,7 +54,7 @@ def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separat
     used = np.bincount(documents, weights=tokens + before, minlength=num_documents).astype(np.int64)
     extents[2, last] = lengths - used
     kind = np.zeros(extents.shape[1], np.uint8)
-    kind[at] = 1
+    kind[at] = GRID
 
     keep = extents[2] > 0
     new_index = np.concatenate([[0], np.cumsum(keep)])
@@ -62,7 +63,7 @@ def layout(lengths: Any, offsets: Any, grid_thw: Any, documents: Any, *, separat
 
 
 def span_tokens(name: str, grid_thw: IntArray, separators: int = 0) -> IntArray:
-    """(spans,) tokens of each grid, checked against the limit of one segment."""
+    """Count the tokens of each grid, (spans,), and check the limit of one segment."""
     exact = grid_thw[:, 0].astype(np.float64) * grid_thw[:, 1] * (grid_thw[:, 2] + separators)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
@@ -71,7 +72,7 @@ def span_tokens(name: str, grid_thw: IntArray, separators: int = 0) -> IntArray:
 
 
 def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:
-    """(2, segments) numerators and denominators; (0, 1) where no time is given."""
+    """Make (2, segments) numerators and denominators of times; (0, 1) where there is none."""
     columns = np.array([[0], [1]], np.int64).repeat(segments, axis=1)
     for s, time in times:
         if time is not None:

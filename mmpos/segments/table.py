@@ -1,4 +1,4 @@
-"""The shape of a packed batch of documents: text runs and grids of patches, before any scheme places them."""
+"""SegmentTable: the text runs and grids of patches of a packed batch, before any scheme places them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.segments import placeholders, spans
-from mmpos.segments.checks import check_segments, foreign_part
-from mmpos.segments.parts import GRID, PAD, TEXT, Grid, Text, rationals
+from mmpos.segments.kinds import GRID, PAD, PATCH, TEXT, Grid, Text, rationals
 from mmpos.support import native
-from mmpos.support.checks import IntArray, boolean, counted, first_bad, host_array, int_array
-from mmpos.support.ragged import insert_padding
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
+from mmpos.support.ragged import insert_padding, ragged_arange
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
+__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "patch_spans", "separator_tokens", "token_types"]
 
 
 _DTYPES = {
@@ -29,13 +28,13 @@ _DTYPES = {
     "row_separator": np.dtype(np.bool_),
 }
 
-# What csrc/segments.c reads off parts, in its order.
+# Fields that csrc/segments.c reads of Text and Grid, in its order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
-    """The segments of a packed batch of documents, one column each; positions are not in it yet.
+    """The segments of a packed batch of documents, one column each, without positions.
 
     Args:
         kind: (segments,) uint8: TEXT, GRID or PAD.
@@ -62,35 +61,35 @@ class SegmentTable:
                     array = array.view()
                     array.flags.writeable = False
                     object.__setattr__(self, name, array)
-        check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
+        _check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
-        """The table of documents given as lists of Text and Grid.
+        """Make the table of documents that are lists of Text and Grid.
 
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
         """
-        found = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
-        if found is not None:
-            kind, extents, offsets = found
+        arrays = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
+        if arrays is not None:
+            kind, extents, offsets = arrays
             return cls(np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets))
         try:
-            parts = list(chain.from_iterable(documents))
+            items = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
-            foreign = not {Text, Grid}.issuperset(map(type, parts))
+            foreign = not {Text, Grid}.issuperset(map(type, items))
         except TypeError:
             foreign = True
         if foreign:
-            raise foreign_part(documents)
-        extents = np.fromiter(chain.from_iterable([part.extents for part in parts]), np.int64, 3 * len(parts))
-        is_grid = [type(part) is Grid for part in parts]
-        grids = [(i, part) for i, part in enumerate(parts) if isinstance(part, Grid) and not part.plain]
+            raise _not_documents(documents)
+        extents = np.fromiter(chain.from_iterable([item.extents for item in items]), np.int64, 3 * len(items))
+        is_grid = [type(item) is Grid for item in items]
+        grids = [(i, item) for i, item in enumerate(items) if isinstance(item, Grid) and not item.plain]
         seconds = separator = None
         if any(grid.seconds_per_frame for _, grid in grids):
-            seconds = spans.seconds_columns(len(parts), ((i, grid.seconds_per_frame) for i, grid in grids))
+            seconds = spans.seconds_columns(len(items), ((i, grid.seconds_per_frame) for i, grid in grids))
         if any(grid.row_separator for _, grid in grids):
-            separator = np.zeros(len(parts), np.bool_)
+            separator = np.zeros(len(items), np.bool_)
             separator[[i for i, grid in grids if grid.row_separator]] = True
         return cls(np.array(is_grid, np.uint8), extents.reshape(-1, 3).T, offsets, seconds, separator)
 
@@ -104,7 +103,7 @@ class SegmentTable:
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """The table from arrays as its fields describe them; copies, so that they may change."""
+        """Make the table from arrays as its fields describe them; copies, so that they may change."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
@@ -129,7 +128,7 @@ class SegmentTable:
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         row_separator: bool = False,
     ) -> SegmentTable:
-        """The table from placeholder spans, as inference engines hold them: no token is read.
+        """Make the table from placeholder spans, as inference engines hold them: no token is read.
 
         Args:
             lengths: (documents,) tokens of each document.
@@ -175,7 +174,7 @@ class SegmentTable:
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
     ) -> SegmentTable:
-        """The table of a tokenised batch, found by matching runs of placeholders with the grids in order.
+        """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
@@ -191,13 +190,13 @@ class SegmentTable:
             frames_apart: every frame of a video is a grid of its own, with text between (Qwen3-VL).
             row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
                 None where rows follow each other.
-            last_row_token_id: the token in its place after the last row of a grid ([IMG_END]); None is the same.
+            last_row_token_id: the token after the last row of a grid instead ([IMG_END]); None is the same.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
                 counts; missing or surplus grids; a mask with holes.
         """
-        found = placeholders.find(
+        matched = placeholders.find(
             input_ids,
             placeholders.Modality("image_grid_thw", image_grid_thw, image_token_id),
             placeholders.Modality(
@@ -210,16 +209,16 @@ class SegmentTable:
             last_row_token_id=last_row_token_id,
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
-        per_span = None if seconds_per_frame is None else found.per_span("seconds_per_frame", times)
+        per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)
         table = cls.from_spans(
-            found.lengths,
-            found.offsets,
-            found.grid_thw,
-            found.documents,
+            matched.lengths,
+            matched.offsets,
+            matched.grid_thw,
+            matched.documents,
             seconds_per_frame=per_span,
-            row_separator=found.row_separator,
+            row_separator=matched.row_separator,
         )
-        return table if found.padding is None else table._with_padding(*found.padding)
+        return table if matched.padding is None else table._with_padding(*matched.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
         seconds, separator = self.seconds_per_frame, self.row_separator
@@ -260,3 +259,112 @@ class SegmentTable:
         segments = f"{counted(self.kind.size, 'segment')} ({counted(grids, 'grid')})"
         documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
         return f"SegmentTable({documents}, {segments}, {tokens})"
+
+
+Flags = npt.NDArray[np.bool_]
+
+
+def _not_documents(documents: Sequence[Sequence[Text | Grid]]) -> InvalidInputError:
+    """Make the error for the first thing that is not a list of Text and Grid."""
+    for d, document in enumerate(documents if isinstance(documents, Sequence) else ()):
+        if isinstance(document, Text | Grid | str) or not isinstance(document, Sequence):
+            return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of Text and Grid")
+        for i, item in enumerate(document):
+            if type(item) is not Text and type(item) is not Grid:
+                return InvalidInputError(f"documents[{d}][{i}]: got {type(item).__name__}, want Text or Grid")
+    return InvalidInputError(f"documents: got {type(documents).__name__}, want a list of documents")
+
+
+def _check_segments(
+    kind: npt.NDArray[np.uint8], extents: IntArray, offsets: IntArray, seconds: IntArray | None, separator: Flags | None
+) -> None:
+    """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
+    if seconds is None and native.core is not None and native.core.sound(kind, extents, offsets, separator):
+        return
+    if kind.ndim != 1 or extents.shape != (3, kind.size):
+        raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != kind.size:
+        raise InvalidInputError(f"segment_offsets: got {shown(offsets)}, want 0 first and {kind.size} last")
+    empty = offsets[1:] <= offsets[:-1]
+    if empty.any():
+        raise InvalidInputError(f"documents[{int(empty.argmax())}]: got an empty document, want at least one segment")
+    if kind.max(initial=0) > PAD:
+        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT}, {GRID} or {PAD}")
+    for name, array, shape in (
+        ("row_separator", separator, kind.shape),
+        ("seconds_per_frame", seconds, (2, kind.size)),
+    ):
+        if array is not None and array.shape != shape:
+            raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
+    if seconds is not None:
+        first_bad("seconds_per_frame", seconds, minimum=0, maximum=INT32_MAX)
+        first_bad("seconds_per_frame[1]", seconds[1], minimum=1)
+    if separator is not None and (separator & (kind != GRID)).any():
+        segment = int((separator & (kind != GRID)).argmax())
+        raise InvalidInputError(f"row_separator[{segment}]: got True, want False outside grids")
+    if kind.size:
+        _check_extents(kind, extents, separator)
+
+
+def _check_extents(kind: npt.NDArray[np.uint8], extents: IntArray, row_separator: Flags | None) -> None:
+    lowest = extents.min()
+    if lowest < 1:
+        axis, segment = divmod(int(extents.argmin()), kind.size)
+        raise InvalidInputError(f"extents[{axis}, {segment}]: got {lowest}, want >= 1")
+    tall = extents[0].astype(np.float64) * extents[1]
+    if (tall[kind != GRID] != 1).any():
+        segment = int(((tall != 1) & (kind != GRID)).argmax())
+        got = extents[:, segment].tolist()
+        raise InvalidInputError(f"extents[:, {segment}]: got {got}, want [1, 1, length] outside grids")
+    tokens = tall * extents[2] if row_separator is None else tall * extents[2] + tall * row_separator
+    if tokens.max() > INT32_MAX:
+        segment = int(tokens.argmax())
+        raise LimitExceededError(
+            f"segment {segment}: got {tokens[segment]:.0f} tokens, want at most 2**31 - 1 in one segment"
+        )
+
+
+def separator_tokens(segments: SegmentTable) -> IntArray:
+    """Find the tokens that end rows of grids: (separators,) counted over the table, ascending.
+
+    >>> from mmpos.segments.kinds import Grid, Text
+    >>> table = SegmentTable.from_documents([[Text(3), Grid(2, 3, row_separator=True)]])
+    >>> separator_tokens(table).tolist()
+    [6, 10]
+    """
+    if segments.row_separator is None:
+        return np.empty(0, np.int64)
+    (grid,) = segments.row_separator.nonzero()
+    lengths = segments.lengths
+    frames, height, width = segments.extents[:, grid]
+    rows = frames * height
+    owner, row = ragged_arange(rows)
+    first = (lengths.cumsum() - lengths)[grid]
+    return (first + width)[owner] + row * (width + 1)[owner]
+
+
+def token_types(segments: SegmentTable) -> npt.NDArray[np.uint8]:
+    """Give the type of every token: (tokens,) PATCH for patches, 0 for text, row separators and padding."""
+    types = np.where(segments.kind == GRID, np.uint8(PATCH), np.uint8(0)).repeat(segments.lengths)
+    types[separator_tokens(segments)] = 0
+    return types
+
+
+def patch_spans(image_spans: IntArray, grid_thw: IntArray) -> IntArray:
+    """Split spans of images at row separators: one span per image, or one per row where rows end in separators.
+
+    Args:
+        image_spans: (images, 2) first token of each image's patches and one past its last token, separators included.
+        grid_thw: (images, 3) frames, height, width.
+
+    Returns:
+        (spans, 2) first patch and one past the last, in order.
+    """
+    patches = grid_thw.prod(axis=1)
+    separated = image_spans[:, 1] - image_spans[:, 0] > patches
+    if not separated.any():
+        return image_spans
+    lengths = np.where(separated, grid_thw[:, 2], patches)
+    owner, row = ragged_arange(np.where(separated, grid_thw[:, 0] * grid_thw[:, 1], 1))
+    first = image_spans[owner, 0] + row * (lengths + 1)[owner]
+    return np.stack([first, first + lengths[owner]], axis=1)

@@ -1,4 +1,4 @@
-"""From interleaved parts to a sequence: input_ids with [IMG] patches [/IMG], its segments and its positions."""
+"""SequenceBuilder: from interleaved parts to input_ids with [IMG] patches [/IMG], segments and positions."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ import os
 import re
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ProcessedImage
+from mmpos.positions.block_keys import block_keys
+from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments.parts import Grid
-from mmpos.sequence.interleaved import Contents, InterleavedSequence
-from mmpos.sequence.markers import MarkerIds, Markers
-from mmpos.sequence.tokenizers import ByteTokenizer, adapt
-from mmpos.sequence.video import Video, plain_parts
+from mmpos.segments.kinds import Grid, Text
+from mmpos.segments.table import SegmentTable, separator_tokens
+from mmpos.sequence.tokenizers import ByteTokenizer, MarkerIds, Markers, adapt
+from mmpos.sequence.video import Video, part_offsets, plain_parts
 from mmpos.support import checks
-from mmpos.support.checks import IntArray, first_bad, int_array, integer
+from mmpos.support.checks import Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
+
+__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
 
 MAX_CUTS = 10_000
 """Most times that one text may spell markers which its tokenizer would make of it."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Images that any thread may read: files and arrays."""
-
-__all__ = ["InterleavedSequence", "Markers", "SequenceBuilder", "Video"]
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class SequenceBuilder:
         object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
 
     def build(self, parts: Sequence[Any]) -> InterleavedSequence:
-        """The sequence of these parts, in order.
+        """Build the sequence of these parts, in order.
 
         Raises:
             InvalidInputError: a part is of no known kind, or an image is broken; the message names
                 ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme has no place for row separators or frames that are there.
+            UnsupportedError: the scheme takes no row separators or frames, and there are some.
             LimitExceededError: an image or an id is beyond its limit.
         """
         return self._build(parts, {})
@@ -87,7 +89,7 @@ class SequenceBuilder:
     def build_batch(
         self, documents: Sequence[Sequence[Any]], *, threads: int | None = None
     ) -> list[InterleavedSequence]:
-        """The sequences of several documents, the same whatever the threads.
+        """Build the sequences of several documents, the same whatever the threads.
 
         Args:
             documents: the parts of each.
@@ -115,31 +117,33 @@ class SequenceBuilder:
                 for d, n, image in images:
                     ahead[d][n] = pool.submit(self.images.process, image)
             try:
-                return [
-                    _naming(f"documents[{d}]", partial(self._build, parts, ahead[d]), joint=".")
-                    for d, parts in enumerate(documents)
-                ]
+                sequences = []
+                for d, parts in enumerate(documents):
+                    with naming(f"documents[{d}]", joint="."):
+                        sequences.append(self._build(parts, ahead[d]))
+                return sequences
             finally:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[Any], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """The sequence of these parts, of whose plain parts some are decoded ahead."""
+        """Build a sequence, of whose plain parts some images are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        found = Contents(self.marker_ids)
-        for n, (given, name, part) in enumerate(plain_parts(parts)):
+        contents = _Contents(self.marker_ids)
+        for n, (index, name, part) in enumerate(plain_parts(parts)):
             if n in ahead:
-                found.add_image(given, _naming(name, ahead.pop(n).result))  # popped, so that patches are held once
+                with naming(name):
+                    contents.add_image(index, ahead.pop(n).result())  # popped, so that patches are held once
                 continue
             content = self._read(name, part)
             if isinstance(content, np.ndarray):
-                found.add_text(given, content)
+                contents.add_text(index, content)
             else:
-                found.add_image(given, content)
-        return found.sequence(self.scheme, self.start)
+                contents.add_image(index, content)
+        return contents.sequence(self.scheme, self.start)
 
     def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
-        """Token ids, or an image."""
+        """Read a part as token ids or as an image."""
         if isinstance(part, str):
             return self._encode(name, part)
         if _is_ids(part):
@@ -158,10 +162,11 @@ class SequenceBuilder:
             raise InvalidInputError(
                 f"{name}: got {type(part).__name__}, want text or token ids, or a builder with images=ImageProcessor(…)"
             )
-        return _naming(name, partial(self.images.process, part))
+        with naming(name):
+            return self.images.process(part)
 
     def _encode(self, name: str, text: str) -> IntArray:
-        """Ids of user text; where a marker comes out, it is cut after its first character, so it stays text."""
+        """Encode user text, cut after the first character of what would become a marker, so that it stays text."""
         ids = self._ids(name, checks.text(name, text))
         if self._marked(ids):
             ids = np.concatenate([self._ids(name, piece) for piece in self._pieces(name, text)])
@@ -183,8 +188,8 @@ class SequenceBuilder:
         names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
         # Looked for at every character, since occurrences may overlap.
-        found = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
-        for count, match in enumerate(found):
+        matches = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
+        for count, match in enumerate(matches):
             if count == MAX_CUTS:
                 raise LimitExceededError(f"{name}: got a text that spells markers over {MAX_CUTS} times, want fewer")
             yield text[done : match.start() + 1]
@@ -193,8 +198,8 @@ class SequenceBuilder:
             yield text[done:]
 
 
-def _is_ids(part: Any) -> bool:
-    """Whether a part is token ids."""
+def _is_ids(part: object) -> bool:
+    """Tell whether a part is token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
 
@@ -202,16 +207,172 @@ def _token_ids(name: str, ids: Any) -> IntArray:
     try:
         # Half the time that numpy takes to find out what is in a list; a list of bools is refused below.
         plain = type(ids) is list and ids and type(ids[0]) is int
-        found: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
-    except (TypeError, OverflowError):  # floats, strings, lists: the words for them are there
-        found = int_array(name, ids, (None,))
-    first_bad(name, found, minimum=0)
-    return found
+        checked: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
+    except (TypeError, OverflowError):  # floats, strings, lists: int_array words the error
+        checked = int_array(name, ids, (None,))
+    first_bad(name, checked, minimum=0)
+    return checked
 
 
-def _naming(name: str, call: Callable[[], Any], joint: str = ": ") -> Any:
-    """Call, and put the name of the part before the message of any error of ours."""
-    try:
-        return call()
-    except MmposError as error:
-        raise type(error)(f"{name}{joint}{error}") from error
+@dataclass(frozen=True, eq=False)
+class InterleavedSequence:
+    """Text and images as one sequence of tokens, as a model reads them.
+
+    Args:
+        input_ids: (tokens,) int64; patches are the patch marker's id.
+        token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches.
+        segments: the shape of the sequence, one document.
+        positions: its position table.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
+            the images are known only by size.
+        grid_thw: (images, 3) int64 frames, height, width after merging.
+        image_spans: (images, 2) int64 first token of each image's patches and one past the last, row separators
+            included, the one after the last row too.
+        image_hashes: content hash of each image; None where only the size is known.
+        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
+            Video is one part.
+        image_margins: tokens before and after those of every image in image_spans: its markers.
+    """
+
+    input_ids: IntArray
+    token_type_ids: npt.NDArray[np.uint8]
+    segments: SegmentTable
+    positions: PositionTable
+    patches: Array | None
+    grid_thw: IntArray
+    image_spans: IntArray
+    image_hashes: tuple[str | None, ...]
+    part_offsets: IntArray
+    image_margins: tuple[int, int] = (1, 1)
+
+    @property
+    def marked_spans(self) -> IntArray:
+        """(images, 2) int64 first token of each image and one past the last, its markers included."""
+        before, after = self.image_margins
+        return self.image_spans + np.array([-before, after])
+
+    def block_keys(
+        self,
+        block_size: int,
+        *,
+        generated: npt.ArrayLike = (),
+        salt: str | bytes = b"",
+        known: Sequence[bytes] = (),
+    ) -> list[bytes]:
+        """Hash a key for each full block of tokens, to share keys and values by; see ``mmpos.block_keys``.
+
+        Args:
+            block_size: tokens of a block.
+            generated: token ids after those of the sequence.
+            salt: tells caches apart that must not share blocks: of models, adapters or tenants.
+            known: keys of the first blocks, which are not computed again.
+
+        Raises:
+            InvalidInputError: an image is known only by its size.
+            UnsupportedError: tokens were generated, and the scheme has no next position.
+        """
+        hashes = [name for name in self.image_hashes if name is not None]
+        if len(hashes) < len(self.image_hashes):
+            i = self.image_hashes.index(None)
+            raise InvalidInputError(
+                f"image_hashes[{i}]: got None, want the hash of an image that came with its content"
+            )
+        more = int_array("generated", generated, (None,))
+        positions = self.positions
+        if more.size:
+            positions = positions.window([0], [0], [self.input_ids.size + more.size])
+        (keys,) = block_keys(
+            self.segments,
+            positions,
+            block_size,
+            input_ids=np.concatenate([self.input_ids, more]),
+            image_hashes=hashes,
+            salt=salt,
+            known=[known],
+        )
+        return keys
+
+    def __repr__(self) -> str:
+        patches = None if self.patches is None else f"{self.patches.dtype} {self.patches.shape}"
+        tokens, images = counted(self.input_ids.size, "token"), counted(len(self.grid_thw), "image")
+        return f"InterleavedSequence({tokens}, {images}, patches={patches})"
+
+
+@dataclass
+class _Contents:
+    """The contents of a sequence that is being built.
+
+    Args:
+        marker_ids: of the tokens around and inside images.
+        texts: first token and ids of every part that is text.
+        document: its text, with markers, and its grids.
+        images: in order.
+        spans: first token of each image's patches and one past the last.
+        offsets: first token of each plain part, then of what comes next.
+        indices: the part that each plain part is of, among those that build takes.
+        text: tokens since the last grid.
+    """
+
+    marker_ids: MarkerIds
+    texts: list[tuple[int, IntArray]] = field(default_factory=list)
+    document: list[Text | Grid] = field(default_factory=list)
+    images: list[ProcessedImage] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=lambda: [0])
+    indices: list[int] = field(default_factory=list)
+    text: int = 0
+
+    def add_text(self, index: int, ids: IntArray) -> None:
+        """Add a part of text."""
+        self.indices.append(index)
+        self.texts.append((self.offsets[-1], ids))
+        self.offsets.append(self.offsets[-1] + ids.size)
+        self.text += ids.size
+
+    def add_image(self, index: int, image: ProcessedImage) -> None:
+        """Add an image, with its markers."""
+        self.indices.append(index)
+        grid = replace(image.grid, row_separator=True) if self.marker_ids.row is not None else image.grid
+        before, after = self.marker_ids.margins
+        first = self.offsets[-1] + before
+        stop = first + grid.frames * grid.height * (grid.width + grid.row_separator)
+        self.document += [Text(self.text + before), grid] if self.text + before else [grid]
+        self.images.append(image)
+        self.spans.append((first, stop))
+        self.offsets.append(stop + after)
+        self.text = after
+
+    def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
+        """Make the arrays, the segments and the positions of the contents."""
+        document = [*self.document, Text(self.text)] if self.text else self.document
+        if not document:
+            raise InvalidInputError("parts: got no tokens, want at least one")
+        segments = SegmentTable.from_documents([document])
+        patches = self._patches()
+        positions = place(segments, scheme, start)
+        spans = np.array(self.spans, np.int64).reshape(-1, 2)
+        markers = self.marker_ids
+        input_ids = np.full(self.offsets[-1], markers.patch, np.int64)
+        for first, ids in self.texts:
+            input_ids[first : first + ids.size] = ids
+        markers.write(input_ids, spans, separator_tokens(segments))
+        return InterleavedSequence(
+            input_ids=input_ids,
+            token_type_ids=(input_ids == markers.patch).view(np.uint8),  # no other token has this id
+            segments=segments,
+            positions=positions,
+            patches=patches,
+            grid_thw=np.array([image.grid.extents for image in self.images], np.int64).reshape(-1, 3),
+            image_spans=spans,
+            image_hashes=tuple(image.content_hash for image in self.images),
+            part_offsets=part_offsets(self.offsets, self.indices),
+            image_margins=markers.margins,
+        )
+
+    def _patches(self) -> Array | None:
+        pixels = [image.patches for image in self.images if image.patches is not None]
+        if pixels and len(pixels) < len(self.images):
+            raise InvalidInputError("parts: got images with and without pixels, want all of one sort")
+        if len(pixels) == 1:
+            return pixels[0]
+        return np.concatenate(pixels) if pixels else None

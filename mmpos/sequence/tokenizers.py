@@ -1,30 +1,30 @@
-"""One small interface for every tokenizer, and a byte-level one that needs no vocabulary."""
+"""Tokenizers behind one small interface, a byte-level one that needs no vocabulary, and the markers of images."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
+from mmpos.support.checks import INT32_MAX, IntArray, integer
 
-__all__ = ["ByteTokenizer", "Tokenizer", "adapt"]
+__all__ = ["ByteTokenizer", "MarkerIds", "Markers", "Tokenizer", "adapt"]
 
 
 class Tokenizer(Protocol):
-    """What a SequenceBuilder asks of a tokenizer."""
+    """The methods of a tokenizer that SequenceBuilder calls."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: nothing added in front or behind."""
+        """Encode the text alone: nothing added in front or behind."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids."""
+        """Decode ids to text."""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a special token, or None if there is none."""
+        """Look up the id of a special token; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class ByteTokenizer:
     special_tokens: tuple[str, ...] = ("[IMG]", "[/IMG]", "[PATCH]")
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of the text."""
+        """Encode the text to its bytes."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; special tokens by their names, broken UTF-8 as replacement characters."""
+        """Decode ids to text; special tokens by their names, broken UTF-8 as replacement characters."""
         pieces = bytearray()
         for token in ids:
             token = integer("ids", token, minimum=0, maximum=255 + len(self.special_tokens))
@@ -53,7 +53,7 @@ class ByteTokenizer:
         return pieces.decode(errors="replace")
 
     def token_to_id(self, token: str) -> int | None:
-        """256 + the place of the token among the special tokens."""
+        """Look up a special token: 256 and its index."""
         return 256 + self.special_tokens.index(token) if token in self.special_tokens else None
 
 
@@ -70,7 +70,7 @@ class _HuggingFaceAdapter:
 
     @property
     def _whole(self) -> Any:
-        """The tokenizer that encodes: the caller's, unless it cuts or pads."""
+        """Get the tokenizer that encodes: the caller's, unless it cuts or pads."""
         backend = _backend(self.inner)
         settings = (getattr(backend, name, None) for name in ("truncation", "padding"))
         return self.inner if all(setting is None for setting in settings) else self._copy
@@ -99,8 +99,8 @@ class _TokenizersAdapter(_HuggingFaceAdapter):
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self.inner.token_to_id(token)
-        return found
+        token_id: int | None = self.inner.token_to_id(token)
+        return token_id
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,10 @@ class _TransformersAdapter(_HuggingFaceAdapter):
         return str(self.inner.decode(list(ids)))
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self.inner.convert_tokens_to_ids(token)
+        token_id: int | None = self.inner.convert_tokens_to_ids(token)
         # Unknown names come back as the id of the unknown token.
-        return found if found is not None and self.inner.convert_ids_to_tokens(found) == token else None
+        known = token_id is not None and self.inner.convert_ids_to_tokens(token_id) == token
+        return token_id if known else None
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,12 @@ class _PlainAdapter:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """What cuts and pads: the part of a fast tokenizer of transformers that is one of tokenizers."""
+    """Get the tokenizer of tokenizers inside a fast one of transformers, which cuts and pads."""
     return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 def adapt(tokenizer: Any) -> Tokenizer:
-    """The interface over a tokenizers or transformers object, or over anything with encode and decode.
+    """Adapt a tokenizers or transformers object, or anything with encode and decode, to the interface.
 
     Raises:
         InvalidInputError: the object has no encode and decode.
@@ -158,3 +159,81 @@ def adapt(tokenizer: Any) -> Tokenizer:
         return _TokenizersAdapter(tokenizer)
     own: Tokenizer = tokenizer
     return own if callable(getattr(tokenizer, "token_to_id", None)) else _PlainAdapter(tokenizer)
+
+
+class MarkerIds(NamedTuple):
+    """The ids of Markers; None for those that there are not."""
+
+    begin: int | None
+    end: int | None
+    patch: int
+    row: int | None
+    last_row: int | None
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Tokens before the patches of an image, and after them."""
+        return int(self.begin is not None), int(self.end is not None)
+
+    def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
+        """Put the markers of images around and between their patches.
+
+        Args:
+            input_ids: (tokens,), changed in place.
+            image_spans: (images, 2) first token of each image's patches and one past the last, separators included.
+            separators: (separators,) the tokens that end rows.
+        """
+        for token_id, tokens in (
+            (self.begin, image_spans[:, 0] - 1),
+            (self.end, image_spans[:, 1]),
+            (self.row, separators),
+            (self.last_row, image_spans[:, 1] - 1),
+        ):
+            if token_id is not None:
+                input_ids[tokens] = token_id
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The special tokens around and inside an image, by name or by id.
+
+    Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``.
+
+    Args:
+        begin: stands before the patches of an image; None where nothing does.
+        end: stands after them, and after the row marker of the last row; None likewise.
+        patch: stands for every patch in input_ids, where its embedding will go.
+        row: stands after the patches of every row, for models that generate patch by patch or read rows of any length;
+            None where rows follow each other. With it every image has row separators.
+        last_row: stands after the last row instead of row; None is row.
+    """
+
+    begin: str | int | None = "[IMG]"
+    end: str | int | None = "[/IMG]"
+    patch: str | int = "[PATCH]"
+    row: str | int | None = None
+    last_row: str | int | None = None
+
+    def ids(self, tokenizer: Tokenizer) -> MarkerIds:
+        """Look up the id of each marker.
+
+        Raises:
+            InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
+        """
+        if self.last_row is not None and self.row is None:
+            raise InvalidInputError(f"markers.last_row: got {self.last_row!r}, want markers.row, too")
+        marker_ids = MarkerIds(*(self._id(field.name, tokenizer) for field in fields(self)))
+        ids = [token_id for token_id in marker_ids if token_id is not None]
+        if len(set(ids)) < len(ids):
+            got = f"{', '.join(map(str, ids[:-1]))} and {ids[-1]}"
+            raise InvalidInputError(f"markers: got ids {got}, want {len(ids)} different ids")
+        return marker_ids
+
+    def _id(self, name: str, tokenizer: Tokenizer) -> Any:
+        marker = getattr(self, name)
+        if marker is None and name != "patch":
+            return None
+        token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
+        if token_id is None:
+            raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
+        return integer(f"markers.{name}", token_id, minimum=0, maximum=INT32_MAX)

@@ -1,29 +1,40 @@
-"""A video as frames with times, and the plain parts that it is: timestamp, frame, timestamp, frame …"""
+"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame …"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
+from string import Formatter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.parts import Grid, fraction, rational
-from mmpos.sequence.timestamps import QWEN3_VL, Timestamp, timestamps
+from mmpos.segments.kinds import Grid, fraction, rational
 from mmpos.support.checks import INT32_MAX, IntArray, counted, written
 
-__all__ = ["Plain", "Video", "given_offsets", "plain_parts"]
+__all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "part_offsets", "plain_parts", "timestamps"]
+
+
+QWEN3_VL = "<{seconds:.1f} seconds>"
+"""Format of Qwen3-VL for the time of a frame."""
+
+Timestamp = str | Callable[[Fraction], str]
+"""A format whose one field is seconds, or a callable from seconds to text."""
+
+_SPEC = re.compile(r"0?\d{0,2}\.(\d{1,2})f", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Video:
-    """Frames and when they are seen: each is an image of its own, with its time as text before it.
+    """Frames and their times: each is an image of its own, with its time as text before it.
 
     A part for SequenceBuilder. What comes after a frame changes no id before it, under every scheme. There is one
-    grid per frame given: models that merge frames in pairs (temporal_patch_size=2) get one frame per pair, at the mean
+    grid per frame: models that merge frames in pairs (temporal_patch_size=2) get one frame per pair, at the mean
     of its two times, from a caller who merges them.
 
     >>> Video([Grid(2, 3), Grid(2, 3)], seconds_per_frame=0.5).timestamps
@@ -73,18 +84,18 @@ class Plain(NamedTuple):
     """A part that is no video.
 
     Args:
-        given: index of the part given that it is, or is of.
-        name: what errors call it.
-        part: itself.
+        part_index: of the part that it is, or is of, among those that build takes.
+        name: for errors.
+        part: text, token ids or an image.
     """
 
-    given: int
+    part_index: int
     name: str
     part: Any
 
 
 def plain_parts(parts: Iterable[Any]) -> Iterator[Plain]:
-    """The parts with every video in its place as text, image, text, image …; read one by one."""
+    """Yield the parts one by one, every video as text, image, text, image …"""
     for i, part in enumerate(parts):
         if not isinstance(part, Video):
             yield Plain(i, f"parts[{i}]", part)
@@ -94,11 +105,10 @@ def plain_parts(parts: Iterable[Any]) -> Iterator[Plain]:
             yield Plain(i, f"parts[{i}].frames[{k}]", frame)
 
 
-def given_offsets(offsets: npt.ArrayLike, given: Sequence[int]) -> IntArray:
-    """(parts given + 1,) first token of each part given, and the total, from (plain parts + 1,) those of plain ones."""
-    edges = np.diff(np.asarray(given, np.int64), prepend=-1, append=-1).nonzero()
-    found: IntArray = np.asarray(offsets, np.int64)[edges]
-    return found
+def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
+    """Give the first token of every part and the total, (parts + 1,), from those of plain parts and their indices."""
+    edges = np.diff(np.asarray(indices, np.int64), prepend=-1, append=-1).nonzero()[0]
+    return np.asarray(offsets, np.int64).take(edges)
 
 
 def _frames(frames: Any) -> tuple[Any, ...]:
@@ -108,34 +118,82 @@ def _frames(frames: Any) -> tuple[Any, ...]:
         raise InvalidInputError(f"Video.frames: got shape {tuple(shape)}, want {want}")
     if isinstance(frames, str | bytes | bytearray) or not isinstance(frames, Iterable):
         raise InvalidInputError(f"Video.frames: got {type(frames).__name__}, want a list of images")
-    found = tuple(frames)
-    if not found:
+    images = tuple(frames)
+    if not images:
         raise InvalidInputError("Video.frames: got none, want at least one")
-    for k, frame in enumerate(found):
+    for k, frame in enumerate(images):
         flat = not isinstance(frame, memoryview) and getattr(frame, "ndim", 2) < 2
         if flat or isinstance(frame, str | list | tuple | Video):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
             raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")
-    return found
+    return images
 
 
 def _times(times: Any, count: int) -> tuple[Fraction, ...]:
     try:
-        given = list(times)
+        listed = list(times)
     except TypeError:
         raise InvalidInputError(f"Video.times: got {times!r}, want a list of seconds") from None
-    if len(given) != count:
-        raise InvalidInputError(f"Video.times: got {len(given)} times, want {count}, one per frame")
-    found: list[Fraction] = []
-    for k, time in enumerate(given):
+    if len(listed) != count:
+        raise InvalidInputError(f"Video.times: got {len(listed)} times, want {count}, one per frame")
+    seconds: list[Fraction] = []
+    for k, time in enumerate(listed):
         exact = fraction(f"Video.times[{k}]", time)
         if exact < 0:
             raise InvalidInputError(f"Video.times[{k}]: got {written(time)}, want >= 0")
         if exact > INT32_MAX:  # 68 years: a number of something else
             raise LimitExceededError(f"Video.times[{k}]: got {written(time)}, want <= {INT32_MAX} seconds")
-        if found and exact < found[-1]:
-            got, before = written(time), written(found[-1])
+        if seconds and exact < seconds[-1]:
+            got, before = written(time), written(seconds[-1])
             raise InvalidInputError(f"Video.times[{k}]: got {got}, want >= {before}, that of the frame before")
-        found.append(exact)
-    return tuple(found)
+        seconds.append(exact)
+    return tuple(seconds)
+
+
+def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tuple[str, ...]:
+    """Write each time as text.
+
+    >>> timestamps("timestamp", "<{seconds:.1f} seconds>", [Fraction(1, 3), Fraction(5, 4)])
+    ('<0.3 seconds>', '<1.2 seconds>')
+
+    Args:
+        name: of the timestamp, for errors.
+        timestamp: a format such as "<{seconds:.1f} seconds>", "{seconds:05.2f} s" or "", or a callable. The digits of
+            a format are those of the rational itself, halves rounded to even; no binary float is on the way.
+        times: exact seconds.
+
+    Raises:
+        InvalidInputError: a format with other fields or other than a number of decimals; a callable that gives no text.
+    """
+    write = _format(name, timestamp) if isinstance(timestamp, str) else timestamp
+    if not callable(write):
+        raise InvalidInputError(f"{name}: got {timestamp!r}, want a format of seconds or a callable")
+    texts = tuple(write(time) for time in times)
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidInputError(f"{name}: got a callable that gives {text!r}, want text")
+    return texts
+
+
+def _format(name: str, template: str) -> Callable[[Fraction], str]:
+    """Check a format and make the function that applies it."""
+    try:
+        pieces = list(Formatter().parse(template))
+    except ValueError as error:
+        raise InvalidInputError(f"{name}: got {template!r}, want a format of seconds ({error})") from None
+    for _, field, spec, conversion in pieces:
+        if field is not None and (field != "seconds" or conversion or not _SPEC.fullmatch(spec or "")):
+            raise InvalidInputError(f"{name}: got {template!r}, want fields such as {{seconds:.1f}} only")
+
+    def write(time: Fraction) -> str:
+        return "".join(
+            literal if field is None else literal + _digits(time, spec or "") for literal, field, spec, _ in pieces
+        )
+
+    return write
+
+
+def _digits(time: Fraction, spec: str) -> str:
+    decimals = int(spec.rpartition(".")[2][:-1])
+    return format(Decimal(f"{round(time * 10**decimals)}e-{decimals}"), spec)

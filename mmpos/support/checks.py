@@ -1,25 +1,27 @@
-"""Checks for the doors of the house: each returns the checked value or says what, got and want."""
+"""Check arguments: each function returns the checked value or raises an error with name, got and want."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, MmposError, ServiceError
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 T = TypeVar("T")
 
+Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 
 
 def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """An int from anything that is an integer (never a bool or a float), within bounds."""
+    """Check an integer, of any type but bool and float, within bounds."""
     if type(value) is not int:
         try:
             if isinstance(value, bool | np.bool_):
@@ -35,23 +37,42 @@ def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int |
     return result
 
 
-def written(value: Any) -> str:
-    """A number as text, also one of more digits than Python writes."""
+@contextmanager
+def naming(name: str, joint: str = ": ") -> Iterator[None]:
+    """Put a name before the message of every error of mmpos raised in this block.
+
+    A ServiceError passes as it is, since it says nothing of the input.
+
+    >>> with naming("documents[3]", joint="."):
+    ...     integer("height", 0, minimum=1)
+    Traceback (most recent call last):
+    mmpos.errors.InvalidInputError: documents[3].height: got 0, want >= 1
+    """
+    try:
+        yield
+    except ServiceError:
+        raise
+    except MmposError as error:
+        raise type(error)(f"{name}{joint}{error}") from error
+
+
+def written(value: object) -> str:
+    """Write a number as text, also one of more digits than Python writes."""
     try:
         return str(value)
     except ValueError:
         return "a number of more than 4300 digits"
 
 
-def boolean(name: str, value: Any) -> bool:
-    """A bool, and nothing that merely is true or false."""
+def boolean(name: str, value: object) -> bool:
+    """Check a bool, and nothing that merely is true or false."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidInputError(f"{name}: got {value!r}, want True or False")
     return bool(value)
 
 
 def text(name: str, value: str) -> str:
-    """The text, if it is Unicode: lone surrogates have no bytes."""
+    """Check that text is Unicode: lone surrogates have no bytes."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -59,8 +80,8 @@ def text(name: str, value: str) -> str:
     return value
 
 
-def host_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """A numpy view or copy of a list, an array or a tensor that lies on the host."""
+def host_array(name: str, value: object) -> Array:
+    """Convert a list, an array or a tensor on the host to numpy, as a view or a copy."""
     if isinstance(value, np.ndarray):
         if hasattr(value, "mask"):  # without importing numpy.ma, which import mmpos does not need
             raise InvalidInputError(f"{name}: got a masked array, want an array without a mask, which would be lost")
@@ -71,8 +92,8 @@ def host_array(name: str, value: Any) -> npt.NDArray[Any]:
         raise InvalidInputError(f"{name}: got {_kind(value)}, want an array of numbers on the host ({error})") from None
 
 
-def int_array(name: str, value: Any, shape: tuple[int | None, ...]) -> IntArray:
-    """An int64 array of the given shape (None: any length) from integers only, never from floats or bools."""
+def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArray:
+    """Check an int64 array of this shape (None: any length), of integers only, never of floats or bools."""
     array = host_array(name, value)
     empty = tuple(0 if n is None else n for n in shape)
     if array.size == 0 and array.ndim == 1 and 0 in empty:
@@ -100,8 +121,8 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
     raise InvalidInputError(f"{name}[{', '.join(map(str, at))}]: got {values[at]}, want {want}")
 
 
-def per_document(name: str, value: Any, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """(documents,) integers within bounds, from one for all or one for each document."""
+def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
+    """Check (documents,) integers within bounds: one for all, or one for each document."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for a few
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))
@@ -111,22 +132,22 @@ def per_document(name: str, value: Any, num_documents: int, *, minimum: int, max
     return array
 
 
-def one_of(name: str, value: Any, options: Collection[Any]) -> Any:
-    """The value, if it is one of the options."""
+def one_of(name: str, value: object, options: Collection[object]) -> Any:
+    """Check that a value is one of the options."""
     if value not in options:
         raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
     return value
 
 
-def instance(name: str, value: Any, kind: type[T], source: str) -> T:
-    """The value, if it is of this class; source is the call that gives one."""
+def instance(name: str, value: object, kind: type[T], source: str) -> T:
+    """Check that a value is of this class; source is the call that gives one."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
     return value
 
 
 def counted(count: int, noun: str, style: str = "") -> str:
-    """A number in a style of ``format``, and its noun, in the plural unless it is one.
+    """Write a number in a style of ``format``, and its noun, in the plural unless it is one.
 
     >>> counted(1, "document"), counted(0, "axis"), counted(2, "property"), counted(4096, "token", ",")
     ('1 document', '0 axes', '2 properties', '4,096 tokens')
@@ -137,13 +158,13 @@ def counted(count: int, noun: str, style: str = "") -> str:
 
 
 def shown(values: IntArray) -> str:
-    """The values as a list, shortened where there are many."""
+    """Write the values as a list, shortened where there are many."""
     if values.size <= 8:
         return str(values.tolist())
     head, tail = ", ".join(map(str, values[:3].tolist())), values[-1]
     return f"[{head}, … {tail}] ({values.size} values)"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     device = getattr(value, "device", None)
     return type(value).__name__ + (f" on {device}" if device is not None else "")

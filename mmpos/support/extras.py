@@ -1,11 +1,13 @@
-"""The pip commands that bring optional packages, and the errors that name them where a package is missing."""
+"""Optional packages: the pip commands that bring them, errors that name these commands, and lazy names of packages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 
-__all__ = ["DISTRIBUTION", "missing", "needed_for", "pip_install"]
+__all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
 
 DISTRIBUTION = "multimodal-positions"
 """The name of this package on an index; ``mmpos`` there is a program of other people."""
@@ -29,7 +31,7 @@ def missing(what: str, package: str, *, extra: str) -> ImportError:
     ImportError('rotations: torch is not installed, want pip install "multimodal-positions[all]"')
 
     Args:
-        what: the part of mmpos that needs the package; begins the message.
+        what: the feature that needs the package; begins the message.
         package: as it is imported; the ``name`` of the error.
         extra: the one that installs the package.
     """
@@ -44,7 +46,7 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
     there is a mistake of ours.
 
     Args:
-        what: the part of mmpos that needs what the block imports; begins the message.
+        what: the feature that needs the imports of the block; begins the message.
         extra: the one that installs it.
     """
     try:
@@ -53,3 +55,29 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] in _OWN:
             raise
         raise missing(what, error.name, extra=extra) from error
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str], *, extra: str | None = None, what: str | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Make the ``__getattr__`` and ``__dir__`` of a package that imports some of its names when they are asked for.
+
+    Args:
+        package: its full name.
+        modules: the submodule that holds each name; a name that is its own submodule is that module.
+        extra: the one that installs what the submodules need; None where they need nothing.
+        what: the beginning of the error where that is missing; None is the package and the name.
+    """
+
+    def get(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        needs = nullcontext() if extra is None else needed_for(what or f"{package}.{name}", extra=extra)
+        with needs:
+            module = import_module(f"{package}.{modules[name]}")
+            return module if modules[name] == name else getattr(module, name)
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return get, names

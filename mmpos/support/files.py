@@ -1,4 +1,4 @@
-"""Files that are there wholly or not at all, and whose errors name them."""
+"""Write files wholly or not at all, with errors that name them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         target = Path(os.path.realpath(path))
         beside = os.path.isfile(path) or not os.path.exists(path)
-        place = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp") if beside else Path(path)
-        raw = _Raw(place, "x" if beside else "w", path)
+        written = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp") if beside else Path(path)
+        raw = _Raw(written, "x" if beside else "w", path)
     file = io.BufferedWriter(raw)
     try:
         yield file
@@ -51,13 +51,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             file.close()
             if beside:
                 if target.exists():
-                    shutil.copymode(target, place)
-                place.replace(target)
+                    shutil.copymode(target, written)
+                written.replace(target)
     except BaseException:
         with suppress(OSError):  # what is left in the buffer cannot be written either
             file.close()
         if beside:
-            place.unlink(missing_ok=True)
+            written.unlink(missing_ok=True)
         raise
     with suppress(OSError):  # some systems cannot open folders, where the name is kept
         folder = os.open(target.parent, os.O_RDONLY)
@@ -85,7 +85,7 @@ def leftovers(folder: Path, names: Collection[str]) -> list[Path]:
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors of the system, and of nothing else, name a path in the place of what they name."""
+    """Let errors of the system, and of nothing else, name this path instead of another."""
     try:
         yield
     except OSError as error:
@@ -97,8 +97,8 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 class _Raw(io.FileIO):
     """A file whose errors name the path that it will have."""
 
-    def __init__(self, place: Path, mode: str, path: str | os.PathLike[str]) -> None:
-        super().__init__(place, mode)
+    def __init__(self, written: Path, mode: str, path: str | os.PathLike[str]) -> None:
+        super().__init__(written, mode)
         self._path = path
 
     def write(self, data: Any, /) -> int:

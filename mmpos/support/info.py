@@ -1,4 +1,4 @@
-"""What this installation and its machine are, as one says it in a report of a mistake or of a measurement."""
+"""The installation and its machine, as a report of a mistake or of a measurement names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = "not installed"
 
 
 def info() -> dict[str, str]:
-    """Versions of what mmpos stands on, and whether its extension in C was built.
+    """Report versions of mmpos and its packages, and whether its extension in C was built.
 
     Nothing is imported for it. Without the extension everything works, and gives the same numbers, through numpy.
 
@@ -48,12 +48,12 @@ def info() -> dict[str, str]:
 
 
 def version() -> str:
-    """The version of mmpos that is installed; "unknown" where it runs from its source without being installed."""
+    """Read the version of mmpos that is installed; "unknown" where it runs from its source without being installed."""
     return version_of(DISTRIBUTION) or "unknown"
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
@@ -61,7 +61,7 @@ def cores() -> int:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not."""
+    """Read the version of an installed package; None where it is not installed."""
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""The optional extension in C: fast ways of what the rooms say in Python; ``core`` is None where it was not built.
+"""The optional extension in C, which does the same as the Python beside it; ``core`` is None where it was not built.
 
 Its functions answer or decline. What they decline, mistakes included, takes the way in Python, which has the words.
 """
@@ -21,7 +21,7 @@ class Core(Protocol):
         self, kind: Any, segment_offsets: Any, start: Any, end: Any, block: Any, texts: int, grids: int,
         of_text: Any, of_grids: Any, table: Any, documents: Any, /,
     ) -> int | None:  # fmt: skip
-        """Fill the columns of a placed table from what schemes said of texts and grids; its tokens."""
+        """Fill the columns of a placed table from the placements of texts and grids; returns its tokens."""
 
     def cursors(
         self, kind: Any, segment_offsets: Any, start: Any, of_text: Any, of_grids: Any, cursors: Any, end: Any, /
@@ -29,7 +29,7 @@ class Core(Protocol):
         """Fill in the cursor before every text and grid, and after every document."""
 
     def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
-        """Kind, extents and segment offsets, as bytes, of lists of parts."""
+        """Read kind, extents and segment offsets, as bytes, of lists of Text and Grid."""
 
     def elements(self, raw: bytes, schema: Any, most: int, /) -> int | None:
         """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
@@ -51,7 +51,7 @@ class Core(Protocol):
     def patches(self, pixels: Any, patch: int, block: int, levels: Any, frames: int, out: Any, /) -> bool:
         """Write pixels (h, w, 3) as patches, their levels looked up in a (3, 256) table if there is one.
 
-        Patches of a block lie side by side. With frames they are planes of floats, each told so many times.
+        Patches of a block lie side by side. With frames they are planes of floats, each repeated so many times.
         """
 
     def rotate(
@@ -93,11 +93,11 @@ class Core(Protocol):
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
     def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
-        """How a walk through an image file ended, and kind, start and length of its parts that matter."""
+        """Walk through an image file: how the walk ended, and kind, start and length of the chunks that matter."""
 
 
 def int64(data: bytes) -> npt.NDArray[np.int64]:
-    """The numbers that came as bytes; read-only, not copied."""
+    """Read int64 numbers from bytes; read-only, not copied."""
     return np.frombuffer(data, np.int64)
 
 

@@ -36,7 +36,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         INTERRUPTED: "stopped by Ctrl-C",
     }
 )
-"""What the exit codes of both programs mean."""
+"""Meanings of the exit codes of both programs."""
 
 
 def run_program(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) -> int:
@@ -94,7 +94,7 @@ def _run(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) ->
 
 
 def read_input() -> bytes:
-    """All of standard input.
+    """Read all of standard input.
 
     Raises:
         InvalidInputError: the process has none.
@@ -105,11 +105,11 @@ def read_input() -> bytes:
 
 
 def console() -> Console:
-    """A console for tables, at most 100 columns wide; plain text of that width where there is no terminal."""
+    """Make a console for tables, at most 100 columns wide; plain text of that width where there is no terminal."""
     from rich.console import Console
 
-    found = Console()
-    width = min(found.width, _WIDTH) if found.is_terminal else _WIDTH
+    usual = Console()
+    width = min(usual.width, _WIDTH) if usual.is_terminal else _WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 

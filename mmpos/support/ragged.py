@@ -1,10 +1,30 @@
-"""Insertion of padding segments around the documents of any table with one column per segment."""
+"""Arrays of rows of different lengths: numbers counted per owner, and padding put around documents."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mmpos.support.checks import IntArray
+
+__all__ = ["insert_padding", "ragged_arange"]
+
+
+def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArray, IntArray]:
+    """Count from every start as many numbers as its count, one owner after the other.
+
+    >>> owner, number = ragged_arange(np.array([2, 0, 3]), np.array([10, 20, 30]))
+    >>> owner.tolist(), number.tolist()
+    ([0, 0, 2, 2, 2], [10, 11, 30, 31, 32])
+
+    Args:
+        counts: (owners,) numbers of each owner, at least 0.
+        starts: (owners,) first number of each owner, or one integer for all.
+
+    Returns:
+        (numbers,) the index of the owner of each number, ascending, and (numbers,) the numbers; new arrays.
+    """
+    owner = np.arange(counts.size).repeat(counts)
+    return owner, np.arange(owner.size) - (counts.cumsum() - counts - starts)[owner]
 
 
 def insert_padding(
@@ -19,7 +39,7 @@ def insert_padding(
     """Insert one padding column before and after each document where its length is not 0.
 
     Args:
-        columns: (rows, segments).
+        columns: (rows, segments) of any table with one column per segment.
         offsets: (documents + 1,) first segment of each document, then the total.
         left: (documents,) padding tokens before each document.
         right: (documents,) padding tokens after each document.
@@ -31,10 +51,10 @@ def insert_padding(
     """
     # Right padding of one document stands before left padding of the next: interleave in document order.
     lengths = np.column_stack([left, right]).ravel()
-    places = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
+    edges = np.column_stack([offsets[:-1], offsets[1:]]).ravel()
     used = lengths > 0
     values = np.repeat(pad[:, None], int(used.sum()), axis=1)
     values[list(length_rows)] = lengths[used]
     added = used.reshape(-1, 2).sum(axis=1)
     new_offsets = offsets + np.concatenate([[0], np.cumsum(added)])
-    return np.insert(columns, places[used], values, axis=1), new_offsets
+    return np.insert(columns, edges[used], values, axis=1), new_offsets

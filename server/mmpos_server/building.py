@@ -12,14 +12,14 @@ import numpy as np
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceError
 from mmpos.images import ImageSize
-from mmpos.images.sources import open_source
+from mmpos.images.decode import open_source
 from mmpos.rpc.errors import put_error
 from mmpos.rpc.parts import get_parts
 from mmpos.rpc.schemes import get_scheme
 from mmpos.rpc.sequences import put_sequence
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Pool
 from mmpos_server.call import Call

@@ -29,10 +29,8 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.images import ImageProcessor
-from mmpos.images.decode import decode, to_rgb
-from mmpos.images.exif import orient
-from mmpos.images.headers import Header, read_header
-from mmpos.images.sources import File, Source
+from mmpos.images.decode import File, Source, decode, to_rgb
+from mmpos.images.headers import Header, orient, read_header
 
 __all__ = ["Apart", "Decoders", "is_heavy", "main"]
 

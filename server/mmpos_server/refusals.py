@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmpos.errors import LimitExceededError
-from mmpos.positions.columns import FIRST_TOKEN
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window

@@ -26,7 +26,7 @@ from mmpos.analysis.plot.plane import read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 
 pytest.importorskip("matplotlib")

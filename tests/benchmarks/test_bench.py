@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
 from mmpos.cli import app
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos_bench import (
     SUITES,
     Budget,

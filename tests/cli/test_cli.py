@@ -20,7 +20,7 @@ from mmpos.__main__ import main
 from mmpos.cli.specs import read_documents, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 
 testing = pytest.importorskip("typer.testing")

@@ -14,7 +14,7 @@ import pytest
 
 import mmpos
 from mmpos.__main__ import main
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.support.program import EXIT_CODES
 
 testing = pytest.importorskip("typer.testing")
@@ -64,7 +64,7 @@ def test_different_ids_are_a_sentence_each_for_place_count_cause_and_remedy() ->
 def test_the_program_ends_with_three_if_ids_differ(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("ids.npy", np.array([0, 1, 3]))
     assert main(["check", "ids.npy", "--spec", "3"]) == 3
-    assert capsys.readouterr().out.startswith("documents[0], token 2, is place 2 of a run of text (segment 0): got 3")
+    assert capsys.readouterr().out.startswith("documents[0], token 2, is token 2 of a run of text (segment 0): got 3")
     assert main(["check", "ids.npy", "--spec", "3", "--tolerance", "1"]) == 0
 
 

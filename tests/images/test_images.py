@@ -30,13 +30,12 @@ from torchvision.transforms.v2 import functional
 from torchvision.transforms.v2.functional import resize
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images import ImageProcessor, ImageSize, backends
+from mmpos.images import ImageProcessor, ImageSize
 from mmpos.images import processor as room
-from mmpos.images.decode import decode
-from mmpos.images.guard import guarded
+from mmpos.images.decode import decode, guarded
+from mmpos.images.decode import resize as resize_pixels
 from mmpos.images.headers import Header
-from mmpos.images.patches import patchify
-from mmpos.images.values import on_device
+from mmpos.images.patches import on_device, patchify
 from mmpos.segments.table import Grid
 
 BACKENDS = ["torchvision", "pillow"]
@@ -731,7 +730,7 @@ def test_pixels_stay_channels_last_from_the_decoder_to_the_patches(monkeypatch: 
 
     torch_resize = watched("torch", functional.resize, lambda tensor: tuple(tensor.stride()))
     monkeypatch.setattr(functional, "resize", torch_resize)
-    monkeypatch.setattr(room, "resize", watched("resize", backends.resize, lambda array: array.strides))
+    monkeypatch.setattr(room, "resize", watched("resize", resize_pixels, lambda array: array.strides))
     monkeypatch.setattr(room, "patchify", watched("patchify", patchify, lambda array: array.strides))
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8)).save(file, "JPEG")

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize
-from mmpos.images.bare import bare_gif, bare_jpeg, bare_png
+from mmpos.images.decode import bare_gif, bare_jpeg, bare_png
 from mmpos.images.headers import read_header
 from mmpos.support import native
 
@@ -58,7 +58,7 @@ def steps(work: Callable[[], object]) -> int:
 @pytest.mark.usefixtures("_walker")
 @pytest.mark.parametrize("kind", CROWDED)
 def test_a_file_of_nothing_but_parts_is_refused(kind: str) -> None:
-    with pytest.raises(LimitExceededError, match=f"got a {kind} of more than 65536 parts, want at most so many"):
+    with pytest.raises(LimitExceededError, match=f"got a {kind} of more than 65536 chunks, want at most so many"):
         PROCESSOR.inspect(CROWDED[kind](66_000))
     data = CROWDED[kind](60_000)
     assert PROCESSOR.inspect(data) == ImageSize(8, 8)

@@ -10,8 +10,7 @@ import pytest
 
 from mmpos.errors import InvalidInputError
 from mmpos.images import ImageProcessor
-from mmpos.images.patches import levels, patchify
-from mmpos.images.values import pixel_values, values_of_pixels
+from mmpos.images.patches import levels, patchify, pixel_values, values_of_pixels
 from mmpos.support import native
 
 SCALE, SHIFT = np.array([0.01, 0.017, 0.02], np.float32), np.array([-1.5, -0.3, 2], np.float32)

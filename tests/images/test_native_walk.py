@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import broken, files
 
-from mmpos.images.walk import FORMATS, MOST_PARTS, in_python
+from mmpos.images.headers import FORMATS, MOST_CHUNKS, walk_in_python
 from mmpos.support import native
 
 MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n", "GIF": b"GIF89a", "WebP": b"RIFF\0\0\0\0WEBPVP8X"}
@@ -41,22 +41,22 @@ def kind_of(data: bytes) -> int:
     return next((n for n, kind in enumerate(FORMATS) if data.startswith(MAGIC[kind][:3])), 0)
 
 
-def assert_agree(data: bytes, number: int, most: int = MOST_PARTS) -> None:
+def assert_agree(data: bytes, number: int, most: int = MOST_CHUNKS) -> None:
     assert native.core is not None
-    assert native.core.walk(data, number, most) == in_python(data, number, most)
+    assert native.core.walk(data, number, most) == walk_in_python(data, number, most)
 
 
 @pytest.mark.parametrize("number", range(len(CORPUS)))
 def test_both_find_the_parts_of_a_file_and_of_each_beginning_of_it(number: int) -> None:
     data = CORPUS[number]
-    end, parts = in_python(data, kind_of(data), MOST_PARTS)
+    end, parts = walk_in_python(data, kind_of(data), MOST_CHUNKS)
     assert end == 0 or (end == 1 and kind_of(data) == FORMATS.index("WebP"))
     assert len(parts) > 0
     for length in [*range(min(len(data), 700)), *range(700, len(data), 101)]:
         assert_agree(data[:length], kind_of(data))
 
 
-@given(st.sampled_from(CORPUS), st.randoms(use_true_random=False), st.sampled_from([1, 2, 5, 12, MOST_PARTS]))
+@given(st.sampled_from(CORPUS), st.randoms(use_true_random=False), st.sampled_from([1, 2, 5, 12, MOST_CHUNKS]))
 def test_both_agree_on_broken_files(data: bytes, chance: random.Random, most: int) -> None:
     assert_agree(broken(data, chance, CORPUS), kind_of(data), most)
 
@@ -66,7 +66,7 @@ def test_both_agree_on_very_many_broken_files() -> None:
     chance = random.Random(0)
     for _ in range(100_000):
         data = chance.choice(CORPUS)
-        assert_agree(broken(data, chance, CORPUS), kind_of(data), chance.choice([3, 12, MOST_PARTS]))
+        assert_agree(broken(data, chance, CORPUS), kind_of(data), chance.choice([3, 12, MOST_CHUNKS]))
 
 
 @given(st.sampled_from(FORMATS), st.lists(st.sampled_from(ODD) | st.binary(max_size=9), max_size=40))

@@ -21,7 +21,7 @@ from mmpos.integrations.vllm import (
     window_positions,
 )
 from mmpos.integrations.vllm.settings import IDS_PER_TOKEN
-from mmpos.positions.consuming import ids_consumed
+from mmpos.positions.place import ids_consumed
 from mmpos.rotary import Rotary
 
 TWO = Sections(Rotary(16), max_position=4096, permuted=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import CASES, RESUMABLE, Case, Document, Id, batches, documents, exact
 
 from mmpos import PositionTable, SegmentTable, place
-from mmpos.positions.columns import NEXT_POSITION
+from mmpos.positions.rows import NEXT_POSITION
 
 settled = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -291,7 +291,7 @@ def test_repr_says_what_is_in_it(batch: PositionTable) -> None:
 @pytest.mark.parametrize(
     ("scheme", "token", "sentence"),
     [
-        ("rope-tie", 1, "token 1 (documents[0], token 1) is place 1 of a run of text (segment 0): position (1, 1)"),
+        ("rope-tie", 1, "token 1 (documents[0], token 1) is token 1 of a run of text (segment 0): position (1, 1)"),
         (
             "rope-tie",
             7,
@@ -310,7 +310,7 @@ def test_repr_says_what_is_in_it(batch: PositionTable) -> None:
             "token 8 (documents[0], token 8) is frame 0, row 1, column 2 of a grid of width 3 (segment 1): "
             "position (3, 4, 5) = (3, 3, 3) + 0·(1, 0, 0) + 1·(0, 1, 0) + 2·(0, 0, 1)",
         ),
-        ("rows", 2, "token 2 (documents[0], token 2) is place 2 of a run of text (segment 0): position (0, 2)"),
+        ("rows", 2, "token 2 (documents[0], token 2) is token 2 of a run of text (segment 0): position (0, 2)"),
         ("flatten", 11, "token 11 (documents[0], token 11) is padding (segment 3): position (0)"),
     ],
 )
@@ -329,7 +329,7 @@ def test_segments_are_grids_or_padding_or_text() -> None:
 
 def test_explain_counts_tokens_in_documents(batch: PositionTable) -> None:
     assert batch.explain(12) == (
-        "token 12 (documents[1], token 1) is place 1 of a run of text (segment 3): position (8, 8)"
+        "token 12 (documents[1], token 1) is token 1 of a run of text (segment 3): position (8, 8)"
     )
     assert batch.slice(7, 9).explain(0) == (
         "token 0 (documents[0], token 0) is row 1, column 1 of a grid of width 3 (segment 0): "

@@ -31,7 +31,7 @@ from mmpos.data.collate import collate_packed, collate_padded
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
-from mmpos.segments.separators import patch_spans, separator_tokens, token_types
+from mmpos.segments.table import patch_spans, separator_tokens, token_types
 
 NAMES = ("[IMG]", "[/IMG]", "[PATCH]", "[IMG_BREAK]")
 BUILDER = SequenceBuilder(ByteTokenizer(NAMES), markers=Markers(row="[IMG_BREAK]"))

@@ -27,7 +27,7 @@ from mmpos import (
 )
 from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
-from mmpos.sequence.timestamps import timestamps
+from mmpos.sequence.video import timestamps
 
 PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)

@@ -10,7 +10,7 @@ import pytest
 
 import mmpos
 from mmpos.__main__ import main
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import lazy_names, needed_for
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,10 +42,22 @@ def test_other_errors_of_an_import_stay_as_they_are(error: ImportError) -> None:
     assert raised.value is error
 
 
+def test_lazy_names_are_imported_when_asked_for() -> None:
+    get, names = lazy_names("mmpos.sequence", {"video": "video", "Video": "video", "Duck": "pond"}, extra="hf")
+    assert get("video") is import_module("mmpos.sequence.video")
+    assert get("Video") is mmpos.Video
+    assert {"video", "Video", "Duck", "SequenceBuilder"} <= set(names())
+    with pytest.raises(AttributeError, match=r"^module 'mmpos.sequence' has no attribute 'Goose'$"):
+        get("Goose")
+    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):  # a mistake of ours is no missing package
+        get("Duck")
+
+
 def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
-    named = re.findall(r"""(?:needed_for\(.*|missing\(.*|pip_install)[(=]["'](\w+)["']""", "\n".join(texts.values()))
+    hinting = "\n".join(text for text in texts.values() if "mmpos.support.extras" in text)
+    named = re.findall(r"""(?:\bextra=|pip_install\()["'](\w+)["']""", hinting)
     assert set(named) == set(PROJECT["optional-dependencies"])
 
 

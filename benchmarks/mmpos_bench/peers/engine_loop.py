@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos_bench.workloads import Document
 
 

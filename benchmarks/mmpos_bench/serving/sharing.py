@@ -12,7 +12,7 @@ from typing import IO, Any
 import mmpos
 from mmpos.client import Client
 from mmpos.positions.place import place
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos_bench.cases import Case, Contestant, Role

@@ -12,7 +12,7 @@ from mmpos.analysis.compare.family import SHIFTS, Document, around, grids, small
 from mmpos.analysis.compare.finding import Finding
 from mmpos.analysis.compare.trial import Trial
 from mmpos.schemes import Scheme
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 
 __all__ = ["length_independent", "linear_shift", "prefix_stable"]
 

@@ -8,9 +8,9 @@ from mmpos.analysis.compare.batch import Batch
 from mmpos.analysis.compare.family import around, grids, spec
 from mmpos.analysis.compare.finding import Finding
 from mmpos.analysis.compare.trial import Trial
-from mmpos.positions.consuming import ids_consumed
+from mmpos.positions.place import ids_consumed
 from mmpos.schemes import Scheme
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 
 __all__ = ["delta_0", "growth", "ids_of_a_row", "ids_of_a_square"]
 

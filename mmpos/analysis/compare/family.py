@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import product
 
 from mmpos.schemes import Scheme
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 
 __all__ = ["SHIFTS", "STARTS", "STILLS", "Document", "around", "grids", "small_grids", "spec"]
 

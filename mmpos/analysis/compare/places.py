@@ -9,7 +9,7 @@ from mmpos.analysis.compare.family import STARTS, Document, around, grids
 from mmpos.analysis.compare.finding import Finding
 from mmpos.analysis.compare.trial import Trial
 from mmpos.schemes import Scheme
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import IntArray
 
 __all__ = ["axes", "integer", "symmetric", "text_is_rope_1d", "unique"]

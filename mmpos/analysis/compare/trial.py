@@ -10,7 +10,7 @@ import numpy as np
 from mmpos.analysis.compare.batch import Mask
 from mmpos.analysis.compare.family import STILLS
 from mmpos.analysis.compare.finding import Finding
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.support.checks import counted
 
 __all__ = ["Trial"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmpos.analysis.diagnosis.case import Case, Guess
 from mmpos.analysis.diagnosis.mistakes import ColumnMajor
-from mmpos.positions.columns import axis_names
+from mmpos.positions.rows import axis_names
 from mmpos.segments.table import GRID, SegmentTable
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import MmposError
-from mmpos.positions.columns import FIRST_TOKEN, NO_POSITION
 from mmpos.positions.place import place
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
@@ -111,8 +111,7 @@ class Case:
     @property
     def deltas(self) -> IntArray | None:
         """(documents,) deltas, where the scheme has them."""
-        header = self.positions.documents[2:]
-        return None if (header == NO_POSITION).any() else header[1]
+        return self.positions.deltas if self.positions.resumable.all() else None
 
     @cached_property
     def offset(self) -> float | None:

@@ -13,9 +13,8 @@ from mmpos.analysis.diagnosis.judging import find_cause
 from mmpos.analysis.diagnosis.reading import Dump, read_ids
 from mmpos.analysis.diagnosis.result import Diagnosis
 from mmpos.errors import InvalidInputError
-from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION
-from mmpos.positions.explain import describe
 from mmpos.positions.place import place
+from mmpos.positions.rows import DELTA, NEXT_POSITION
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import PAD, SegmentTable
@@ -120,8 +119,7 @@ def _without_padding(positions: PositionTable) -> PositionTable:
 def _starts(positions: PositionTable) -> IntArray:
     """(documents,) first ids, 0 where the scheme has no cursor to tell them by."""
     header = positions.documents
-    known = header[NEXT_POSITION] != NO_POSITION
-    return np.where(known, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
+    return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
 def _different(case: Case, rows: int) -> Diagnosis:
@@ -138,7 +136,7 @@ def _different(case: Case, rows: int) -> Diagnosis:
         different_documents=np.unique(case.document[case.wrong]).size,
         document=document,
         token=int(case.index[token]),
-        what=describe(case.positions, token),
+        what=case.positions.describe(token),
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.came[:rows, token].tolist()),
         want=tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist()),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mmpos.analysis.diagnosis.case import Case, Guess
-from mmpos.positions.columns import FIRST_TOKEN
+from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.support.checks import IntArray
 
 

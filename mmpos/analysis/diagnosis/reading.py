@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions import expand
 from mmpos.positions.table import PositionTable, Side
 from mmpos.support.checks import IntArray, host_array, one_of
 
@@ -60,7 +59,7 @@ def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.A
     array = _numbers(host_array("ids", ids))
     one_of("side", side, ("left", "right"))
     packed, batch = _shapes(array, positions)
-    tokens = expand.per_token(positions, ~positions.is_padding).astype(np.bool_)
+    tokens = positions.per_token(~positions.is_padding).astype(np.bool_)
     if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
             raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import UnsupportedError
-from mmpos.positions.consuming import ids_consumed
+from mmpos.positions.place import ids_consumed
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 from mmpos.support.checks import IntArray, first_bad, int_array
 
 __all__ = ["Growth", "id_growth"]

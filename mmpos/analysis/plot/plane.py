@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.positions.columns import FIRST_TOKEN, NEXT_POSITION, NO_POSITION
+from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
 
 Points = npt.NDArray[np.float64]  # (2, tokens): x right, y down
@@ -111,7 +111,8 @@ def read_plane(positions: PositionTable, document: int) -> Plane:
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     points = _points(positions.slice(first, first + length))
     next_position = int(positions.documents[NEXT_POSITION, document])
-    end = [] if next_position == NO_POSITION else [length if positions.axes == 1 else next_position, next_position]
+    resumable = positions.resumable[document]
+    end = [length if positions.axes == 1 else next_position, next_position] if resumable else []
     end_point = np.array(end, np.float64).reshape(-1, 2).T
     ours = (positions.offset >= first) & (positions.offset < first + length)
     segments = [int(s) for s in np.flatnonzero(ours & ~positions.is_padding)]

@@ -18,7 +18,7 @@ import numpy as np
 from mmpos.data.examples import RecordError
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images import ImageSize
-from mmpos.segments.parts import Grid
+from mmpos.segments.kinds import Grid
 
 __all__ = ["REFERENCE", "Images", "describe"]
 

@@ -18,10 +18,9 @@ from pyarrow import parquet
 from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.columns import AXES
+from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
-from mmpos.segments.separators import token_types
-from mmpos.segments.table import SegmentTable
+from mmpos.segments.table import SegmentTable, token_types
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, integer, text
 from mmpos.support.files import whole_file

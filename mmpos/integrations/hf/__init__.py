@@ -7,7 +7,7 @@ Shapes used throughout:
 
 from typing import TYPE_CHECKING
 
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.integrations.hf.patching import patch, unpatch
@@ -15,14 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MMPosProcessor", "patch", "unpatch"]
 
-_ROOMS = {"MMPosProcessor": "processor", "patch": "patching", "unpatch": "patching"}
-
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        if name not in _ROOMS:
-            raise AttributeError(f"module 'mmpos.integrations.hf' has no attribute {name!r}")
-        from importlib import import_module
-
-        with needed_for("mmpos.integrations.hf", extra="hf"):
-            return getattr(import_module(f"mmpos.integrations.hf.{_ROOMS[name]}"), name)
+    __getattr__, __dir__ = lazy_names(
+        "mmpos.integrations.hf",
+        {"MMPosProcessor": "processor", "patch": "patching", "unpatch": "patching"},
+        extra="hf",
+        what="mmpos.integrations.hf",
+    )

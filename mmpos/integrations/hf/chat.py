@@ -12,9 +12,9 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor, ProcessedImage
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import IntArray, naming
 
 __all__ = [
     "flat",
@@ -57,11 +57,9 @@ def process(
     """Process each image; an error names the image."""
     processed = []
     for name, image in named:
-        try:
-            read = read_text(name, image) if isinstance(image, str) else image
+        read = read_text(name, image) if isinstance(image, str) else image
+        with naming(name):
             processed.append(images.process(read, temporal_patch_size=temporal_patch_size))
-        except MmposError as error:
-            raise type(error)(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
     return processed
 
 

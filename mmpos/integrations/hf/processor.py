@@ -19,8 +19,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import Markers
-from mmpos.sequence.tokenizers import adapt
+from mmpos.sequence.tokenizers import Markers, adapt
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, integer
 
 __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]

@@ -12,9 +12,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.table import Side
-from mmpos.segments.separators import separator_tokens
-from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import MarkerIds
+from mmpos.segments.table import SegmentTable, separator_tokens
+from mmpos.sequence.tokenizers import MarkerIds
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
 
 __all__ = ["Options", "Rows", "expand", "flat_options"]

@@ -15,9 +15,9 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
-from mmpos.segments.placeholder_runs import read_batch
+from mmpos.segments.placeholders import read_batch
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.markers import Markers
+from mmpos.sequence.tokenizers import Markers
 from mmpos.support.checks import IntArray, counted, int_array
 
 if TYPE_CHECKING:

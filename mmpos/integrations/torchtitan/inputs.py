@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.columns import FIRST_SEGMENT, OFFSET
-from mmpos.positions.sharding import shard_ranges
+from mmpos.positions.rows import FIRST_SEGMENT, OFFSET
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 from mmpos.support.checks import INT32_MAX, integer, one_of
@@ -125,7 +124,7 @@ def shard(
     if length % multiple:
         raise InvalidInputError(f"seq: got {length}, want a multiple of {multiple} for world_size={world_size}")
     row = positions.slice(0, min(length, positions.num_tokens))
-    starts, stops = shard_ranges(row, rank, world_size, "zigzag-sequence" if load_balancer else "contiguous-sequence")
+    starts, stops = row.shard_ranges(rank, world_size, "zigzag-sequence" if load_balancer else "contiguous-sequence")
     first = np.arange(batch[0] if batch else 1) * length
     return positions.take(np.add.outer(first, starts).ravel(), np.add.outer(first, stops).ravel())
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.positions.columns import AXES, OFFSET
+from mmpos.positions.rows import AXES, OFFSET
 from mmpos.rotary import DevicePositions, Llama3, Rotary, RotaryEmbedding, Scaling, YaRN
 from mmpos.rotary.sources import Positions
 from mmpos.support.checks import integer

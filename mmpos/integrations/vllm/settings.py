@@ -12,7 +12,7 @@ from mmpos.positions.place import place
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_fields import read_field
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments.parts import Grid, Text
+from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import boolean, integer, one_of
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.positions.columns import DENOMINATOR
+from mmpos.positions.rows import DENOMINATOR
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rpc.tensors import owned

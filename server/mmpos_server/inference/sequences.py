@@ -11,7 +11,7 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
-from mmpos.sequence.interleaved import InterleavedSequence
+from mmpos.sequence.builder import InterleavedSequence
 from mmpos_server.building import Building, Document
 from mmpos_server.inference.models import position_outputs
 from mmpos_server.inference.parameters import Kind, scheme_of

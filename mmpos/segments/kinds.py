@@ -1,4 +1,4 @@
-"""What a document is written with: runs of text and grids of patches."""
+"""Text and Grid, of which documents are written, and the kinds of segments that they become."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import numpy as np
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import INT32_MAX, boolean, integer, written
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
+__all__ = ["GRID", "PAD", "PATCH", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
 
 TEXT, GRID, PAD = 0, 1, 2
 """Kinds of segments."""
+
+PATCH = 1
+"""Token type of a patch; text, markers and row separators have type 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Grid:
 
     @classmethod
     def from_thw(cls, thw: Iterable[int], **options: Any) -> Grid:
-        """A grid from (frames, height, width), the order of Transformers' image_grid_thw."""
+        """Make a grid from (frames, height, width), the order of Transformers' image_grid_thw."""
         values = tuple(thw) if isinstance(thw, Iterable) else ()
         if len(values) != 3:
             raise InvalidInputError(f"thw: got {thw!r}, want (frames, height, width)")
@@ -99,7 +102,7 @@ class Grid:
 
 
 def rational(name: str, value: Fraction | float | None) -> Fraction | None:
-    """A positive time as an exact fraction that fits a table; None for None."""
+    """Convert a positive time to an exact fraction that fits a table; None stays None."""
     if value is None:
         return None
     exact = fraction(name, value)
@@ -111,7 +114,7 @@ def rational(name: str, value: Fraction | float | None) -> Fraction | None:
 
 
 def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> list[Fraction | None]:
-    """The times of a list, an array or a tensor; none for None."""
+    """Convert the times of a list, an array or a tensor; an empty list for None."""
     if values is None:
         return []
     try:
@@ -121,7 +124,7 @@ def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> li
 
 
 def fraction(name: str, value: Fraction | float) -> Fraction:
-    """A number of seconds as an exact fraction; a float becomes the nearest with a denominator up to 1,000,000."""
+    """Convert seconds to an exact fraction; a float becomes the nearest with a denominator up to 1,000,000."""
     if isinstance(value, Fraction):
         return value
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,0 +1,257 @@
+"""Rows of the placed table and of its documents: their names, their checks, and how columns are cut and assembled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
+from mmpos.support.ragged import ragged_arange
+
+OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
+"""Rows of the table; from AXES on, every axis has four: origin, step_frame, step_row, step_col."""
+
+FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
+"""Rows of the documents."""
+
+NO_POSITION = int(np.iinfo(np.int64).min)
+"""Stands for the next position and the delta of schemes that have none."""
+
+MAX_AXES = 16
+"""Most axes of a table from outside."""
+
+MAX_NUMERATOR = 2.0**62
+"""Largest numerator that is expanded without wrapping around."""
+
+_AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col")}
+
+
+def axis_names(axes: int) -> tuple[str, ...]:
+    """Name the axes of a position: row and col, frame before them if there are three, else numbers.
+
+    >>> axis_names(2), axis_names(4)
+    (('row', 'col'), ('axis 0', 'axis 1', 'axis 2', 'axis 3'))
+    """
+    return _AXIS_NAMES.get(axes) or tuple(f"axis {axis}" for axis in range(axes))
+
+
+class Cut(NamedTuple):
+    """Pieces of segments inside token ranges.
+
+    Args:
+        columns: (5 + 4·axes, pieces), whose OFFSET row holds lengths.
+        segment: (pieces,) index of the segment that each piece is cut from.
+        owner: (pieces,) index of the range that each piece lies in.
+    """
+
+    columns: IntArray
+    segment: IntArray
+    owner: IntArray
+
+
+def cut(table: IntArray, num_tokens: int, starts: IntArray, stops: IntArray) -> Cut:
+    """Cut segments to token ranges, in the order of the ranges.
+
+    Args:
+        table: (5 + 4·axes, segments).
+        num_tokens: tokens of the table.
+        starts: (ranges,) first token, within the table.
+        stops: (ranges,) one past the last token, never before its start.
+    """
+    offset = table[OFFSET]
+    ends = np.append(offset[1:], num_tokens)
+    first = np.searchsorted(offset, starts, side="right") - 1
+    last = np.searchsorted(offset, stops, side="left")
+    owner, segment = ragged_arange(np.where(stops > starts, last - first, 0), first)
+    begin = np.maximum(offset[segment], starts[owner])
+    columns = table.take(segment, axis=1)
+    columns[SKIP] += begin - offset[segment]
+    columns[OFFSET] = np.minimum(ends[segment], stops[owner]) - begin
+    return Cut(columns, segment, owner)
+
+
+def true_ranges(mask: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """Find the runs of True in a mask: the first index of each, and one past its last."""
+    edges = np.diff(mask.view(np.int8), prepend=0, append=0).nonzero()[0]
+    return edges[::2], edges[1::2]
+
+
+def text_columns(axes: int, first: IntArray, lengths: IntArray) -> IntArray:
+    """Make (5 + 4·axes, runs) columns of text from id ``first`` on every axis; the OFFSET row holds lengths."""
+    columns = np.zeros((AXES + 4 * axes, first.size), np.int64)
+    columns[OFFSET] = columns[WIDTH] = lengths
+    columns[[HEIGHT, DENOMINATOR]] = 1
+    columns[AXES::4] = first
+    columns[AXES + 3 :: 4] = 1
+    return columns
+
+
+def padding_column(axes: int) -> IntArray:
+    """Make a (5 + 4·axes,) column of padding: id 0 on every axis."""
+    column = np.zeros(AXES + 4 * axes, np.int64)
+    column[[HEIGHT, WIDTH, DENOMINATOR]] = 1
+    return column
+
+
+def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[IntArray, IntArray, int]:
+    """Assemble the arrays of a table from its pieces.
+
+    Args:
+        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; becomes the table, not copied.
+        document: (pieces,) ascending document of each piece.
+        header: (2, documents) next position and delta.
+
+    Returns:
+        the table, its documents and its number of tokens: the first fields of a PositionTable.
+    """
+    total = columns[OFFSET].cumsum()
+    columns[OFFSET] = total - columns[OFFSET]
+    firsts = np.append(columns[OFFSET], total[-1:] if total.size else 0)
+    documents = np.empty((4, header.shape[1]), np.int64)
+    documents[FIRST_SEGMENT] = document.searchsorted(np.arange(header.shape[1]))
+    documents[FIRST_TOKEN] = firsts[documents[FIRST_SEGMENT]]
+    documents[NEXT_POSITION:] = header
+    return columns, documents, int(firsts[-1])
+
+
+def check_table(table: IntArray, documents: IntArray, num_tokens: int, fractional: bool) -> None:
+    """Raise for the first thing that makes these arrays no PositionTable, in O(segments); expansion relies on it."""
+    rows, segments = table.shape
+    if (rows - AXES) % 4 or not 1 <= (rows - AXES) // 4 <= MAX_AXES:
+        raise InvalidInputError(f"table: got {rows} rows, want 5 + 4·axes for 1 to {MAX_AXES} axes")
+    lengths = _checked_lengths(table, num_tokens)
+    first_bad("table.segment_lengths", lengths, maximum=INT32_MAX + 1)  # so that no sum with them wraps around
+    first_bad("table.skip", table[SKIP], minimum=0, maximum=INT32_MAX)
+    for name, row in (("height", HEIGHT), ("width", WIDTH), ("denominator", DENOMINATOR)):
+        first_bad(f"table.{name}", table[row], minimum=1, maximum=INT32_MAX)
+    if not fractional:
+        first_bad("table.denominator", table[DENOMINATOR], maximum=1)
+    first_bad("table.skip + tokens - 1", table[SKIP] + lengths - 1, maximum=INT32_MAX)
+    if segments:
+        _check_ids(table, lengths)
+    _check_documents(table, documents, num_tokens)
+
+
+def check_next(next_positions: IntArray) -> None:
+    """Raise for the first next position, other than NO_POSITION, that is not an id or right after the last one."""
+    beyond = (next_positions < INT32_MIN) & (next_positions != NO_POSITION) | (next_positions > INT32_MAX + 1)
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(f"documents[{d}]: got next position {next_positions[d]}, want from -2**31 to 2**31")
+
+
+class IdBounds(NamedTuple):
+    """Bounds of the ids of every segment, in floats since integers could wrap around.
+
+    Args:
+        origin: (axes, segments) numerators at frame, row and column 0.
+        moves: (axes, 3, segments) numerators from there to the last frame, row and column.
+        denominator: (segments,).
+    """
+
+    origin: npt.NDArray[np.float64]
+    moves: npt.NDArray[np.float64]
+    denominator: IntArray
+
+    @property
+    def numerator(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) bound of the absolute value of every numerator."""
+        return np.abs(self.origin) + np.abs(self.moves).sum(axis=1)
+
+    @property
+    def lowest(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) lowest id."""
+        return (self.origin + np.minimum(self.moves, 0).sum(axis=1)) / self.denominator
+
+    @property
+    def highest(self) -> npt.NDArray[np.float64]:
+        """(axes, segments) highest id."""
+        return (self.origin + np.maximum(self.moves, 0).sum(axis=1)) / self.denominator
+
+    @property
+    def beyond_int32(self) -> npt.NDArray[np.bool_]:
+        """(segments,) whether an id is outside int32."""
+        if (self.numerator / self.denominator).max(initial=0) <= INT32_MAX:  # as is usual, and half the work
+            return np.zeros(self.denominator.shape, np.bool_)
+        return np.logical_or.reduce((self.lowest < INT32_MIN) | (self.highest > INT32_MAX), axis=0)
+
+
+def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:
+    """Bound the ids of segments.
+
+    Args:
+        columns: (5 + 4·axes, segments); the OFFSET row is not read.
+        lengths: (segments,) tokens of each.
+    """
+    height, width = columns[HEIGHT], columns[WIDTH]
+    last = columns[SKIP] + lengths - 1
+    most = np.empty((3, last.size))
+    np.floor_divide(last, height.astype(np.float64) * width, out=most[0])
+    np.minimum(height - 1, last // width, out=most[1])
+    np.subtract(width, 1, out=most[2])
+    terms = columns[AXES:].reshape((len(columns) - AXES) // 4, 4, last.size).astype(np.float64)
+    return IdBounds(terms[:, 0], terms[:, 1:] * most, columns[DENOMINATOR])
+
+
+def _checked_lengths(table: IntArray, num_tokens: int) -> IntArray:
+    ends = np.append(table[OFFSET], num_tokens)
+    # Offsets within bounds, so that differences cannot wrap around.
+    first_bad("table.offset", table[OFFSET], minimum=0, maximum=num_tokens)
+    if ends[0] != 0:
+        raise InvalidInputError(f"table.offset[0]: got {ends[0]}, want 0, the first token")
+    lengths = np.diff(ends)
+    if (lengths < 1).any():
+        s = int((lengths < 1).argmax())
+        raise InvalidInputError(f"table.offset[{s}]: got {ends[s]} before {ends[s + 1]}, want at least one token")
+    return lengths
+
+
+def _check_ids(table: IntArray, lengths: IntArray) -> None:
+    bounds = id_bounds(table, lengths)
+    if bounds.numerator.max() > MAX_NUMERATOR:
+        s = int(bounds.numerator.max(axis=0).argmax())
+        got = f"{bounds.numerator.max():.3g}"
+        raise LimitExceededError(f"table[:, {s}]: got numerators up to {got}, want at most 2**62")
+    beyond = bounds.beyond_int32
+    if beyond.any():
+        s = int(beyond.argmax())
+        got = f"{bounds.lowest[:, s].min():.0f} to {bounds.highest[:, s].max():.0f}"
+        raise LimitExceededError(f"table[:, {s}]: got ids from {got}, want ids within int32")
+
+
+def _check_documents(table: IntArray, documents: IntArray, num_tokens: int) -> None:
+    segments = table.shape[1]
+    if documents.shape[0] != 4:
+        raise InvalidInputError(f"documents: got shape {documents.shape}, want (4, n)")
+    first = documents[FIRST_SEGMENT]
+    first_bad("documents.first_segment", first, minimum=0, maximum=segments)
+    if not first.size:
+        if segments:
+            raise InvalidInputError(f"documents: got none, want the documents of {segments} segments")
+        return
+    if first[0] != 0 or (np.diff(first) < 0).any():
+        raise InvalidInputError("documents.first_segment: got other than ascending from 0, want ascending from 0")
+    tokens = np.append(table[OFFSET], num_tokens)[first]
+    wrong = documents[FIRST_TOKEN] != tokens
+    if wrong.any():
+        d = int(wrong.argmax())
+        got = documents[FIRST_TOKEN, d]
+        raise InvalidInputError(f"documents.first_token[{d}]: got {got}, want {tokens[d]}, the offset of its segment")
+    _check_deltas(documents)
+    check_next(documents[NEXT_POSITION])
+
+
+def _check_deltas(documents: IntArray) -> None:
+    delta, none = documents[DELTA], documents[NEXT_POSITION:] == NO_POSITION
+    apart = none[0] != none[1]
+    if apart.any():
+        d = int(apart.argmax())
+        got = f"{documents[NEXT_POSITION, d]} with delta {delta[d]}"
+        raise InvalidInputError(f"documents.next_position[{d}]: got {got}, want {NO_POSITION} for both or neither")
+    beyond = ~none[1] & (np.abs(delta.astype(np.float64)) > MAX_NUMERATOR)
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want within 2**62")

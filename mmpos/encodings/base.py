@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mmpos.encodings.inputs import Float64Array, IntArray, real_positions
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
-from mmpos.rotary.values import MAX_HEAD_DIM
+from mmpos.rotary.allocation import MAX_HEAD_DIM
 
 __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "Rotation"]
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias
 from mmpos.encodings.inputs import Float64Array, real_positions, whole_positions
-from mmpos.rotary.values import finite
-from mmpos.support.checks import integer
+from mmpos.support.checks import finite, integer
 
 __all__ = ["NoPE", "expected_square"]
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
 from mmpos.encodings.inputs import Float64Array, real_positions
-from mmpos.rotary.values import finite
-from mmpos.support.checks import integer
+from mmpos.support.checks import finite, integer
 
 __all__ = ["SingleSinusoid"]
 

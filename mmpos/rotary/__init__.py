@@ -14,10 +14,9 @@ from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoP
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
-    from mmpos.rotary.apply import apply_rotary
+    from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
-    from mmpos.rotary.storing import rotate_and_store
 
 __all__ = [
     "NTK",
@@ -31,15 +30,19 @@ __all__ = [
     "RotaryEmbedding",
     "Scaling",
     "YaRN",
+    "angles",
     "apply_rotary",
+    "cos_sin",
     "rotate_and_store",
 ]
 
 _WITH_TORCH = {
     "DevicePositions": "device",
     "RotaryEmbedding": "embedding",
+    "angles": "apply",
     "apply_rotary": "apply",
-    "rotate_and_store": "storing",
+    "cos_sin": "apply",
+    "rotate_and_store": "apply",
 }
 
 if not TYPE_CHECKING:

@@ -8,10 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.values import even
-from mmpos.support.checks import integer
+from mmpos.support.checks import even, integer
 
-__all__ = ["ALLOCATIONS", "Layout", "allocate", "default_axes", "default_section"]
+__all__ = ["ALLOCATIONS", "MAX_HEAD_DIM", "Layout", "allocate", "default_axes", "default_section"]
+
+MAX_HEAD_DIM = 2**16
+"""Most channels of a head."""
 
 
 @dataclass(frozen=True)

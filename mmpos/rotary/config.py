@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.allocation import ALLOCATIONS, Layout, allocate, default_axes, default_section
+from mmpos.rotary.allocation import ALLOCATIONS, MAX_HEAD_DIM, Layout, allocate, default_axes, default_section
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
     Arithmetic,
@@ -26,14 +26,7 @@ from mmpos.rotary.frequencies import (
 )
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
-from mmpos.rotary.values import MAX_HEAD_DIM, even, finite, integers, numbers
-from mmpos.support.checks import IntArray, integer, one_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from mmpos.rotary.sources import Positions
-    from mmpos.rotary.tables import TableLayout
+from mmpos.support.checks import IntArray, even, finite, integer, integers, numbers, one_of
 
 __all__ = ["Rotary"]
 
@@ -132,44 +125,6 @@ class Rotary:
     def for_length(self, length: int) -> Rotary:
         """The Rotary for ids below length, the cursor (not a count of tokens); itself if no scaling asks for it."""
         return replace(self, length=integer("length", length, minimum=1))
-
-    def cos_sin(
-        self,
-        positions: Positions,
-        layout: TableLayout = "pairs",
-        device: torch.device | str | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """cos and sin of all tokens, in float32, times the attention factor.
-
-        Args:
-            positions: DevicePositions, a PositionTable, or dense ids.
-            layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
-                length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
-                Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
-                pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
-                cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
-            device: where to make them; None is where the positions are.
-
-        Returns:
-            new tensors.
-        """
-        from mmpos.rotary.tables import cos_sin
-
-        return cos_sin(self, positions, layout, device)
-
-    def angles(self, positions: Positions, device: torch.device | str | None = None) -> torch.Tensor:
-        """Exact angles wrapped to [−π, π], as the fused rotary kernels of Megatron and TransformerEngine take them.
-
-        Args:
-            positions: DevicePositions, a PositionTable, or dense ids.
-            device: where to make them; None is where the positions are.
-
-        Returns:
-            (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
-        """
-        from mmpos.rotary.tables import angles
-
-        return angles(self, positions, device)
 
     @property
     def num_pairs(self) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mmpos.rotary.apply import Implementation, Layout, rotate_with
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.norms import norm_of
-from mmpos.rotary.sources import Positions, frequencies_of
+from mmpos.rotary.device import Positions, frequencies_of
+from mmpos.rotary.reference import norm_of
 
 __all__ = ["RotaryEmbedding"]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.positions import Rows, apart, rows_of, tokens_of
 from mmpos.positions.table import PositionTable
+from mmpos.rotary.apply import cos_sin
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 
@@ -108,6 +109,6 @@ def check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    cos, sin = rotary.cos_sin(positions, "transformers")
+    cos, sin = cos_sin(rotary, positions, "transformers")
     shape = (rows.batch, rows.seq, rotary.rotary_dim)
     return cos.reshape(shape), sin.reshape(shape)

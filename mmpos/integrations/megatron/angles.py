@@ -10,11 +10,10 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
+from mmpos.rotary.apply import angles
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import DevicePositions
-from mmpos.rotary.sources import Positions
-from mmpos.rotary.values import finite
-from mmpos.support.checks import one_of
+from mmpos.rotary.device import DevicePositions, Positions
+from mmpos.support.checks import finite, one_of
 
 Layout = Literal["sbhd", "thd"]
 
@@ -58,10 +57,10 @@ def rotary_pos_emb(
         raise InvalidInputError(f"mscale: got {mscale}, want {rotary.attention_factor}, the attention factor of rotary")
     if layout == "sbhd":
         _check_rows(positions)
-    angles = rotary.angles(positions, device)
+    wrapped = angles(rotary, positions, device)
     if layout == "thd":
-        angles = angles.transpose(0, 1).reshape(-1, 1, 1, rotary.rotary_dim)
-    return angles.contiguous()
+        wrapped = wrapped.transpose(0, 1).reshape(-1, 1, 1, rotary.rotary_dim)
+    return wrapped.contiguous()
 
 
 def _check_rows(positions: Positions) -> None:

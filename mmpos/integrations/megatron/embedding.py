@@ -12,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.integrations.megatron.angles import Layout, rotary_pos_emb
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.sources import Positions
+from mmpos.rotary.device import Positions
 from mmpos.support.checks import one_of
 
 

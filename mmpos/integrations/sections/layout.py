@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.apply import cos_sin
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
@@ -152,7 +153,7 @@ class Sections:
         order = torch.from_numpy(self.order).to(cache.device)
         for start in range(0, self.max_position, BLOCK):
             ids = torch.arange(start, min(start + BLOCK, self.max_position), device=cache.device)
-            cos, sin = self.rotary.cos_sin(ids.expand(self.rotary.axes, -1))
+            cos, sin = cos_sin(self.rotary, ids.expand(self.rotary.axes, -1))
             rows = cache[start : start + BLOCK]
             rows[:, :pairs], rows[:, pairs:] = cos[:, order], sin[:, order]
         return cache

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from mmpos.errors import InvalidInputError
 from mmpos.positions.columns import AXES, OFFSET
 from mmpos.rotary import DevicePositions, RotaryEmbedding
-from mmpos.rotary.sources import Positions
+from mmpos.rotary.device import Positions
 
 __all__ = ["RoPE", "local"]
 

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM
-from mmpos.encodings.inputs import Float64Array, IntArray, whole_positions
-from mmpos.encodings.learned import LearnedTable, draw
+from mmpos.encodings.base import DIM, Float64Array, IntArray, LearnedTable, draw, whole_positions
 from mmpos.support.checks import integer
 
 __all__ = ["LearnedAbsolute"]

@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, AdditiveTable
-from mmpos.encodings.inputs import Float64Array, real_positions
+from mmpos.encodings.base import DIM, AdditiveTable, Float64Array, real_positions
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.support.checks import even, finite

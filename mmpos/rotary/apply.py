@@ -118,7 +118,7 @@ def rotate_with(
     implementation: Implementation,
     validate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``apply_rotary`` with frequencies and pair axes that the caller holds on the device; None makes them once."""
+    """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
@@ -307,10 +307,10 @@ def _arguments(
     ids = position_ids(positions, q.device, validate)
     _check_positions(ids, rotary, q)
     number = _number_of(implementation, q.device)
-    held = constants(rotary, q.device) if frequencies is None else frequencies
-    if held[0].device != q.device:
-        raise InvalidInputError(f"q: got a tensor on {q.device}, want {held[0].device} as the frequencies")
-    return _rotation(ids, rotary, held, conjugate, number)
+    turns, pair_axis = constants(rotary, q.device) if frequencies is None else frequencies
+    if turns.device != q.device:
+        raise InvalidInputError(f"q: got a tensor on {q.device}, want {turns.device} as the frequencies")
+    return _rotation(ids, rotary, (turns, pair_axis), conjugate, number)
 
 
 def _rotation(
@@ -493,7 +493,7 @@ def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
 
 
 def _steps(x: Tensor) -> list[tuple[int, int]]:
-    """Strides and sizes, the largest stride first, without the dimensions of one element."""
+    """List strides and sizes, the largest stride first, without the dimensions of one element."""
     return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
 
 
@@ -502,12 +502,12 @@ def _reach(steps: list[tuple[int, int]]) -> int:
 
 
 def _nested(steps: list[tuple[int, int]]) -> bool:
-    """Whether no two elements share memory: every step passes all that lies below it."""
+    """Check whether no two elements share memory: every step passes all that lies below it."""
     return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
 
 
 def _disjoint(q: Tensor, k: Tensor) -> bool:
-    """Whether two views share no element: one lies behind the other, in all or within equal outer steps."""
+    """Check whether two views share no element: one lies behind the other, in all or within equal outer steps."""
     if not q.numel() or not k.numel():
         return True
     low, high = sorted((q, k), key=Tensor.data_ptr)

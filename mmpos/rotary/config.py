@@ -96,7 +96,7 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
-        """The rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
+        """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
 
         Args:
             config: a config object or the mapping of its config.json.
@@ -107,7 +107,7 @@ class Rotary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rotary:
-        """The Rotary that ``to_dict`` described."""
+        """Rebuild a Rotary from the JSON object of ``to_dict``."""
         known = [field.name for field in fields(cls)]
         for key in values:
             one_of("Rotary.from_dict", key, known)
@@ -117,13 +117,13 @@ class Rotary:
         return cls(**{**values, "scaling": scaling_from_dict(scaling) if scaling is not None else None})
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as a JSON object, exactly."""
+        """Return the arguments as a JSON object, exactly."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return {**found, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return {**listed, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
 
     def for_length(self, length: int) -> Rotary:
-        """The Rotary for ids below length, the cursor (not a count of tokens); itself if no scaling asks for it."""
+        """Adapt a scaling that depends on it to ids below length: the next position, not a count of tokens."""
         return replace(self, length=integer("length", length, minimum=1))
 
     @property
@@ -133,7 +133,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by: 1.0 but for YaRN and LongRoPE."""
+        """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
         return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
     @cached_property
@@ -162,7 +162,7 @@ class Rotary:
         return _read_only(self.inv_freq_as_hf())
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
-        """(pairs,) float32 rad per position by the operations of Transformers.
+        """Compute (pairs,) float32 rad per position by the operations of Transformers.
 
         All operations but the power are rounded as IEEE 754 has it. The float32 powers of torch on a CPU
         stray from the rounded ones by an ulp in about one of seventy; pass torch's for the same bits.

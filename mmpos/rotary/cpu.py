@@ -1,4 +1,4 @@
-"""The rotation on a CPU by the extension: cos and sin in C, block by block, and as many threads as torch has."""
+"""Rotate on a CPU by the extension: cos and sin in C, block by block, in as many threads as torch has."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ THREAD_BYTES = 1 << 19
 """Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
 
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
-"""As what numpy, which has no bfloat16, shows a tensor to the extension."""
+"""Dtypes by which numpy, which has no bfloat16, shows a tensor to the extension."""
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the extension is there and rotates such tensors, whose channels must lie side by side."""
+    """Check whether the extension is there and rotates such tensors, whose channels must lie side by side."""
     return native.core is not None and all(
         x.device.type == "cpu" and x.dtype in BITS and (x.stride(3) == 1 or x.shape[3] == 1) for x in tensors
     )
@@ -117,12 +117,12 @@ def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, r
                 done = turn(tensors, angles, *parts.popleft(), *options, True) and done
         return done
 
-    others = _helped(work, _pool(os.getpid(), threads - 1), workers - 1)
+    others = _help(work, _pool(os.getpid(), threads - 1), workers - 1)
     return all([work(), *(other.result() for other in others)])
 
 
-def _helped(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> list[Future[bool]]:
-    """The same work in other threads; in none once the main thread has ended, when they take no more."""
+def _help(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> list[Future[bool]]:
+    """Start the same work in other threads; in none once the main thread has ended, when they take no more."""
     begun: list[Future[bool]] = []
     try:
         for _ in range(helpers):
@@ -139,5 +139,5 @@ def _bits(x: Tensor) -> Any:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One pool for tensors of all sizes, which starts threads when asked; those of a parent do not survive a fork."""
+    """Return one pool for tensors of all sizes, which starts threads on demand; a fork has none of its parent's."""
     return ThreadPoolExecutor(threads, "mmpos-rotary")

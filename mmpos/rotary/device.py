@@ -24,7 +24,7 @@ __all__ = ["DevicePositions", "PositionIds", "Positions", "constants", "frequenc
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
-    """A placed table where kernels can read it; make it with ``from_table``.
+    """A position table where kernels can read it; make it with ``from_table``.
 
     Args:
         table: (5 + 4·axes, capacity) int64; unused columns begin at the token count.
@@ -82,24 +82,24 @@ class DevicePositions:
 
     @property
     def axes(self) -> int:
-        """Numbers in a position."""
+        """Position axes."""
         return (self.table.shape[0] - AXES) // 4
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """Device of the table."""
         return self.table.device
 
     def pin_memory(self) -> DevicePositions:
-        """The same in page-locked host memory, as DataLoaders ask of a batch."""
+        """Copy to page-locked host memory, as DataLoaders ask of a batch."""
         return replace(self, table=self.table.pin_memory())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DevicePositions:
-        """The same on another device."""
+        """Move to another device."""
         return replace(self, table=self.table.to(device, non_blocking=non_blocking))
 
     def dense(self) -> Tensor:
-        """(axes, tokens) ids, int32 or float64, made where the table lies: the bits of PositionTable.dense."""
+        """Expand to (axes, tokens) ids, int32 or float64, on the table's device: the bits of PositionTable.dense."""
         if self.table.is_cuda:
             from mmpos.rotary.kernel import launch_dense
 
@@ -110,7 +110,7 @@ class DevicePositions:
 
 
 def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """The table with unused columns behind it, which begin at the token count and are reached by no token."""
+    """Return the table with unused columns behind it, which begin at the token count and are reached by no token."""
     if not isinstance(positions, PositionTable):
         raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
     used = positions.num_segments
@@ -192,7 +192,7 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 @cache
 def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept for good, a few kilobytes each: a captured CUDA graph holds their addresses."""
+    """Keep tensors for good, a few kilobytes each: a captured CUDA graph holds their addresses."""
     with torch.inference_mode(False):  # whoever comes first, training may come next
         frequencies, pair_axis = frequencies_of(rotary)
         return frequencies.to(device), pair_axis.to(device)

@@ -1,4 +1,4 @@
-"""The rotation that a Transformers config describes, as the arguments of Rotary."""
+"""Read the rotation of a Transformers config, and the defaults of its class, as arguments of Rotary."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ntk_alpha": ("alpha",),
     }
 )
-"""The rope types that are understood, and what each must be told; "mrope" is read as default and "su" as longrope."""
+"""The rope types that are understood, and the fields that each needs; "mrope" is read as default, "su" as longrope."""
 
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
 """The rope types that depend on the length that a model was trained with."""
 
 HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
-"""What the size of a head follows from."""
+"""Fields from which the size of a head follows."""
 
 
 def hf_arguments(
     config: Any, *, layer_type: str | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The arguments of Rotary for a config, with overrides in their place.
+    """Read the arguments of Rotary from a config, with overrides in their place.
 
     A config of a model type of Transformers is read as its class and its code read it: what a config.json leaves out
     is the default of the class, and fields that the code has no eye for change nothing. Of any other model type,
@@ -110,7 +110,7 @@ def hf_arguments(
 
 
 def hf_pairing(config: Any) -> str | None:
-    """How the model of a config pairs channels; None for a model type that is not known.
+    """Return the pairing of a config's model, "half" or "adjacent"; None for a model type that is not known.
 
     Raises:
         UnsupportedError: a model type that rotates in a way that Rotary does not describe.
@@ -120,7 +120,7 @@ def hf_pairing(config: Any) -> str | None:
 
 
 def _known(fields: Fields) -> bool:
-    """Whether it is known how this model type rotates."""
+    """Check whether it is known how this model type rotates."""
     return "rope_theta" in fields.defaults
 
 
@@ -143,7 +143,7 @@ def _language_model(config: Any) -> Fields:
 
 
 def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Refuse a config of a model type that is not known, unless all that its class may set is told."""
+    """Refuse a config of a model type that is not known, unless it and overrides say all that its class may set."""
     said = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
         "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
@@ -160,7 +160,7 @@ def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str,
 
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
-    """The parameters of the rotation, of one layer type where there are several, wherever the config has them."""
+    """Read the parameters of the rotation, of one layer type where there are several, wherever the config has them."""
     model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
@@ -181,7 +181,7 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """The type of each layer, or all types that the class has; none if it has none."""
+    """Read the type of each layer, or all types that the class has; none if it has none."""
     types = fields.get("layer_types")
     if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
         raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
@@ -238,7 +238,7 @@ def _older_entry(
 
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
-    """The fields of the layers of one type, where layers have some of their own."""
+    """Select the fields of the layers of one type, where layers have some of their own."""
     config = fields.config
     if isinstance(config, Mapping):
         if not config.get("per_layer_config"):
@@ -263,7 +263,7 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
 
 
 def _full_attention(fields: Fields) -> Fields:
-    """The fields of layers of full attention, whose heads may be others."""
+    """Select the fields of layers of full attention, whose heads may be of another size."""
     if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in fields.config:
         return fields
     head_dim = fields.own("global_head_dim")
@@ -272,7 +272,7 @@ def _full_attention(fields: Fields) -> Fields:
 
 
 def _layers(config: Mapping[str, Any]) -> list[Any]:
-    """The config of each layer up to the last that per_layer_config names, and of one that it does not."""
+    """List the config of each layer up to the last that per_layer_config names, and of one that it does not."""
     by_index = config["per_layer_config"]
     if not isinstance(by_index, Mapping) or not all(
         str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
@@ -327,7 +327,7 @@ def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
 
 
 def _own_theta(fields: Fields, rope: Mapping[str, Any]) -> Any:
-    """The base that the config itself, or the code of its model type, sets."""
+    """Read the base that the config itself, or the code of its model type, sets."""
     if fields.model_type in FIXED_THETA:
         return FIXED_THETA[fields.model_type]
     base = rope.get("rope_theta")
@@ -339,7 +339,7 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
 
 
 def _factor(fields: Fields, rope: Mapping[str, Any]) -> Any:
-    """The partial_rotary_factor that is told, or set by the class."""
+    """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
     if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
         factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
@@ -436,7 +436,7 @@ def _check_all_scaled(fields: Fields) -> None:
 
 
 def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
-    """LongRoPE with an attention factor of its own.
+    """Make LongRoPE with an attention factor of its own.
 
     Transformers 5.23 keeps to the short factors at every length, other than the code that the checkpoints came with.
     """
@@ -448,7 +448,7 @@ def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number as the config has it, or None."""
+    """Check a number and return it as the config has it, or None."""
     if value is not None:
         finite(name, value, above=0)
     return value
@@ -467,7 +467,7 @@ def _listed(names: Any) -> str:
 
 @cache
 def class_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """The defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
+    """Load the defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
 
     ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
     hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it.
@@ -478,7 +478,7 @@ def class_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 def read_field(config: Any, name: str) -> Any:
-    """A field of an object or a mapping; None where it is not there."""
+    """Read a field of an object or a mapping; None where it is not there."""
     try:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     except Exception as error:
@@ -488,7 +488,7 @@ def read_field(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Fields:
-    """A config, or a part of one, and what its class sets where a config.json leaves a field out.
+    """A config, or a part of one, with the defaults of its class where a config.json leaves a field out.
 
     Args:
         name: how messages call it.
@@ -502,7 +502,7 @@ class Fields:
 
     @classmethod
     def of(cls, config: Any) -> Fields:
-        """The fields of a whole config.
+        """Make the fields of a whole config.
 
         Raises:
             InvalidInputError: the name of a file or of a checkpoint: nothing is read or fetched here.
@@ -516,16 +516,16 @@ class Fields:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """What its class sets; empty for a model type that is not known."""
+        """Defaults of its class; empty for a model type that is not known."""
         return class_defaults().get(self.model_type, {})
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The configs that its class has inside, and the model type of each unless it says another."""
+        """Configs that its class has inside, and the model type of each unless it says another."""
         return {**self.defaults.get("auto_parts", {}), **self.defaults.get("parts", {})}
 
     def own(self, *names: str) -> Any:
-        """The first of these fields that the config itself sets; None if it sets none."""
+        """Read the first of these fields that the config itself sets; None if it sets none."""
         for name in names:
             values = {spelling: read_field(self.config, spelling) for spelling in self._spellings(name)}
             values = {spelling: value for spelling, value in values.items() if value is not None}
@@ -538,7 +538,7 @@ class Fields:
         return None
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is set, by the config or else by its class; a null of the config stays one."""
+        """Read the first of these fields that the config or else its class sets; a null of the config stays one."""
         value = self.own(*names)
         spellings = [spelling for name in names for spelling in self._spellings(name)]
         if value is not None or any(self._holds(spelling) for spelling in spellings):
@@ -546,7 +546,7 @@ class Fields:
         return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
 
     def size(self, name: str) -> Any:
-        """The field, never null where its class has a number: nobody knows what that would mean."""
+        """Read the field, and refuse null where its class has a number: nobody knows what that would mean."""
         value = self.get(name)
         default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
         if value is None and default is not None:
@@ -554,7 +554,7 @@ class Fields:
         return value
 
     def part(self, name: str) -> Fields | None:
-        """A config inside, if there is one."""
+        """Return a config inside, if there is one."""
         config = self.own(name)
         if config is None:
             return None
@@ -572,7 +572,7 @@ class Fields:
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None: ...
 
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None:
-        """The first of these integers that is set; a pair counts if both are the same."""
+        """Read the first of these integers that is set; a pair counts if both are the same."""
         value = self.get(*names)
         if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -581,7 +581,7 @@ class Fields:
         return None if value is None else integer(f"{self.name}.{names[0]}", value, minimum=minimum)
 
     def missing(self, name: str, want: str) -> InvalidInputError:
-        """The error for a field that is not there."""
+        """Make the error for a field that is not there."""
         return InvalidInputError(f"{self.name}.{name}: got none, want {want}")
 
     def _spellings(self, name: str) -> list[str]:

@@ -93,10 +93,10 @@ class RotationArguments(NamedTuple):
 
 
 def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
-    """(axes, tokens) int64 positions in units of 2⁻³²: the integer part, and the fraction rounded down.
+    """Compute (axes, tokens) int64 positions in units of 2⁻³², rounded down.
 
     Args:
-        positions: what the mode says.
+        positions: a table or dense ids, as the mode says.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
         tokens: tokens of a table.
     """
@@ -117,19 +117,19 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
 
 
 def fixed_from_fractions(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """int64 positions in units of 2⁻³² from int64 fractions, rounded down."""
+    """Divide int64 fractions to int64 positions in units of 2⁻³², rounded down."""
     whole = torch.div(numerator, denominator, rounding_mode="floor")
     return (whole << 32) + ((numerator - whole * denominator) << 32) // denominator
 
 
 def fixed_from_float(ids: Tensor) -> Tensor:
-    """int64 positions in units of 2⁻³² from float64 ids, fractions rounded down."""
+    """Convert float64 ids to int64 positions in units of 2⁻³², rounded down."""
     whole = ids.floor()
     return (whole.to(torch.int64) << 32) + ((ids - whole) * 2.0**32).to(torch.int64)
 
 
 def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> Tensor:
-    """Angles as fractions of a turn.
+    """Compute angles as fractions of a turn.
 
     With a position I + f/2³² and a frequency n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
     I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn, below 3.41 units from the truth for at most
@@ -181,7 +181,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7; the same bits on every device."""
+    """Compute float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7, to the same bits on every device."""
     turn = turn.to(torch.int32)
     quadrant = (turn + (1 << 29)) >> 30
     # The remainder lies within an eighth of a turn and becomes u in [−1, 1] with one rounding.
@@ -196,24 +196,24 @@ def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> Tensor:
-    """c0 + z·(c1 + z·(c2 + z·c3)), every product and sum rounded."""
+    """Compute c0 + z·(c1 + z·(c2 + z·c3)), every product and sum rounded."""
     c0, c1, c2, c3 = coefficients
     return (z * c3).add_(c2).mul_(z).add_(c1).mul_(z).add_(c0)
 
 
 def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 cos and sin of the float32 product of id and frequency, as Transformers computes them."""
+    """Compute float32 cos and sin of the float32 product of id and frequency, as Transformers does."""
     angle = as_float(fixed)[pair_axis].T * inv_freq
     return angle.cos(), angle.sin()
 
 
 def as_float(fixed: Tensor) -> Tensor:
-    """float32 ids from fixed point, rounded once."""
+    """Convert fixed point to float32 ids, rounded once."""
     return fixed.to(torch.float32) * 2.0**-32
 
 
 def angles_of_turns(turn: Tensor) -> Tensor:
-    """float32 angles within [−π, π]."""
+    """Convert angles in units of 2⁻³² turn to float32 rad within [−π, π]."""
     signed = torch.where(turn >= 1 << 31, turn - (1 << 32), turn)
     return (signed.to(torch.float64) * (2 * math.pi * 2.0**-32)).to(torch.float32)
 
@@ -244,14 +244,14 @@ class Norm(NamedTuple):
     offset: float
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """(head_dim,) float32 weights of q and of k, offset included."""
+        """Return (head_dim,) float32 weights of q and of k, offset included."""
         return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
 
 
 def norm_of(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float
 ) -> Norm:
-    """The norm that arguments ask for, which is ``NONE`` without weights.
+    """Check the arguments of a norm, which is ``NONE`` without weights.
 
     Raises:
         InvalidInputError: a weight does not fit q or k, or a number is out of range.
@@ -304,7 +304,7 @@ Block: TypeAlias = tuple[slice, slice]
 """Where a block lies in batch and seq."""
 
 Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
-"""Turns float32 heads of a block in place, given room of the same shape; channels behind the pairs are left alone."""
+"""Turns float32 heads of a block in place, with scratch of the same shape; channels behind the pairs stay."""
 
 
 def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
@@ -325,7 +325,7 @@ def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *
 
 
 def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """What turns blocks by these cos and sin, (batch, seq, pairs) float32."""
+    """Return the function that turns blocks by these cos and sin, (batch, seq, pairs) float32."""
     spread = _interleave if adjacent else _concatenate
     cos, sin = spread(cos, cos).unsqueeze(2), spread(-sin, sin).unsqueeze(2)
 
@@ -347,19 +347,19 @@ def rotate_by(turn: Turn, x: Tensor, out: Tensor, width: int) -> None:
         out[block][..., :width].copy_(value)
 
 
-def blocks(x: Tensor, buffers: int) -> Iterator[tuple[Block, list[Tensor]]]:
-    """Cut batch and seq so that a block has about BLOCK_ELEMENTS channels, with float32 buffers of its shape."""
+def blocks(x: Tensor, count: int) -> Iterator[tuple[Block, list[Tensor]]]:
+    """Cut batch and seq into blocks of about BLOCK_ELEMENTS channels, with so many float32 buffers of their shape."""
     batch, seq, heads, head_dim = x.shape
     tokens = max(1, BLOCK_ELEMENTS // max(1, heads * head_dim))
     rows = max(1, tokens // max(1, seq))
-    held: list[Tensor] = []
+    buffers: list[Tensor] = []
     for b in range(0, batch, rows):
         for s in range(0, seq, tokens):
             block = slice(b, b + rows), slice(s, s + tokens)
             shape = x[block].shape
-            if not held or held[0].shape != shape:
-                held = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(buffers)]
-            yield block, held
+            if not buffers or buffers[0].shape != shape:
+                buffers = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(count)]
+            yield block, buffers
 
 
 def _swap_halves(value: Tensor, turned: Tensor, adjacent: bool) -> None:
@@ -452,5 +452,5 @@ def norm_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, norm: Norm) -
 
 
 def _inverse_rms(value: Tensor, scratch: Tensor, eps: float) -> Tensor:
-    """(…, 1) what brings heads to a mean square of 1."""
+    """Compute the (…, 1) factor that brings heads to a mean square of 1."""
     return torch.mul(value, value, out=scratch).mean(-1, keepdim=True).add_(eps).rsqrt_()

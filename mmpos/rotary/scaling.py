@@ -37,10 +37,10 @@ class Scaling(ABC):
 
     @abstractmethod
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies of the ladder theta^(−2j/dim), in the numbers of the arithmetic."""
+        """Compute (dim/2,) scaled inverse frequencies of theta^(−2j/dim), in the numbers of the arithmetic."""
 
     def scaled_attention(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Return the factor on cos and sin."""
         return 1.0
 
     def check(self, theta: float, dim: int) -> None:
@@ -50,11 +50,11 @@ class Scaling(ABC):
             raise InvalidInputError(f"scaling: got {name} for {dim // 2} pairs, want at least {least}")
 
     def effective_length(self, length: int) -> int | None:
-        """The one length that stands for all with the same frequencies; None is the original length."""
+        """Return the one length that stands for all with the same frequencies; None is the original length."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The parameters and the name as a JSON object."""
+        """Return the parameters and the name as a JSON object."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {"type": self.name, **{key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}}
 
@@ -88,7 +88,7 @@ class Linear(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(a.number(theta), dim) / a.number(self.factor)
 
 
@@ -108,7 +108,7 @@ class NTK(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(_stretched(a, theta, a.number(self.factor), dim), dim)
 
 
@@ -131,11 +131,11 @@ class DynamicNTK(Scaling):
         self._length()
 
     def effective_length(self, length: int) -> int | None:
-        """The length itself, once it is past the original."""
+        """Return the length itself, once it is past the original."""
         return length if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         stretch = factor * (length or self.original_max_position) / original - (factor - 1)
         return 1 / a.powers(_stretched(a, theta, stretch, dim), dim)
@@ -165,7 +165,7 @@ class Llama3(Scaling):
         self._length()
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
         plain = 1 / a.powers(a.number(theta), dim)
@@ -200,7 +200,7 @@ class PRoPE(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         turning = int(self.p * dim // 2)
         still = [a.number(0)] * (dim // 2 - turning)
         return a.array([*(1 / a.powers(a.number(theta), dim, turning)), *still]) / a.number(self.factor)
@@ -243,7 +243,7 @@ class YaRN(Scaling):
         object.__setattr__(self, "truncate", boolean("YaRN.truncate", self.truncate))
 
     def scaled_attention(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Return the factor on cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -258,7 +258,7 @@ class YaRN(Scaling):
             raise InvalidInputError("theta: got 1.0, want more for YaRN, which divides by its logarithm")
 
     def ramp(self, a: Arithmetic, theta: float, dim: int) -> tuple[Any, Any]:
-        """The pairs where the ramp begins and ends."""
+        """Return the pairs where the ramp begins and ends."""
         original = a.number(self.original_max_position)
         low, high = (
             (dim * a.log(original / (a.number(turns) * 2 * a.pi))) / (2 * a.log(a.number(theta)))
@@ -269,7 +269,7 @@ class YaRN(Scaling):
         return max(low, 0), min(high, dim - 1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         powers = a.powers(a.number(theta), dim)
         low, high = self.ramp(a, theta, dim)
         if low == high:
@@ -308,7 +308,7 @@ class LongRoPE(Scaling):
         self._finite("factor", "attention_factor", above=0, optional=True)
 
     def scaled_attention(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Return the factor on cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor is None or self.factor <= 1:
@@ -323,11 +323,11 @@ class LongRoPE(Scaling):
                 raise InvalidInputError(f"LongRoPE.{field}: got {got} numbers, want {dim // 2}, one per frequency")
 
     def effective_length(self, length: int) -> int | None:
-        """One more than the original length for every longer one."""
+        """Return one more than the original length for every longer one."""
         return self.original_max_position + 1 if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / (a.array(self.long_factor if length else self.short_factor) * a.powers(a.number(theta), dim))
 
 
@@ -342,7 +342,7 @@ SCALINGS: Mapping[str, type[Scaling]] = MappingProxyType(
 
 
 def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
-    """The scaling that ``to_dict`` described.
+    """Rebuild a scaling from the JSON object of ``to_dict``.
 
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)

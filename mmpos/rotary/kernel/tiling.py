@@ -49,7 +49,7 @@ class Channels(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """How positions are given and become angles, known when a kernel is compiled.
+    """Form of positions and of their angles, known when a kernel is compiled.
 
     Args:
         axes: position axes.

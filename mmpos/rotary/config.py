@@ -30,7 +30,7 @@ from mmpos.support.checks import IntArray, even, finite, integer, integers, numb
 
 __all__ = ["Rotary"]
 
-_FROM_THE_REST: Any = None
+_FROM_THE_REST: Any = None  # of the type of the field, which is never None once the fields are checked
 DEFAULT_THETA = 10000.0
 MAX_AXES = 256
 """Most position axes."""

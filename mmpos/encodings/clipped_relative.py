@@ -8,9 +8,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import NUM_HEADS, Float64Array, IntArray, LearnedBias, distances, draw, real_positions
+from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, real_positions
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import IntArray, integer
 
 __all__ = ["ClippedRelative"]
 

@@ -9,9 +9,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, AdditiveTable, Float64Array, real_positions
+from mmpos.encodings.base import DIM, AdditiveTable, real_positions
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import MAX_HEAD_DIM
+from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import even, finite
 
 __all__ = ["Sinusoidal"]

@@ -10,9 +10,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import NUM_HEADS, Float64Array, IntArray, LearnedBias, distances, draw, whole_positions
+from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, whole_positions
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import INT32_MAX, boolean, integer
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
 __all__ = ["T5Buckets"]
 

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.allocation import MAX_HEAD_DIM
@@ -39,6 +39,9 @@ from mmpos.support.checks import boolean, finite, integer, integers, numbers
 __all__ = ["ROPE_TYPES", "Fields", "class_defaults", "hf_arguments", "hf_pairing", "read_field"]
 
 
+Values: TypeAlias = Mapping[str, Any]
+"""Values of a config by the names of their fields."""
+
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "default": (),
@@ -63,7 +66,7 @@ HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_d
 
 
 def hf_arguments(
-    config: Any, *, layer_type: str | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
+    config: Any, *, layer_type: str | None = None, overrides: Values = MappingProxyType({})
 ) -> dict[str, Any]:
     """Read the arguments of Rotary from a config, with overrides in their place.
 
@@ -142,7 +145,7 @@ def _language_model(config: Any) -> Fields:
     return fields
 
 
-def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+def _check_told(fields: Fields, rope: Values, overrides: Values) -> None:
     """Refuse a config of a model type that is not known, unless it and overrides say all that its class may set."""
     said = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
@@ -188,13 +191,11 @@ def _layer_types(fields: Fields) -> list[str]:
     return list(types or ())
 
 
-def _by_layer(rope: Mapping[str, Any]) -> bool:
+def _by_layer(rope: Values) -> bool:
     return any(isinstance(value, Mapping) for value in rope.values())
 
 
-def _layer_parameters(
-    fields: Fields, layer_type: str | None, scaling: Mapping[str, Any], parameters: Mapping[str, Any]
-) -> dict[str, Any]:
+def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
     """The entry of a layer type, or what it is in configs that are older than entries."""
     model, defaults = fields.model_type, fields.defaults.get("rope_parameters", {})
     older = model in LAYER_THETA
@@ -219,9 +220,7 @@ def _layer_parameters(
     return entry
 
 
-def _older_entry(
-    fields: Fields, layer_type: str, scaling: Mapping[str, Any], entry: Mapping[str, Any]
-) -> dict[str, Any]:
+def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values) -> dict[str, Any]:
     """The entry of a layer type, with the fields that older configs have in its place."""
     model = fields.model_type
     default = fields.defaults["rope_parameters"][layer_type]
@@ -271,7 +270,7 @@ def _full_attention(fields: Fields) -> Fields:
     return Fields(fields.name, {**fields.config, "head_dim": head_dim}, fields.model_type)
 
 
-def _layers(config: Mapping[str, Any]) -> list[Any]:
+def _layers(config: Values) -> list[Any]:
     """List the config of each layer up to the last that per_layer_config names, and of one that it does not."""
     by_index = config["per_layer_config"]
     if not isinstance(by_index, Mapping) or not all(
@@ -282,7 +281,7 @@ def _layers(config: Mapping[str, Any]) -> list[Any]:
     return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
 
 
-def _rope_type(fields: Fields, rope: Mapping[str, Any]) -> str:
+def _rope_type(fields: Fields, rope: Values) -> str:
     model = fields.model_type
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
@@ -311,7 +310,7 @@ def _head_dim(fields: Fields) -> int:
     return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
 
 
-def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
+def _theta(fields: Fields, rope: Values) -> float:
     base = _own_theta(fields, rope)
     base = fields.defaults.get("rope_theta") if base is None else base
     if base is None:
@@ -326,7 +325,7 @@ def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
     return theta
 
 
-def _own_theta(fields: Fields, rope: Mapping[str, Any]) -> Any:
+def _own_theta(fields: Fields, rope: Values) -> Any:
     """Read the base that the config itself, or the code of its model type, sets."""
     if fields.model_type in FIXED_THETA:
         return FIXED_THETA[fields.model_type]
@@ -338,7 +337,7 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
     return (OLD_NAMES.get(fields.model_type, {}).get(name, name),) if _known(fields) else (name, old)
 
 
-def _factor(fields: Fields, rope: Mapping[str, Any]) -> Any:
+def _factor(fields: Fields, rope: Values) -> Any:
     """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
     if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
@@ -346,7 +345,7 @@ def _factor(fields: Fields, rope: Mapping[str, Any]) -> Any:
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
 
 
-def _rotary_dim(fields: Fields, rope: Mapping[str, Any], kind: str, head_dim: int) -> int:
+def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     model = fields.model_type
     heeded = kind != "default" or model in PARTIAL or model in ROTARY_DIM or not _known(fields)
     if kind in ("proportional", "axial") or not heeded or model == "mistral4":  # whose factor is of another head
@@ -368,7 +367,7 @@ def _pairing(fields: Fields) -> str:
     return "adjacent" if adjacent else "half"
 
 
-def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _text_layout(model: str, rope: Values) -> dict[str, Any]:
     pairs = rope.get("mrope_section")
     pairs = SECTIONS.get(model) if pairs is None else pairs
     if pairs is None:
@@ -386,7 +385,7 @@ def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scaling(fields: Fields, rope: Mapping[str, Any], kind: str) -> Scaling | None:
+def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
     model = fields.model_type
     if kind not in ROPE_TYPES:
         raise UnsupportedError(f"rope_type: got {kind!r}, want one of {_listed(ROPE_TYPES)}")
@@ -435,7 +434,7 @@ def _check_all_scaled(fields: Fields) -> None:
         )
 
 
-def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
+def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
     """Make LongRoPE with an attention factor of its own.
 
     Transformers 5.23 keeps to the short factors at every length, other than the code that the checkpoints came with.
@@ -454,7 +453,7 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
-def _yarn(rope: Mapping[str, Any], factor: Any, original: Any) -> YaRN:
+def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
     same = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
     truncate = rope.get("truncate")
@@ -466,7 +465,7 @@ def _listed(names: Any) -> str:
 
 
 @cache
-def class_defaults() -> Mapping[str, Mapping[str, Any]]:
+def class_defaults() -> Mapping[str, Values]:
     """Load the defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
 
     ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
@@ -515,7 +514,7 @@ class Fields:
         return cls("config", config, _model_type(config))
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> Values:
         """Defaults of its class; empty for a model type that is not known."""
         return class_defaults().get(self.model_type, {})
 

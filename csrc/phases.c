@@ -1,5 +1,5 @@
 /* From positions to cos and sin: integer turns, and a polynomial in float32 whose coefficients the caller has. Every
- * product and sum is rounded by itself, in the order of mmpos/rotary/phases.py, so the bits are the same. */
+ * product and sum is rounded by itself, in the order of mmpos/rotary/reference.py, so the bits are the same. */
 
 #include <stdlib.h>
 

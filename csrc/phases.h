@@ -1,4 +1,4 @@
-/* cos and sin of the pairs of tokens, the meaning of which is in mmpos/rotary/phases.py. */
+/* cos and sin of the pairs of tokens, the meaning of which is in mmpos/rotary/reference.py. */
 
 #ifndef MMPOS_PHASES_H
 #define MMPOS_PHASES_H

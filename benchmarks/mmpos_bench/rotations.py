@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmpos.rotary import apply_rotary
-from mmpos.rotary.apply import Implementation
-from mmpos.rotary.sources import Positions
+from mmpos.rotary.apply import Implementation, cos_sin
+from mmpos.rotary.device import Positions
 from mmpos_bench.cases import Case, Contestant, Options, Role
 from mmpos_bench.layers import Layer, Pair
 
@@ -130,7 +130,7 @@ def _phases(layer: Layer) -> Contestant:
     """cos and sin alone, which peers are given: what a model spends on them once for all its layers."""
 
     def call() -> Pair:
-        cos, sin = layer.rotary.cos_sin(layer.table, "transformers")
+        cos, sin = cos_sin(layer.rotary, layer.table, "transformers")
         return cos, sin
 
     def prove() -> None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from mmpos.positions.table import PositionTable
     from mmpos.rotary import Rotary
-    from mmpos.rotary.apply import Layout
-    from mmpos.rotary.tables import TableLayout
+    from mmpos.rotary.apply import Layout, TableLayout
     from mmpos.rpc.memory import Memory
 
 _TABLES = {
@@ -37,18 +36,18 @@ _COS_SIN = "/mmpos.rpc.v1.RotaryService/CosSin"
 def cos_sin(
     options: Options, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
 ) -> Call[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
-    """cos and sin of all tokens, as ``Rotary.cos_sin`` gives them.
+    """cos and sin of all tokens, as ``mmpos.rotary.cos_sin`` gives them.
 
     Args:
         rotary: the rotation; None: that of the profile.
         positions: a PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-        layout: "pairs", "transformers" or "torchtitan", as for ``Rotary.cos_sin``.
+        layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
 
     Returns:
         New tensors, float32 or complex64, where the positions are.
 
     Raises:
-        MmposError: what ``Rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
+        MmposError: what ``mmpos.rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
         ServiceError: no answer.
     """
     one_of("layout", layout, tuple(_TABLES))
@@ -64,7 +63,7 @@ def cos_sin(
 
 
 def angles(options: Options, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> Call[torch.Tensor]:
-    """Exact angles wrapped to [−π, π], as ``Rotary.angles`` gives them.
+    """Exact angles wrapped to [−π, π], as ``mmpos.rotary.angles`` gives them.
 
     Args:
         rotary: the rotation; None: that of the profile.
@@ -74,7 +73,7 @@ def angles(options: Options, rotary: Rotary | None, positions: PositionTable | t
         A new float32 tensor where the positions are.
 
     Raises:
-        MmposError: what ``Rotary.angles`` raises; LimitExceededError also for a limit of the server.
+        MmposError: what ``mmpos.rotary.angles`` raises; LimitExceededError also for a limit of the server.
         ServiceError: no answer.
     """
     request = pb.CosSinRequest(layout=pb.COS_SIN_LAYOUT_ANGLES)
@@ -151,7 +150,7 @@ def _check_tensors(q: Any, k: Any) -> None:
     with needed_for("rotations", extra="all"):
         import torch
 
-    from mmpos.rotary.norms import FLOATS
+    from mmpos.rotary.reference import FLOATS
 
     for name, x in (("q", q), ("k", k)):
         if x is None and name == "k":

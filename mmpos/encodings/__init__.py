@@ -1,4 +1,4 @@
-"""How attention can know positions: encodings one idea per file, in the order in which one would find them.
+"""Encodings of positions for whoever studies or compares them: one idea per file, each tested in attention.
 
 Shapes used throughout:
     positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
@@ -12,17 +12,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mmpos.encodings.alibi import Alibi
-from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, Rotation
+from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, LearnedBias, LearnedTable, Rotation
 from mmpos.encodings.binary import Binary
 from mmpos.encodings.clipped_relative import ClippedRelative
 from mmpos.encodings.integer import Integer
-from mmpos.encodings.learned import LearnedBias, LearnedTable
 from mmpos.encodings.learned_absolute import LearnedAbsolute
 from mmpos.encodings.nope import NoPE, expected_square
 from mmpos.encodings.normalised import Normalised
-from mmpos.encodings.p_rope import PRope
-from mmpos.encodings.rope import Rope1D, Rope1DAdjacent
-from mmpos.encodings.rope_nd import Rope2D, RopeND
+from mmpos.encodings.rope import PRope, Rope1D, Rope1DAdjacent, Rope2D, RopeND
 from mmpos.encodings.single_sinusoid import SingleSinusoid
 from mmpos.encodings.sinusoidal import Sinusoidal
 from mmpos.encodings.t5_buckets import T5Buckets

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias
-from mmpos.encodings.inputs import Float64Array, real_positions
+from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias, real_positions
+from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import integer
 
 __all__ = ["Alibi"]

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, AdditiveTable
-from mmpos.encodings.inputs import Float64Array, whole_positions
+from mmpos.encodings.base import DIM, AdditiveTable, whole_positions
+from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import integer
 
 __all__ = ["Binary"]

@@ -8,11 +8,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import NUM_HEADS
-from mmpos.encodings.inputs import Float64Array, IntArray, distances, real_positions
-from mmpos.encodings.learned import LearnedBias, draw
+from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, real_positions
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import IntArray, integer
 
 __all__ = ["ClippedRelative"]
 
@@ -69,7 +68,7 @@ class ClippedRelative(LearnedBias):
     def key_scores(
         self, q: npt.ArrayLike, vectors: npt.ArrayLike, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike
     ) -> Float64Array:
-        """What Shaw's vectors add to the scores of one head: q_i · vectors[index of i and j], before the 1/√d.
+        """Compute the scores that Shaw's vectors add in one head: q_i · vectors[index of i and j], before the 1/√d.
 
         Args:
             q: (n, head_dim) queries.

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
-from mmpos.encodings.inputs import Float64Array, real_positions
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable, real_positions
+from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import integer
 
 __all__ = ["Integer"]

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM
-from mmpos.encodings.inputs import Float64Array, IntArray, whole_positions
-from mmpos.encodings.learned import LearnedTable, draw
-from mmpos.support.checks import integer
+from mmpos.encodings.base import DIM, LearnedTable, draw, whole_positions
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import IntArray, integer
 
 __all__ = ["LearnedAbsolute"]
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias
-from mmpos.encodings.inputs import Float64Array, real_positions, whole_positions
-from mmpos.rotary.values import finite
-from mmpos.support.checks import integer
+from mmpos.encodings.base import MAX_CHANNELS, NUM_HEADS, AttentionBias, real_positions, whole_positions
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import finite, integer
 
 __all__ = ["NoPE", "expected_square"]
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable
-from mmpos.encodings.inputs import Float64Array, real_positions
-from mmpos.rotary.values import finite
-from mmpos.support.checks import integer
+from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable, real_positions
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import finite, integer
 
 __all__ = ["SingleSinusoid"]
 

@@ -9,10 +9,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, AdditiveTable
-from mmpos.encodings.inputs import Float64Array, real_positions
+from mmpos.encodings.base import DIM, AdditiveTable, real_positions
 from mmpos.rotary import Rotary
-from mmpos.rotary.values import MAX_HEAD_DIM, even, finite
+from mmpos.rotary.allocation import MAX_HEAD_DIM
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import even, finite
 
 __all__ = ["Sinusoidal"]
 

@@ -10,11 +10,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import NUM_HEADS
-from mmpos.encodings.inputs import Float64Array, IntArray, distances, whole_positions
-from mmpos.encodings.learned import LearnedBias, draw
+from mmpos.encodings.base import NUM_HEADS, LearnedBias, distances, draw, whole_positions
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import INT32_MAX, boolean, integer
+from mmpos.rotary.frequencies import Float64Array
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
 __all__ = ["T5Buckets"]
 
@@ -103,8 +102,8 @@ class T5Buckets(LearnedBias):
         """(...) bucket of every distance j − i of a key from its query."""
         ahead = whole_positions("relative", relative, minimum=-(2**63) + 1)
         distance = np.abs(ahead) if self.bidirectional else np.maximum(-ahead, 0)
-        found = np.searchsorted(self.first_distances, distance, side="right") - 1
-        return found + (ahead > 0) * self._per_direction if self.bidirectional else found
+        bucket = np.searchsorted(self.first_distances, distance, side="right") - 1
+        return bucket + (ahead > 0) * self._per_direction if self.bidirectional else bucket
 
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
         return self.bucket(distances(query_positions, key_positions))

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
-from mmpos.support.checks import IntArray, integer, one_of
+from mmpos.support.checks import IntArray, finite, integer, one_of
 from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.integrations.megatron", extra="all"):
@@ -22,10 +22,9 @@ with needed_for("mmpos.integrations.megatron", extra="all"):
     from torch import Tensor, nn
     from torch import distributed as dist
 
+    from mmpos.rotary.apply import angles
     from mmpos.rotary.config import Rotary
-    from mmpos.rotary.device import DevicePositions
-    from mmpos.rotary.sources import Positions
-    from mmpos.rotary.values import finite
+    from mmpos.rotary.device import DevicePositions, Positions
 
 __all__ = ["MultimodalRotaryEmbedding", "broadcast_table", "rotary_pos_emb"]
 
@@ -71,10 +70,10 @@ def rotary_pos_emb(
         raise InvalidInputError(f"mscale: got {mscale}, want {rotary.attention_factor}, the attention factor of rotary")
     if layout == "sbhd":
         _check_rows(positions)
-    angles = rotary.angles(positions, device)
+    wrapped = angles(rotary, positions, device)
     if layout == "thd":
-        angles = angles.transpose(0, 1).reshape(-1, 1, 1, rotary.rotary_dim)
-    return angles.contiguous()
+        wrapped = wrapped.transpose(0, 1).reshape(-1, 1, 1, rotary.rotary_dim)
+    return wrapped.contiguous()
 
 
 def _check_rows(positions: Positions) -> None:

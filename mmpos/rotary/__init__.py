@@ -14,10 +14,9 @@ from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoP
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
-    from mmpos.rotary.apply import apply_rotary
+    from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
-    from mmpos.rotary.storing import rotate_and_store
 
 __all__ = [
     "NTK",
@@ -31,7 +30,9 @@ __all__ = [
     "RotaryEmbedding",
     "Scaling",
     "YaRN",
+    "angles",
     "apply_rotary",
+    "cos_sin",
     "rotate_and_store",
 ]
 
@@ -41,8 +42,10 @@ if not TYPE_CHECKING:
         {
             "DevicePositions": "device",
             "RotaryEmbedding": "embedding",
+            "angles": "apply",
             "apply_rotary": "apply",
-            "rotate_and_store": "storing",
+            "cos_sin": "apply",
+            "rotate_and_store": "apply",
         },
         extra="all",
         what="rotations",

@@ -1,4 +1,4 @@
-"""Allocation: which axis drives each pair of channels, with which frequency of its ladder."""
+"""Allocate axes and frequencies to pairs of channels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.values import even
-from mmpos.support.checks import integer
+from mmpos.support.checks import even, integer
 
-__all__ = ["ALLOCATIONS", "Layout", "allocate", "default_axes", "default_section"]
+__all__ = ["ALLOCATIONS", "MAX_HEAD_DIM", "Layout", "allocate", "default_axes", "default_section"]
+
+MAX_HEAD_DIM = 2**16
+"""Most channels of a head."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +32,34 @@ class Layout:
 
 
 def _shared(axis: Sequence[int], axes: int) -> Layout:
-    """One ladder for all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
+    """Share one ladder among all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
     return Layout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
 
 
 def _interleaved(axes: int, pairs: int) -> Layout:
-    """Pair j to axis j mod axes (HunyuanImage-3.0)."""
+    """Give pair j to axis j mod axes (HunyuanImage-3.0)."""
     return _shared([j % axes for j in range(pairs)], axes)
 
 
 def _split(axes: int, pairs: int) -> Layout:
-    """Contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
+    """Cut contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
     return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)], axes)
 
 
 def _axial(axes: int, pairs: int) -> Layout:
-    """Each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
+    """Give each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
     if pairs % axes:
         raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}, or axes_dim")
     return _ladders([pairs // axes] * axes, pairs)
 
 
 def _ladders(sizes: Sequence[int], pairs: int) -> Layout:
-    """Each axis its own full ladder of so many frequencies, one block per axis (FLUX, Wan, HunyuanVideo)."""
+    """Give each axis its own full ladder of so many frequencies, one block per axis (FLUX, Wan, HunyuanVideo)."""
     return replace(_sections(sizes, pairs), rung=tuple(j for size in sizes for j in range(size)), rungs=tuple(sizes))
 
 
 def _pixtral(axes: int, pairs: int) -> Layout:
-    """Even θ to rows, then odd θ to columns, of one ladder (Pixtral): the pairs change order with their θ."""
+    """Give even θ to rows, then odd θ to columns, of one ladder (Pixtral): the pairs change order with their θ."""
     if axes != 2:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
     if pairs % 2:
@@ -67,12 +69,12 @@ def _pixtral(axes: int, pairs: int) -> Layout:
 
 
 def _sections(section: Sequence[int], pairs: int) -> Layout:
-    """Contiguous blocks of the given sizes (Qwen2-VL)."""
+    """Cut contiguous blocks of these sizes (Qwen2-VL)."""
     return _shared([a for a, count in enumerate(section) for _ in range(count)], len(section))
 
 
 def _mrope_interleaved(section: Sequence[int], pairs: int) -> Layout:
-    """Pairs 1, 4, 7, … to rows, 2, 5, 8, … to columns, as many as their sections say, the rest to frames (Qwen3-VL)."""
+    """Give pairs 1, 4, 7, … to rows, 2, 5, 8, … to columns up to their sections, the rest to frames (Qwen3-VL)."""
     axis = [0] * pairs
     for a in (1, 2):
         axis[a : 3 * section[a] : 3] = [a] * len(range(a, min(3 * section[a], pairs), 3))
@@ -91,7 +93,7 @@ _BY_SECTION: Mapping[str, Callable[[Sequence[int], int], Layout]] = MappingProxy
     {"sections": _sections, "mrope-interleaved": _mrope_interleaved}
 )
 ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION)
-"""Every allocation that has a name; a sequence of the axis of each pair is one, too."""
+"""Names of allocations; a sequence of the axis of each pair is an allocation, too."""
 
 
 def allocate(
@@ -101,7 +103,7 @@ def allocate(
     section: Sequence[int] | None,
     axes_dim: Sequence[int] | None = None,
 ) -> Layout:
-    """The layout of an allocation over this many pairs.
+    """Lay out an allocation over this many pairs.
 
     Args:
         allocation: a name of ALLOCATIONS, or (pairs,) the axis of each pair.
@@ -138,7 +140,7 @@ def allocate(
 
 
 def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
-    """The layout of "axial" with channels told for every axis."""
+    """Lay out "axial" with a number of channels for every axis."""
     got = list(axes_dim)
     if allocation != "axial":
         raise InvalidInputError(f"axes_dim: got {got}, want None for allocation {allocation!r}")
@@ -154,7 +156,7 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
 def default_axes(
     allocation: str | Sequence[int], section: Sequence[int] | None, axes_dim: Sequence[int] | None = None
 ) -> int:
-    """The axes that an allocation speaks of; 2 where it does not say."""
+    """Return the number of axes that an allocation implies, or 2."""
     per_axis = axes_dim if section is None else section
     if per_axis is not None:
         return len(per_axis)
@@ -164,5 +166,5 @@ def default_axes(
 
 
 def default_section(allocation: Any, pairs: int) -> tuple[int, ...] | None:
-    """Qwen3-VL's 24, 20, 20 for the interleaved M-RoPE of 64 pairs, otherwise None."""
+    """Return Qwen3-VL's 24, 20, 20 for the interleaved M-RoPE of 64 pairs, otherwise None."""
     return (24, 20, 20) if allocation == "mrope-interleaved" and pairs == 64 else None

@@ -1,8 +1,9 @@
-"""The door of the rotations: check, look at the tensors as (batch, seq, heads, head_dim), and call the operator."""
+"""Apply rotations to q and k, with or without a paged cache, and make cos, sin and angles for other kernels."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -10,18 +11,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmpos.errors import InvalidInputError
-from mmpos.rotary import norm_operator, operator, phases
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary import operators, paged, reference
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.memory import check_inplace
-from mmpos.rotary.norms import FLOATS, NONE, Norm, check_no_tangent, norm_of
-from mmpos.rotary.sources import Positions, Source, constants, source_of
+from mmpos.rotary.device import DevicePositions, PositionIds, Positions, constants, position_ids
+from mmpos.rotary.paged import CacheLayout
+from mmpos.rotary.reference import (
+    AUTO,
+    FLOATS,
+    NONE,
+    REFERENCE,
+    TRITON,
+    Norm,
+    RotationArguments,
+    check_no_tangent,
+    norm_of,
+)
 from mmpos.support.checks import counted, one_of
 from mmpos.support.extras import missing
 
-__all__ = ["apply_rotary", "rotate_with"]
+__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_with"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
+TableLayout = Literal["pairs", "transformers", "torchtitan"]
 Implementation = Literal["auto", "reference", "triton"]
 
 
@@ -106,42 +118,214 @@ def rotate_with(
     implementation: Implementation,
     validate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``apply_rotary`` with frequencies and pair axes that the caller holds on the device; None makes them once."""
-    q4, k4 = views(q, k, layout)
-    batch, seq, _, head_dim = q4.shape
-    if head_dim != rotary.head_dim:
-        raise InvalidInputError(f"q: got head_dim {head_dim}, want {rotary.head_dim} as in rotary")
-    source = source_of(positions, q.device, validate)
-    check_positions(source, rotary, q4)
-    numbers = (
-        source.mode,
-        rotary.pairing == "adjacent",
-        rotary.attention_factor,
-        conjugate,
-        chosen(implementation, q.device),
-    )
-    held = constants(rotary, q.device) if frequencies is None else frequencies
-    if held[0].device != q.device:
-        raise InvalidInputError(f"q: got a tensor on {q.device}, want {held[0].device} as the frequencies")
-    keys = q4.new_empty((batch, seq, 0, head_dim)) if k4 is None else k4
+    """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
+    q4, k4 = _views(q, k, layout)
+    rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate)
+    keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
         if k is q:  # seen also where a graph is traced
             raise InvalidInputError("k: got the memory of q, want inplace=False")
-        check_inplace(q4, k4, norm)
+        _check_inplace(q4, k4, norm)
         if norm is NONE:
-            operator.rotate_(q4, keys, source.positions, *held, *numbers)
+            operators.rotate_(q4, keys, *rotation)
         else:
-            norm_operator.norm_rotate_(q4, keys, *norm, source.positions, *held, *numbers)
+            operators.norm_rotate_(q4, keys, *norm, *rotation)
         return q, k
     if norm is NONE:
-        q_out, k_out = operator.rotate(q4, keys, source.positions, *held, *numbers)
+        q_out, k_out = operators.rotate(q4, keys, *rotation)
     else:
-        q_out, k_out = norm_operator.norm_rotate(q4, keys, *norm, source.positions, *held, *numbers)
-    return back(q_out, q, layout), None if k is None else back(k_out, k, layout)
+        q_out, k_out = operators.norm_rotate(q4, keys, *norm, *rotation)
+    return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
 
 
-def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
-    """q and k as (batch, seq, heads, head_dim)."""
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Positions,
+    rotary: Rotary,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_layout: CacheLayout = "NHD",
+    layout: Layout | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    return_k: bool = False,
+    inplace: bool = False,
+    implementation: Implementation = "auto",
+    validate: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k, and write k and v into a paged cache: in one launch on a GPU, for inference.
+
+    The rotation, and the norm before it, are those of ``apply_rotary``, to the bit. Slot s of a cache is offset
+    s mod block_size of block s // block_size. A token whose slot is negative is rotated and not stored, and so is
+    one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
+    large. A slot for several tokens is an error where slots are read: on the host, and with ``validate``; unread, on a
+    device or in a compiled graph, it gets some elements of each. Sources: vLLM's reshape_and_cache_flash,
+    FlashInfer's append_paged_kv_cache.
+
+    Args:
+        q: as for ``apply_rotary``.
+        k: likewise.
+        v: likewise, with num_kv_heads as k; its head_dim may be another one.
+        positions: as for ``apply_rotary``, of every token, stored or not.
+        rotary: likewise.
+        key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
+            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, any strides: a view of what holds k and v
+            together, or all layers, is written where it lies.
+        value_cache: likewise, with the head_dim of v.
+        slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
+        cache_layout: "NHD" or "HND".
+        layout: of q, k and v, as for ``apply_rotary``.
+        q_norm_weight: (head_dim,) of a norm of each head of q before the rotation, as for ``apply_rotary``.
+        k_norm_weight: likewise of k.
+        norm_eps: added to the mean of squares.
+        norm_weight_offset: added to both weights: 1 for Gemma's.
+        return_k: also give rotated k outside of the cache, as attention over the prompt itself may want it.
+        inplace: write rotated q into q, and with ``return_k`` k into k, instead of new tensors.
+        implementation: as for ``apply_rotary``.
+        validate: also check ids and slots that lie on a device, which waits for the device.
+
+    Returns:
+        q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or
+            of validated ones, that the caches do not have or that an earlier token has.
+        LimitExceededError: 2³¹ slots or more in a cache.
+        UnsupportedError: under autograd; a cache of 8 bits, which needs scales.
+    """
+    norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset)
+    q4, k4 = _views(q, k, layout)
+    if k4 is None:
+        raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
+    v4 = _values(v, k, k4, layout)
+    rotation = _arguments(q4, positions, rotary, None, False, implementation, validate)
+    caches = _caches(key_cache, value_cache, cache_layout, k4, v4)
+    tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+    _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
+    slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
+    _check_memory(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
+    if inplace:
+        operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *norm, *rotation)
+        return q, k if return_k else None
+    q_out, k_out = operators.rotate_and_store(q4, k4, v4, *caches, slots, return_k, *norm, *rotation)
+    return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
+
+
+def cos_sin(
+    rotary: Rotary, positions: Positions, layout: TableLayout = "pairs", device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor] | Tensor:
+    """Compute cos and sin of all tokens, in float32, times the attention factor.
+
+    Args:
+        rotary: frequencies, and how they are allotted to axes and channels.
+        positions: DevicePositions, a PositionTable, or dense ids.
+        layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
+            length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
+            Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
+            pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
+            cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
+        device: where to make them; None is where the positions are.
+
+    Returns:
+        new tensors.
+
+    Raises:
+        InvalidInputError: the layout is not known, or positions do not have the axes of rotary.
+    """
+    one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
+    ids = _ids_on(rotary, positions, device)
+    cos, sin = reference.cos_sin(_rotation(ids, rotary, constants(rotary, ids.tensor.device)), ids.tokens)
+    if layout == "torchtitan" and rotary.pairing == "adjacent":
+        return ids.as_rows(torch.complex(cos, sin))
+    if layout == "pairs":
+        return ids.as_rows(cos), ids.as_rows(sin)
+    cos, sin = _per_channel(cos, rotary), _per_channel(sin, rotary)
+    if layout == "torchtitan":
+        return ids.as_rows(torch.cat((cos, sin), dim=-1))
+    cos, sin = ids.as_rows(cos), ids.as_rows(sin)
+    return (cos, sin) if cos.dim() == 3 else (cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def angles(rotary: Rotary, positions: Positions, device: torch.device | str | None = None) -> Tensor:
+    """Compute exact angles wrapped to [−π, π], as the fused rotary kernels of Megatron and TransformerEngine take them.
+
+    Args:
+        rotary: frequencies, and how they are allotted to axes and channels; of exact precision.
+        positions: DevicePositions, a PositionTable, or dense ids.
+        device: where to make them; None is where the positions are.
+
+    Returns:
+        (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
+
+    Raises:
+        UnsupportedError: a rotary of precision "hf".
+        InvalidInputError: positions do not have the axes of rotary.
+    """
+    if rotary.precision != "exact":
+        raise UnsupportedError(
+            "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
+        )
+    ids = _ids_on(rotary, positions, device)
+    frequencies, pair_axis = constants(rotary, ids.tensor.device)
+    fixed = reference.fixed_positions(ids.tensor, ids.mode, ids.tokens)
+    wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
+    rows = ids.as_rows(_per_channel(wrapped, rotary))
+    return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
+
+
+def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:
+    if device is None:
+        device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
+    ids = position_ids(positions, torch.device(device))
+    _check_axes(ids, rotary)
+    return ids
+
+
+def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
+    """Repeat (tokens, pairs) to (tokens, rotary_dim), in the order of the channels."""
+    return x.repeat_interleave(2, dim=-1) if rotary.pairing == "adjacent" else torch.cat((x, x), dim=-1)
+
+
+def _arguments(
+    q: Tensor,
+    positions: Positions,
+    rotary: Rotary,
+    frequencies: tuple[Tensor, Tensor] | None,
+    conjugate: bool,
+    implementation: Implementation,
+    validate: bool,
+) -> RotationArguments:
+    """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
+    if q.shape[3] != rotary.head_dim:
+        raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
+    ids = position_ids(positions, q.device, validate)
+    _check_positions(ids, rotary, q)
+    number = _number_of(implementation, q.device)
+    turns, pair_axis = constants(rotary, q.device) if frequencies is None else frequencies
+    if turns.device != q.device:
+        raise InvalidInputError(f"q: got a tensor on {q.device}, want {turns.device} as the frequencies")
+    return _rotation(ids, rotary, (turns, pair_axis), conjugate, number)
+
+
+def _rotation(
+    ids: PositionIds,
+    rotary: Rotary,
+    frequencies: tuple[Tensor, Tensor],
+    conjugate: bool = False,
+    implementation: int = REFERENCE,
+) -> RotationArguments:
+    adjacent, factor = rotary.pairing == "adjacent", rotary.attention_factor
+    return RotationArguments(ids.tensor, *frequencies, ids.mode, adjacent, factor, conjugate, implementation)
+
+
+def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, Tensor | None]:
+    """Check q and k and view them as (batch, seq, heads, head_dim)."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
@@ -154,7 +338,7 @@ def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, T
         if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
             raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_wanted_shape(layout)}")
         check_no_tangent(name, x)
-    q4 = as_bshd(q, layout)
+    q4 = _as_bshd(q, layout)
     if k is None:
         return q4, None
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
@@ -162,7 +346,7 @@ def views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, T
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
             f"want {q.dtype} on {q.device} with {q.dim()} as q"
         )
-    k4 = as_bshd(k, layout)
+    k4 = _as_bshd(k, layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
         before = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
         hint = '; heads before seq are layout="bhsd"' if before else ""
@@ -177,29 +361,30 @@ def _wanted_shape(layout: Layout | None) -> str:
     return {"thd": three, "bshd": four, "bhsd": "(batch, heads, seq, head_dim)"}.get(layout or "", f"{three} or {four}")
 
 
-def as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
+def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
+    """View as (batch, seq, heads, head_dim)."""
     if x.dim() == 3:
         return x.unsqueeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def back(out: Tensor, like: Tensor, layout: Layout | None) -> Tensor:
-    if like.dim() == 3:
-        return out.squeeze(0)
-    return out.transpose(1, 2) if layout == "bhsd" else out
+def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
+    """View (batch, seq, heads, head_dim) as the layout that came, of three or four dimensions."""
+    if dimensions == 3:
+        return x.squeeze(0)
+    return x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def check_positions(source: Source, rotary: Rotary, q: Tensor) -> None:
+def _check_positions(ids: PositionIds, rotary: Rotary, q: Tensor) -> None:
     batch, seq, heads, _ = q.shape
-    if source.positions.device != q.device:
-        raise InvalidInputError(f"positions: got a tensor on {source.positions.device}, want {q.device} as q")
-    if source.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {counted(source.axes, 'axis')}, want {rotary.axes} as in rotary")
-    if source.tokens != batch * seq:
-        hint = "; heads and seq would fit if they were exchanged, see layout" if source.tokens == batch * heads else ""
-        raise InvalidInputError(f"positions: got {source.tokens} tokens, want {batch * seq} as in q{hint}")
-    row_length = source.shape[1] if len(source.shape) == 2 else 0
-    known = row_length or source.mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL)
+    if ids.tensor.device != q.device:
+        raise InvalidInputError(f"positions: got a tensor on {ids.tensor.device}, want {q.device} as q")
+    _check_axes(ids, rotary)
+    if ids.tokens != batch * seq:
+        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
+    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
+    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     if batch > 1 and known and row_length != seq:
         raise InvalidInputError(
             f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
@@ -207,16 +392,132 @@ def check_positions(source: Source, rotary: Rotary, q: Tensor) -> None:
         )
 
 
-def chosen(implementation: Implementation, device: torch.device) -> int:
-    """The operator's number of an implementation that can run there."""
+def _check_axes(ids: PositionIds, rotary: Rotary) -> None:
+    if ids.axes != rotary.axes:
+        raise InvalidInputError(f"positions: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
+
+
+def _number_of(implementation: Implementation, device: torch.device) -> int:
+    """Return the number of an implementation in the operators, if it can run on the device."""
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "auto":
-        return operator.TRITON if device.type == "cuda" and _has_triton() else operator.AUTO
+        return TRITON if device.type == "cuda" and _has_triton() else AUTO
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
     if implementation == "triton" and not _has_triton():
         raise missing('implementation "triton"', "triton", extra="all")
-    return operator.TRITON if implementation == "triton" else operator.REFERENCE
+    return TRITON if implementation == "triton" else REFERENCE
+
+
+def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
+    """Check v and view it as (batch, seq, heads, head_dim)."""
+    if not isinstance(v, Tensor):
+        raise InvalidInputError(f"v: got {type(v).__name__}, want a tensor of {k.dtype} as k")
+    if v.dtype != k.dtype or v.device != k.device or v.dim() != k.dim():
+        raise InvalidInputError(
+            f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
+            f"want {k.dtype} on {k.device} with {k.dim()} as k"
+        )
+    v4 = _as_bshd(v, layout)
+    if v4.shape[:3] != k4.shape[:3]:
+        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want that of k, {tuple(k.shape)}, but for head_dim")
+    return v4
+
+
+def _caches(
+    key_cache: Tensor, value_cache: Tensor, cache_layout: CacheLayout, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Check both caches and view them as (blocks, block_size, heads, head_dim)."""
+    one_of("cache_layout", cache_layout, ("NHD", "HND"))
+    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k))
+    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v))
+    if keys.shape[:2] != values.shape[:2]:
+        raise InvalidInputError(
+            f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
+            f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
+        )
+    return keys, values
+
+
+def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
+        check_no_tangent(name, x)
+
+
+def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    """Refuse to write where anything else lies."""
+    for name in written:
+        x = tensors[name]
+        # A graph that is being traced has no addresses yet, but it has the same tensor twice.
+        traced = torch.compiler.is_compiling()
+        if not traced and not _nested(_steps(x)):
+            raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want each by itself")
+        for other, y in tensors.items():
+            if other != name and (x is y or not (traced or _apart(x, y))):
+                raise InvalidInputError(f"{name}: got the memory of {other}, want memory of its own")
+
+
+def _apart(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or _disjoint(x, y)
+
+
+def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
+    """Refuse tensors that gradients go through, or whose elements would be read after they were written.
+
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k: likewise, or None.
+        norm: whose weights may not require gradients either.
+
+    Raises:
+        UnsupportedError: something requires gradients.
+        InvalidInputError: elements share memory.
+    """
+    for name, weight in (("q_norm_weight", norm.q_weight), ("k_norm_weight", norm.k_weight)):
+        if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
+            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
+        # A graph that is being traced has no addresses yet.
+        if not torch.compiler.is_compiling() and not _nested(_steps(x)):
+            raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
+    if k is not None and not torch.compiler.is_compiling() and not _disjoint(q, k):
+        raise InvalidInputError("k: got the memory of q, want inplace=False")
+
+
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    """List strides and sizes, the largest stride first, without the dimensions of one element."""
+    return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+
+
+def _reach(steps: list[tuple[int, int]]) -> int:
+    return sum(stride * (size - 1) for stride, size in steps)
+
+
+def _nested(steps: list[tuple[int, int]]) -> bool:
+    """Check whether no two elements share memory: every step passes all that lies below it."""
+    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
+
+
+def _disjoint(q: Tensor, k: Tensor) -> bool:
+    """Check whether two views share no element: one lies behind the other, in all or within equal outer steps."""
+    if not q.numel() or not k.numel():
+        return True
+    low, high = sorted((q, k), key=Tensor.data_ptr)
+    gap = (high.data_ptr() - low.data_ptr()) // q.element_size()
+    inner, other = _steps(low), _steps(high)
+    while _reach(inner) >= gap:
+        if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
+            return False
+        inner, other = inner[1:], other[1:]
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -229,4 +530,4 @@ def _look_for_triton() -> bool:
 
 
 _has_triton: Any = _look_for_triton
-_has_triton._dynamo_marked_constant = True  # as sources.constants: looking for a module is nothing for a graph
+_has_triton._dynamo_marked_constant = True  # as device.constants: looking for a module is nothing for a graph

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.allocation import ALLOCATIONS, Layout, allocate, default_axes, default_section
+from mmpos.rotary.allocation import ALLOCATIONS, MAX_HEAD_DIM, Layout, allocate, default_axes, default_section
 from mmpos.rotary.frequencies import (
     MAX_INV_FREQ,
     Arithmetic,
@@ -26,18 +26,11 @@ from mmpos.rotary.frequencies import (
 )
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
-from mmpos.rotary.values import MAX_HEAD_DIM, even, finite, integers, numbers
-from mmpos.support.checks import IntArray, integer, one_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from mmpos.rotary.sources import Positions
-    from mmpos.rotary.tables import TableLayout
+from mmpos.support.checks import IntArray, even, finite, integer, integers, numbers, one_of
 
 __all__ = ["Rotary"]
 
-_FROM_THE_REST: Any = None
+_FROM_THE_REST: Any = None  # of the type of the field, which is never None once the fields are checked
 DEFAULT_THETA = 10000.0
 MAX_AXES = 256
 """Most position axes."""
@@ -103,7 +96,7 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
-        """The rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
+        """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
 
         Args:
             config: a config object or the mapping of its config.json.
@@ -114,7 +107,7 @@ class Rotary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rotary:
-        """The Rotary that ``to_dict`` described."""
+        """Rebuild a Rotary from the JSON object of ``to_dict``."""
         known = [field.name for field in fields(cls)]
         for key in values:
             one_of("Rotary.from_dict", key, known)
@@ -124,52 +117,14 @@ class Rotary:
         return cls(**{**values, "scaling": scaling_from_dict(scaling) if scaling is not None else None})
 
     def to_dict(self) -> dict[str, Any]:
-        """The arguments as a JSON object, exactly."""
+        """Return the arguments as a JSON object, exactly."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        found = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return {**found, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return {**listed, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
 
     def for_length(self, length: int) -> Rotary:
-        """The Rotary for ids below length, the cursor (not a count of tokens); itself if no scaling asks for it."""
+        """Adapt a scaling that depends on it to ids below length: the next position, not a count of tokens."""
         return replace(self, length=integer("length", length, minimum=1))
-
-    def cos_sin(
-        self,
-        positions: Positions,
-        layout: TableLayout = "pairs",
-        device: torch.device | str | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """cos and sin of all tokens, in float32, times the attention factor.
-
-        Args:
-            positions: DevicePositions, a PositionTable, or dense ids.
-            layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
-                length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
-                Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
-                pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
-                cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs.
-            device: where to make them; None is where the positions are.
-
-        Returns:
-            new tensors.
-        """
-        from mmpos.rotary.tables import cos_sin
-
-        return cos_sin(self, positions, layout, device)
-
-    def angles(self, positions: Positions, device: torch.device | str | None = None) -> torch.Tensor:
-        """Exact angles wrapped to [−π, π], as the fused rotary kernels of Megatron and TransformerEngine take them.
-
-        Args:
-            positions: DevicePositions, a PositionTable, or dense ids.
-            device: where to make them; None is where the positions are.
-
-        Returns:
-            (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
-        """
-        from mmpos.rotary.tables import angles
-
-        return angles(self, positions, device)
 
     @property
     def num_pairs(self) -> int:
@@ -178,7 +133,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by: 1.0 but for YaRN and LongRoPE."""
+        """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
         return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
     @cached_property
@@ -207,7 +162,7 @@ class Rotary:
         return _read_only(self.inv_freq_as_hf())
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
-        """(pairs,) float32 rad per position by the operations of Transformers.
+        """Compute (pairs,) float32 rad per position by the operations of Transformers.
 
         All operations but the power are rounded as IEEE 754 has it. The float32 powers of torch on a CPU
         stray from the rounded ones by an ulp in about one of seventy; pass torch's for the same bits.

@@ -1,4 +1,4 @@
-"""The rotation on a CPU by the extension: cos and sin in C, block by block, and as many threads as torch has."""
+"""Rotate on a CPU by the extension: cos and sin in C, block by block, in as many threads as torch has."""
 
 from __future__ import annotations
 
@@ -18,83 +18,78 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mmpos.positions.rows import AXES, DENOMINATOR, OFFSET
-from mmpos.rotary import phases
-from mmpos.rotary.reference import Block, Turn
+from mmpos.positions.rows import DENOMINATOR, OFFSET
+from mmpos.rotary import reference
+from mmpos.rotary.reference import Block, RotationArguments, Turn
 from mmpos.support import native
 
 Array = npt.NDArray[Any]
 
-Source: TypeAlias = tuple[Any, ...]
-"""What the extension makes cos and sin of, or has them in; see csrc/rotate.c."""
+Angles: TypeAlias = tuple[Any, ...]
+"""cos and sin, or the arguments that the extension makes them of; see csrc/rotate.c."""
 
-COEFFICIENTS = struct.pack("=8f", *phases.SIN, *phases.COS)
+COEFFICIENTS = struct.pack("=8f", *reference.SIN, *reference.COS)
 
 THREAD_BYTES = 1 << 19
 """Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
 
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
-"""As what numpy, which has no bfloat16, shows a tensor to the extension."""
+"""Dtypes by which numpy, which has no bfloat16, shows a tensor to the extension."""
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the extension is there and rotates such tensors, whose channels must lie side by side."""
+    """Check whether the extension is there and rotates such tensors, whose channels must lie side by side."""
     return native.core is not None and all(
         x.device.type == "cpu" and x.dtype in BITS and (x.stride(3) == 1 or x.shape[3] == 1) for x in tensors
     )
 
 
-def tables(cos: Tensor, sin: Tensor) -> Source:
-    """(tokens, pairs) float32 cos and sin as what the extension rotates by."""
-    return cos.numpy(), sin.numpy()
+def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
+    """Return the angles of tokens as the extension takes them; None for a table that it does not take."""
+    if rotation.as_hf:
+        cos, sin = reference.cos_sin(rotation, tokens)
+        return cos.numpy(), sin.numpy()
+    positions: Array = rotation.positions.numpy()
+    ids = _ids_of(positions, rotation.axes, tokens, rotation.fractional) if rotation.is_table else positions
+    if ids is None:
+        return None
+    words, pair_axis = rotation.frequencies.numpy(), rotation.pair_axis.numpy()[None]
+    return ids, rotation.fractional, words, pair_axis, COEFFICIENTS, rotation.attention_factor
 
 
-def turning(source: Source, seq: int, *, adjacent: bool, conjugate: bool, otherwise: Callable[[], Turn]) -> Turn:
-    """What turns blocks of (batch, seq) tokens by a source, as reference.turning does; otherwise where C declines."""
+def turning(angles: Angles, seq: int, rotation: RotationArguments, otherwise: Callable[[], Turn]) -> Turn:
+    """Return the function that turns blocks of (batch, seq) tokens in C, or as otherwise says where C declines."""
 
     def turn(value: Tensor, scratch: Tensor, block: Block) -> None:
         none, start = value[:, :, :0], block[0].start * seq + block[1].start
-        part = _part(source, slice(start, start + value.shape[0] * value.shape[1]))
-        if not rotate(value, none, value, none, part, adjacent=adjacent, conjugate=conjugate):
+        part = _part(angles, slice(start, start + value.shape[0] * value.shape[1]))
+        if not rotate(value, none, value, none, part, rotation):
             otherwise()(value, scratch, block)
 
     return turn
 
 
-def _part(source: Source, tokens: slice) -> Source:
-    if len(source) == 2:
-        return source[0][tokens], source[1][tokens]
-    return source[0][:, tokens], *source[1:]
+def _part(angles: Angles, tokens: slice) -> Angles:
+    """Return the angles of some of the tokens."""
+    if len(angles) == 2:
+        return tuple(table[tokens] for table in angles)
+    positions, *rest = angles
+    return positions[:, tokens], *rest
 
 
-def exact(
-    positions: Tensor, frequencies: Tensor, pair_axis: Tensor, mode: int, tokens: int, attention_factor: float
-) -> Source | None:
-    """Positions and exact turns as what the extension makes cos and sin of; None for a table it does not take."""
-    if mode in (phases.TABLE_INTEGER, phases.TABLE_FRACTIONAL):
-        ids = _ids_of(positions.numpy(), tokens, mode == phases.TABLE_FRACTIONAL)
-    else:
-        ids = positions.numpy()
-    fixed = mode in (phases.TABLE_FRACTIONAL, phases.DENSE_FIXED)
-    words = frequencies.numpy(), pair_axis.numpy()[None]
-    return None if ids is None else (ids, fixed, *words, COEFFICIENTS, attention_factor)
-
-
-def _ids_of(table: Array, tokens: int, fractional: bool) -> Array | None:
-    """(axes, tokens) ids of a table: int32, or int64 in units of 2⁻³²."""
+def _ids_of(table: Array, axes: int, tokens: int, fractional: bool) -> Array | None:
+    """Expand a table to (axes, tokens) ids: int32, or int64 in units of 2⁻³²."""
     assert native.core is not None
-    ids = np.empty(((len(table) - AXES) // 4, tokens), np.int64 if fractional else np.int32)
+    ids = np.empty((axes, tokens), np.int64 if fractional else np.int32)
     if not native.core.expand(table, tokens, False, ids, None, True):
         return None
     if not fractional:
         return ids
     denominator = table[DENOMINATOR].repeat(np.diff(table[OFFSET], append=tokens))
-    return phases.fixed_from_fractions(torch.from_numpy(ids), torch.from_numpy(denominator)).numpy()
+    return reference.fixed_from_fractions(torch.from_numpy(ids), torch.from_numpy(denominator)).numpy()
 
 
-def rotate(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, source: Source, *, adjacent: bool, conjugate: bool
-) -> bool:
+def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, rotation: RotationArguments) -> bool:
     """Rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
     Returns:
@@ -102,6 +97,7 @@ def rotate(
     """
     assert native.core is not None
     turn, tokens = native.core.rotate, q.shape[0] * q.shape[1]
+    options = rotation.adjacent, rotation.conjugate
     # Buffers of numpy know their bounds, so that nothing the extension does can pass them.
     tensors = tuple(_bits(x) for pair in ((q, q_out), (k, k_out)) if pair[0].shape[2] for x in pair)
     if not tensors:
@@ -109,7 +105,7 @@ def rotate(
     threads = torch.get_num_threads()  # asked once: another thread may set it
     workers = min(threads, (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
     if workers <= 1:
-        return turn(tensors, source, 0, tokens, adjacent, conjugate, True)
+        return turn(tensors, angles, 0, tokens, *options, True)
     # More parts than threads, since a thread may come late; what one takes, no other does.
     count = min(4 * workers, tokens)
     parts = deque(pairwise(tokens * i // count for i in range(count + 1)))
@@ -118,15 +114,15 @@ def rotate(
         done = True
         with suppress(IndexError):
             while True:
-                done = turn(tensors, source, *parts.popleft(), adjacent, conjugate, True) and done
+                done = turn(tensors, angles, *parts.popleft(), *options, True) and done
         return done
 
-    others = _helped(work, _pool(os.getpid(), threads - 1), workers - 1)
+    others = _help(work, _pool(os.getpid(), threads - 1), workers - 1)
     return all([work(), *(other.result() for other in others)])
 
 
-def _helped(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> list[Future[bool]]:
-    """The same work in other threads; in none once the main thread has ended, when they take no more."""
+def _help(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> list[Future[bool]]:
+    """Start the same work in other threads; in none once the main thread has ended, when they take no more."""
     begun: list[Future[bool]] = []
     try:
         for _ in range(helpers):
@@ -143,5 +139,5 @@ def _bits(x: Tensor) -> Any:
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One pool for tensors of all sizes, which starts threads when asked; those of a parent do not survive a fork."""
+    """Return one pool for tensors of all sizes, which starts threads on demand; a fork has none of its parent's."""
     return ThreadPoolExecutor(threads, "mmpos-rotary")

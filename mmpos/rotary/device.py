@@ -1,8 +1,10 @@
-"""A position table on a device: one small buffer that kernels read, at an address that may stay fixed."""
+"""Positions and frequencies as tensors on a device: a position table at an address that may stay fixed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +14,16 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions import expand
 from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
-from mmpos.support.checks import integer
+from mmpos.rotary import reference
+from mmpos.rotary.config import Rotary
+from mmpos.support.checks import INT32_MAX, INT32_MIN, integer
 
-__all__ = ["DevicePositions"]
+__all__ = ["DevicePositions", "PositionIds", "Positions", "constants", "frequencies_of", "position_ids"]
 
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
-    """A placed table where kernels can read it; make it with ``from_table``.
+    """A position table where kernels can read it; make it with ``from_table``.
 
     Args:
         table: (5 + 4·axes, capacity) int64; unused columns begin at the token count.
@@ -77,24 +81,24 @@ class DevicePositions:
 
     @property
     def axes(self) -> int:
-        """Numbers in a position."""
+        """Position axes."""
         return (self.table.shape[0] - AXES) // 4
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """Device of the table."""
         return self.table.device
 
     def pin_memory(self) -> DevicePositions:
-        """The same in page-locked host memory, as DataLoaders ask of a batch."""
+        """Copy to page-locked host memory, as DataLoaders ask of a batch."""
         return replace(self, table=self.table.pin_memory())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DevicePositions:
-        """The same on another device."""
+        """Move to another device."""
         return replace(self, table=self.table.to(device, non_blocking=non_blocking))
 
     def dense(self) -> Tensor:
-        """(axes, tokens) ids, int32 or float64, made where the table lies: the bits of PositionTable.dense."""
+        """Expand to (axes, tokens) ids, int32 or float64, on the table's device: the bits of PositionTable.dense."""
         if self.table.is_cuda:
             from mmpos.rotary.kernel import launch_dense
 
@@ -103,7 +107,7 @@ class DevicePositions:
 
 
 def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """The table with unused columns behind it, which begin at the token count and are reached by no token."""
+    """Return the table with unused columns behind it, which begin at the token count and are reached by no token."""
     if not isinstance(positions, PositionTable):
         raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
     used = positions.num_segments
@@ -119,3 +123,106 @@ def _columns(positions: PositionTable, capacity: int | None) -> np.ndarray[tuple
 def _row_length(positions: PositionTable) -> int:
     lengths = positions.lengths
     return int(lengths[0]) if lengths.size and (lengths == lengths[0]).all() else 0
+
+
+Positions = DevicePositions | PositionTable | Tensor
+
+
+class PositionIds(NamedTuple):
+    """Positions as the operators take them.
+
+    Args:
+        tensor: a table, or (axes, tokens) ids, as the mode says.
+        mode: one of ``reference``.
+        axes: numbers in a position.
+        tokens: how many there are, padding included.
+        shape: (batch, seq), or (tokens,) when documents differ in length.
+    """
+
+    tensor: Tensor
+    mode: int
+    axes: int
+    tokens: int
+    shape: tuple[int, ...]
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """Reshape (tokens, …) to (batch, seq, …) where all documents have one length."""
+        return x.reshape(*self.shape, *x.shape[1:])
+
+
+def position_ids(positions: Positions, device: torch.device, validate: bool = False) -> PositionIds:
+    """Return positions of any sort as one tensor; a PositionTable is copied to the device.
+
+    Args:
+        positions: DevicePositions, a PositionTable, or dense ids.
+        device: where a PositionTable goes.
+        validate: also check dense ids that lie on a device for their range, which waits for the device.
+    """
+    if isinstance(positions, PositionTable):
+        positions = DevicePositions.from_table(positions, device)
+    if isinstance(positions, DevicePositions):
+        mode = reference.TABLE_FRACTIONAL if positions.fractional else reference.TABLE_INTEGER
+        tokens, seq = positions.num_tokens, positions.row_length
+        return PositionIds(positions.table, mode, positions.axes, tokens, (tokens // seq, seq) if seq else (tokens,))
+    if not isinstance(positions, Tensor):
+        raise InvalidInputError(
+            f"positions: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
+        )
+    return _dense_ids(positions, validate)
+
+
+def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Make frequencies and pair axes as the operators take them.
+
+    Returns:
+        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes.
+    """
+    pair_axis = torch.from_numpy(rotary.pair_axis.astype(np.int32))
+    if rotary.precision == "hf":
+        # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
+        return torch.from_numpy(rotary.inv_freq_as_hf(_torch_power)), pair_axis
+    hi, lo = rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)
+    # Whole turns per id, which the turns leave out: below 0 for negative frequencies.
+    rounds = np.rint(rotary.inv_freq_array / (2 * np.pi) - hi * 2.0**-32)
+    return torch.from_numpy(np.stack([hi, lo, rounds]).astype(np.int64)), pair_axis
+
+
+@cache
+def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keep tensors for good, a few kilobytes each: a captured CUDA graph holds their addresses."""
+    with torch.inference_mode(False):  # whoever comes first, training may come next
+        frequencies, pair_axis = frequencies_of(rotary)
+        return frequencies.to(device), pair_axis.to(device)
+
+
+def _made_once(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return frequencies and pair axes on a device, made once; a compiled graph takes them as constants."""
+    return _constants(rotary, device)
+
+
+constants: Any = _made_once
+# The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
+constants._dynamo_marked_constant = True
+
+
+def _torch_power(base: float, exponents: Any) -> Any:
+    return torch.pow(base, torch.from_numpy(exponents)).numpy()
+
+
+def _dense_ids(ids: Tensor, validate: bool) -> PositionIds:
+    if ids.dim() not in (2, 3) or not ids.shape[0]:
+        raise InvalidInputError(f"positions: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
+    flat = ids.flatten(1).contiguous()  # the kernel steps from token to token by one
+    if ids.dtype in (torch.int32, torch.int64):
+        mode = reference.DENSE_INTEGER
+    elif ids.dtype == torch.float64:
+        mode = reference.DENSE_FIXED
+    else:
+        raise InvalidInputError(f"positions: got dtype {ids.dtype}, want int32, int64 or float64 ids")
+    on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (validate or on_host) and ids.dtype != torch.int32 and flat.numel():
+        low, high = (float(bound) for bound in torch.aminmax(flat.detach()))
+        if not (low >= INT32_MIN and high < INT32_MAX + 1):
+            raise InvalidInputError(f"positions: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
+    flat = reference.fixed_from_float(flat) if mode == reference.DENSE_FIXED else flat
+    return PositionIds(flat, mode, flat.shape[0], flat.shape[1], tuple(ids.shape[1:]))

@@ -1,4 +1,4 @@
-"""The rotation as a module, whose buffers are integers and so survive every cast of the model."""
+"""A module that rotates, whose buffers are integers and so survive every cast of the model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mmpos.rotary.apply import Implementation, Layout, rotate_with
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.norms import norm_of
-from mmpos.rotary.sources import Positions, frequencies_of
+from mmpos.rotary.device import Positions, frequencies_of
+from mmpos.rotary.reference import norm_of
 
 __all__ = ["RotaryEmbedding"]
 
@@ -47,7 +47,7 @@ class RotaryEmbedding(nn.Module):
         norm_weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ) -> tuple[Tensor, Tensor | None]:
-        """``apply_rotary`` with this module's rotary; arguments and errors are the same."""
+        """Apply this module's rotary; arguments and errors are those of ``apply_rotary``."""
         as_hf = self.rotary.precision == "hf"
         frequencies = self.frequencies.view(torch.float32) if as_hf else self.frequencies
         return rotate_with(
@@ -78,5 +78,5 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The rotary."""
+        """Show the rotary."""
         return repr(self.rotary)

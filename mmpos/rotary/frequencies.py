@@ -52,22 +52,22 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def number(self, value: float) -> Any:
-        """The scalar; a float is its exact binary value."""
+        """Convert a scalar; a float is its exact binary value."""
 
     @abstractmethod
     def array(self, values: Iterable[Any]) -> Any:
-        """(n,) array of the numbers."""
+        """Convert numbers to an (n,) array."""
 
     @abstractmethod
     def log(self, value: Any) -> Any:
-        """The natural logarithm of a scalar."""
+        """Take the natural logarithm of a scalar."""
 
     @abstractmethod
     def powers(self, theta: Any, dim: int, count: int | None = None) -> Any:
-        """(count,) theta^(2j/dim), dim/2 unless told: the reciprocals of the unscaled inverse frequencies."""
+        """Compute (count,) theta^(2j/dim), by default dim/2: reciprocals of the unscaled inverse frequencies."""
 
     def context(self) -> AbstractContextManager[Any]:
-        """Where the formula must run."""
+        """Return the context in which the formula must run."""
         return nullcontext()
 
 
@@ -77,28 +77,28 @@ class Exact(Arithmetic):
     pi = PI
 
     def number(self, value: float) -> Decimal:
-        """The scalar; a float is its exact binary value."""
+        """Convert a scalar; a float is its exact binary value."""
         return Decimal(value)
 
     def array(self, values: Iterable[Any]) -> Any:
-        """(n,) array of the numbers."""
+        """Convert numbers to an (n,) array."""
         return np.array([Decimal(value) for value in values], object)
 
     def log(self, value: Decimal) -> Decimal:
-        """The natural logarithm of a scalar."""
+        """Take the natural logarithm of a scalar."""
         return value.ln()
 
     def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Any:
-        """(count,) theta^(2j/dim), dim/2 unless told."""
+        """Compute (count,) theta^(2j/dim), by default dim/2."""
         return np.array([theta ** (Decimal(2 * j) / dim) for j in range(_pairs(dim, count))], object)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Where the formula must run."""
+        """Return the context in which the formula must run."""
         return localcontext(_CONTEXT)
 
 
 def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
-    """base**exponents of float32 numbers, rounded once; libraries of float32 powers stray from it by an ulp."""
+    """Compute base**exponents of float32 numbers, rounded once; float32 powers of libraries stray by an ulp."""
     return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
 
 
@@ -110,32 +110,32 @@ class Float32(Arithmetic):
     the one of the library to agree with.
 
     Args:
-        power: how theta^(2j/dim) is computed; rounded once unless told.
+        power: computes theta^(2j/dim); by default rounded once.
     """
 
     power: Power = rounded_power
     pi = math.pi
 
     def number(self, value: float) -> float:
-        """The scalar, as a double."""
+        """Convert a scalar to a double."""
         return float(value)
 
     def array(self, values: Iterable[Any]) -> Float32Array:
-        """(n,) array of the numbers."""
+        """Convert numbers to an (n,) array."""
         return np.array(list(values), np.float32)
 
     def log(self, value: float) -> float:
-        """The natural logarithm of a scalar."""
+        """Take the natural logarithm of a scalar."""
         return math.log(value)
 
     def powers(self, theta: float, dim: int, count: int | None = None) -> Float32Array:
-        """(count,) theta^(2j/dim), dim/2 unless told."""
+        """Compute (count,) theta^(2j/dim), by default dim/2."""
         # As many powers at once as Transformers takes: those of torch depend on the place in its vectors.
         return self.power(theta, np.arange(0, 2 * _pairs(dim, count), 2).astype(np.float32) / np.float32(dim))
 
 
 def fixed_point_turns(inv_freq: Iterable[Decimal]) -> UInt64Array:
-    """Inverse frequencies in units of 2⁻⁶⁴ turn: inv_freq/2π as a 64-bit fraction, modulo one turn.
+    """Convert inverse frequencies to units of 2⁻⁶⁴ turn: inv_freq/2π as a 64-bit fraction, modulo one turn.
 
     >>> int(fixed_point_turns([PI])[0]) == 2**63  # half a turn
     True

@@ -1,13 +1,18 @@
-"""The rotation that a Transformers config describes, as the arguments of Rotary."""
+"""Read the rotation of a Transformers config, and the defaults of its class, as arguments of Rotary."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary.hf_fields import Fields, read_field
+from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.hf_models import (
     ADJACENT,
     ALPHA,
@@ -29,10 +34,13 @@ from mmpos.rotary.hf_models import (
     WIDTHS,
 )
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
-from mmpos.rotary.values import MAX_HEAD_DIM, finite, integers, numbers
-from mmpos.support.checks import boolean, integer
+from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
-__all__ = ["ROPE_TYPES", "hf_arguments", "hf_pairing"]
+__all__ = ["ROPE_TYPES", "Fields", "class_defaults", "hf_arguments", "hf_pairing", "read_field"]
+
+
+Values: TypeAlias = Mapping[str, Any]
+"""Values of a config by the names of their fields."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -47,20 +55,20 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ntk_alpha": ("alpha",),
     }
 )
-"""The rope types that are understood, and what each must be told; "mrope" is read as default and "su" as longrope."""
+"""The rope types that are understood, and the fields that each needs; "mrope" is read as default, "su" as longrope."""
 
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
 """The rope types that depend on the length that a model was trained with."""
 
 HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
-"""What the size of a head follows from."""
+"""Fields from which the size of a head follows."""
 
 
 def hf_arguments(
-    config: Any, *, layer_type: str | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
+    config: Any, *, layer_type: str | None = None, overrides: Values = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The arguments of Rotary for a config, with overrides in their place.
+    """Read the arguments of Rotary from a config, with overrides in their place.
 
     A config of a model type of Transformers is read as its class and its code read it: what a config.json leaves out
     is the default of the class, and fields that the code has no eye for change nothing. Of any other model type,
@@ -105,7 +113,7 @@ def hf_arguments(
 
 
 def hf_pairing(config: Any) -> str | None:
-    """How the model of a config pairs channels; None for a model type that is not known.
+    """Return the pairing of a config's model, "half" or "adjacent"; None for a model type that is not known.
 
     Raises:
         UnsupportedError: a model type that rotates in a way that Rotary does not describe.
@@ -115,7 +123,7 @@ def hf_pairing(config: Any) -> str | None:
 
 
 def _known(fields: Fields) -> bool:
-    """Whether it is known how this model type rotates."""
+    """Check whether it is known how this model type rotates."""
     return "rope_theta" in fields.defaults
 
 
@@ -137,8 +145,8 @@ def _language_model(config: Any) -> Fields:
     return fields
 
 
-def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Refuse a config of a model type that is not known, unless all that its class may set is told."""
+def _check_told(fields: Fields, rope: Values, overrides: Values) -> None:
+    """Refuse a config of a model type that is not known, unless it and overrides say all that its class may set."""
     said = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
         "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
@@ -155,7 +163,7 @@ def _check_told(fields: Fields, rope: Mapping[str, Any], overrides: Mapping[str,
 
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
-    """The parameters of the rotation, of one layer type where there are several, wherever the config has them."""
+    """Read the parameters of the rotation, of one layer type where there are several, wherever the config has them."""
     model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
@@ -176,20 +184,18 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """The type of each layer, or all types that the class has; none if it has none."""
+    """Read the type of each layer, or all types that the class has; none if it has none."""
     types = fields.get("layer_types")
     if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
         raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
     return list(types or ())
 
 
-def _by_layer(rope: Mapping[str, Any]) -> bool:
+def _by_layer(rope: Values) -> bool:
     return any(isinstance(value, Mapping) for value in rope.values())
 
 
-def _layer_parameters(
-    fields: Fields, layer_type: str | None, scaling: Mapping[str, Any], parameters: Mapping[str, Any]
-) -> dict[str, Any]:
+def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
     """The entry of a layer type, or what it is in configs that are older than entries."""
     model, defaults = fields.model_type, fields.defaults.get("rope_parameters", {})
     older = model in LAYER_THETA
@@ -214,9 +220,7 @@ def _layer_parameters(
     return entry
 
 
-def _older_entry(
-    fields: Fields, layer_type: str, scaling: Mapping[str, Any], entry: Mapping[str, Any]
-) -> dict[str, Any]:
+def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values) -> dict[str, Any]:
     """The entry of a layer type, with the fields that older configs have in its place."""
     model = fields.model_type
     default = fields.defaults["rope_parameters"][layer_type]
@@ -233,7 +237,7 @@ def _older_entry(
 
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
-    """The fields of the layers of one type, where layers have some of their own."""
+    """Select the fields of the layers of one type, where layers have some of their own."""
     config = fields.config
     if isinstance(config, Mapping):
         if not config.get("per_layer_config"):
@@ -258,7 +262,7 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
 
 
 def _full_attention(fields: Fields) -> Fields:
-    """The fields of layers of full attention, whose heads may be others."""
+    """Select the fields of layers of full attention, whose heads may be of another size."""
     if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in fields.config:
         return fields
     head_dim = fields.own("global_head_dim")
@@ -266,8 +270,8 @@ def _full_attention(fields: Fields) -> Fields:
     return Fields(fields.name, {**fields.config, "head_dim": head_dim}, fields.model_type)
 
 
-def _layers(config: Mapping[str, Any]) -> list[Any]:
-    """The config of each layer up to the last that per_layer_config names, and of one that it does not."""
+def _layers(config: Values) -> list[Any]:
+    """List the config of each layer up to the last that per_layer_config names, and of one that it does not."""
     by_index = config["per_layer_config"]
     if not isinstance(by_index, Mapping) or not all(
         str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
@@ -277,7 +281,7 @@ def _layers(config: Mapping[str, Any]) -> list[Any]:
     return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
 
 
-def _rope_type(fields: Fields, rope: Mapping[str, Any]) -> str:
+def _rope_type(fields: Fields, rope: Values) -> str:
     model = fields.model_type
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
@@ -306,7 +310,7 @@ def _head_dim(fields: Fields) -> int:
     return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
 
 
-def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
+def _theta(fields: Fields, rope: Values) -> float:
     base = _own_theta(fields, rope)
     base = fields.defaults.get("rope_theta") if base is None else base
     if base is None:
@@ -321,8 +325,8 @@ def _theta(fields: Fields, rope: Mapping[str, Any]) -> float:
     return theta
 
 
-def _own_theta(fields: Fields, rope: Mapping[str, Any]) -> Any:
-    """The base that the config itself, or the code of its model type, sets."""
+def _own_theta(fields: Fields, rope: Values) -> Any:
+    """Read the base that the config itself, or the code of its model type, sets."""
     if fields.model_type in FIXED_THETA:
         return FIXED_THETA[fields.model_type]
     base = rope.get("rope_theta")
@@ -333,15 +337,15 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
     return (OLD_NAMES.get(fields.model_type, {}).get(name, name),) if _known(fields) else (name, old)
 
 
-def _factor(fields: Fields, rope: Mapping[str, Any]) -> Any:
-    """The partial_rotary_factor that is told, or set by the class."""
+def _factor(fields: Fields, rope: Values) -> Any:
+    """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
     if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
         factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
 
 
-def _rotary_dim(fields: Fields, rope: Mapping[str, Any], kind: str, head_dim: int) -> int:
+def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     model = fields.model_type
     heeded = kind != "default" or model in PARTIAL or model in ROTARY_DIM or not _known(fields)
     if kind in ("proportional", "axial") or not heeded or model == "mistral4":  # whose factor is of another head
@@ -363,7 +367,7 @@ def _pairing(fields: Fields) -> str:
     return "adjacent" if adjacent else "half"
 
 
-def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _text_layout(model: str, rope: Values) -> dict[str, Any]:
     pairs = rope.get("mrope_section")
     pairs = SECTIONS.get(model) if pairs is None else pairs
     if pairs is None:
@@ -381,7 +385,7 @@ def _text_layout(model: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scaling(fields: Fields, rope: Mapping[str, Any], kind: str) -> Scaling | None:
+def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
     model = fields.model_type
     if kind not in ROPE_TYPES:
         raise UnsupportedError(f"rope_type: got {kind!r}, want one of {_listed(ROPE_TYPES)}")
@@ -430,8 +434,8 @@ def _check_all_scaled(fields: Fields) -> None:
         )
 
 
-def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
-    """LongRoPE with an attention factor of its own.
+def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
+    """Make LongRoPE with an attention factor of its own.
 
     Transformers 5.23 keeps to the short factors at every length, other than the code that the checkpoints came with.
     """
@@ -443,13 +447,13 @@ def _phimoe(rope: Mapping[str, Any], kind: str, original: Any) -> LongRoPE:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number as the config has it, or None."""
+    """Check a number and return it as the config has it, or None."""
     if value is not None:
         finite(name, value, above=0)
     return value
 
 
-def _yarn(rope: Mapping[str, Any], factor: Any, original: Any) -> YaRN:
+def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
     same = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
     truncate = rope.get("truncate")
@@ -458,3 +462,135 @@ def _yarn(rope: Mapping[str, Any], factor: Any, original: Any) -> YaRN:
 
 def _listed(names: Any) -> str:
     return ", ".join(map(repr, names))
+
+
+@cache
+def class_defaults() -> Mapping[str, Values]:
+    """Load the defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
+
+    ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
+    hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it.
+    Model types that rotate have ``rope_theta``, null where their class has none. Made by tests/helpers/hf_classes.py.
+    """
+    table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
+    return MappingProxyType(table)
+
+
+def read_field(config: Any, name: str) -> Any:
+    """Read a field of an object or a mapping; None where it is not there."""
+    try:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    except Exception as error:
+        got = f"{type(error).__name__} ({error})"
+        raise InvalidInputError(f"{name}: got {got} from the config, want a field that can be read") from error
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A config, or a part of one, with the defaults of its class where a config.json leaves a field out.
+
+    Args:
+        name: how messages call it.
+        config: an object or a mapping.
+        model_type: whose class it is of; "" where nothing says it.
+    """
+
+    name: str
+    config: Any
+    model_type: str
+
+    @classmethod
+    def of(cls, config: Any) -> Fields:
+        """Make the fields of a whole config.
+
+        Raises:
+            InvalidInputError: the name of a file or of a checkpoint: nothing is read or fetched here.
+        """
+        if config is None or isinstance(config, str | bytes | PurePath):
+            raise InvalidInputError(
+                f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json, "
+                "json.loads(Path(...).read_text())"
+            )
+        return cls("config", config, _model_type(config))
+
+    @property
+    def defaults(self) -> Values:
+        """Defaults of its class; empty for a model type that is not known."""
+        return class_defaults().get(self.model_type, {})
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Configs that its class has inside, and the model type of each unless it says another."""
+        return {**self.defaults.get("auto_parts", {}), **self.defaults.get("parts", {})}
+
+    def own(self, *names: str) -> Any:
+        """Read the first of these fields that the config itself sets; None if it sets none."""
+        for name in names:
+            values = {spelling: read_field(self.config, spelling) for spelling in self._spellings(name)}
+            values = {spelling: value for spelling, value in values.items() if value is not None}
+            value = next(iter(values.values()), None)
+            if len(values) > 1 and any(other != value for other in values.values()):
+                got = " and ".join(f"{spelling} {other!r}" for spelling, other in values.items())
+                raise InvalidInputError(f"{self.name}.{name}: got {got}, two names of one field, want the same")
+            if value is not None:
+                return value
+        return None
+
+    def get(self, *names: str) -> Any:
+        """Read the first of these fields that the config or else its class sets; a null of the config stays one."""
+        value = self.own(*names)
+        spellings = [spelling for name in names for spelling in self._spellings(name)]
+        if value is not None or any(self._holds(spelling) for spelling in spellings):
+            return value
+        return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
+
+    def size(self, name: str) -> Any:
+        """Read the field, and refuse null where its class has a number: nobody knows what that would mean."""
+        value = self.get(name)
+        default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
+        if value is None and default is not None:
+            raise InvalidInputError(f"{self.name}.{name}: got null, want a number; left out it is {default}")
+        return value
+
+    def part(self, name: str) -> Fields | None:
+        """Return a config inside, if there is one."""
+        config = self.own(name)
+        if config is None:
+            return None
+        if isinstance(config, Mapping):
+            config = {**self.defaults.get("part_defaults", {}).get(name, {}), **config}
+        model = _model_type(config)
+        if not model or (isinstance(config, Mapping) and name in self.defaults.get("parts", {})):
+            model = self.parts.get(name, model)
+        return Fields(f"{self.name}.{name}", config, model)
+
+    @overload
+    def integer(self, *names: str, needed: Literal[True], minimum: int = 0) -> int: ...
+
+    @overload
+    def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None: ...
+
+    def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None:
+        """Read the first of these integers that is set; a pair counts if both are the same."""
+        value = self.get(*names)
+        if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if value is None and needed:
+            raise self.missing(names[0], "an integer")
+        return None if value is None else integer(f"{self.name}.{names[0]}", value, minimum=minimum)
+
+    def missing(self, name: str, want: str) -> InvalidInputError:
+        """Make the error for a field that is not there."""
+        return InvalidInputError(f"{self.name}.{name}: got none, want {want}")
+
+    def _spellings(self, name: str) -> list[str]:
+        others = self.defaults.get("names", {})
+        return [name, others[name]] if name in others else [name]
+
+    def _holds(self, name: str) -> bool:
+        return name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)
+
+
+def _model_type(config: Any) -> str:
+    model = read_field(config, "model_type")
+    return model if isinstance(model, str) else ""

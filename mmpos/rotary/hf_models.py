@@ -1,4 +1,4 @@
-"""What the code of Transformers 5.23 does with each model type, and no config says."""
+"""Tables of how the code of Transformers 5.23 rotates each model type, where no config says it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ UNSCALED = _names("codegen esm gptj roformer")
 """Model types that read no rope_parameters."""
 
 ROTARY_DIM = _names("codegen gptj minimax_m2")
-"""Model types that turn rotary_dim channels where no partial_rotary_factor is told."""
+"""Model types that turn rotary_dim channels where there is no partial_rotary_factor."""
 
 OLD_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -107,7 +107,7 @@ OLD_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         for model in ("gpt_neox", "gpt_neox_japanese")
     }
 )
-"""What a field beside rope_parameters is called, in place of its name."""
+"""Older names of fields beside rope_parameters."""
 
 ALPHA = _names("hunyuan_v1_dense hunyuan_v1_moe")
 """Model types whose dynamic scaling is NTK with an alpha, if there is one."""
@@ -121,7 +121,7 @@ HEAD_DIM_UNREAD = _names("deepseek_ocr2_text dots3_note_audio_encoder unlimited_
 WIDTHS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"qwen2_vl_vision": ("embed_dim", 1), "zamba2": ("hidden_size", 2)}
 )
-"""What head_dim times num_attention_heads is, where it is left out and not hidden_size: a field, and how many of it."""
+"""The field, and how many times it, that the heads share where head_dim is left out; for all others hidden_size."""
 
 FULL_HEAD_DIM: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(_names("diffusion_gemma_text embedding_gemma2_text gemma4_text gemma4_unified_text"), 512)

@@ -1,4 +1,4 @@
-"""Paged caches of k and v: every layout as one view, what is checked of it, and writes to slots in plain torch."""
+"""Paged caches of k and v: view every layout as one, check it, and write to slots in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CacheLayout = Literal["NHD", "HND"]
 
 
 def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Tensor]) -> Tensor:
-    """A cache as (blocks, block_size, heads, head_dim), whatever its layout and strides; nothing is copied.
+    """View a cache as (blocks, block_size, heads, head_dim), whatever its layout and strides.
 
     Args:
         name: of the cache, for messages.
@@ -49,7 +49,7 @@ def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Ten
 
 
 def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool) -> Tensor:
-    """Slots as a row, at most one per token; their values are read only on a host, or where that is asked for.
+    """Check slots and return them as one row; their values are read only on a host, or with validate.
 
     Args:
         slots: (batch, seq), or at most batch · seq in one dimension; int32 or int64.
@@ -115,7 +115,7 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
 
 
 def _write_waiting_for_nothing(caches: Sequence[Tensor], rows: Sequence[Tensor], slots: Tensor) -> None:
-    """The same without a count of what is kept: a token that is skipped repeats one that is not."""
+    """Write without a count of the tokens that are kept: a token that is skipped repeats one that is not."""
     if not _capacity(caches[0]):
         return
     kept = (slots >= 0) & (slots < _capacity(caches[0]))

@@ -1,21 +1,310 @@
-"""The rotation in plain torch: the judge of the kernel and of the extension, and what does all that they do not."""
+"""Rotate q and k in plain torch: positions to cos and sin, the norm before a rotation, and the rotation itself.
+
+The kernel and the extension are judged by what is here, and it does all that they do not take.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.positions.rows import AXES
+
+SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
+COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
+"""Coefficients, exact in float32, of sin(πu/4) = u·S(u²) and cos(πu/4) = 1 + u²·C(u²) on −1 <= u <= 1.
+
+Least squares on Chebyshev nodes; the polynomials alone err by 1.3e-9 and 6e-11.
+"""
+
+MASK = 0xFFFFFFFF
+
+TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED = range(4)
+"""Modes of a positions tensor: a placed table, or (axes, tokens) ids as integers or in units of 2⁻³²."""
+
+REFERENCE, TRITON, AUTO = range(3)
+"""Implementations: plain torch, the kernel, and the extension where it takes the tensors, else plain torch."""
+
+CPU_BLOCK = 256
+"""Tokens whose cos and sin are made at a time on a CPU."""
 
 BLOCK_ELEMENTS = 1 << 18
 """Channels rotated at a time: the float32 copies of a block stay in a core's cache."""
+
+
+class RotationArguments(NamedTuple):
+    """All that a rotation takes beside q and k, in the order in which the operators take it.
+
+    Args:
+        positions: a table or dense ids, as the mode says.
+        frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
+        pair_axis: (pairs,) int32 axis of each pair.
+        mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
+        adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
+        attention_factor: multiplies cos and sin.
+        conjugate: whether to rotate by the negative angles.
+        implementation: REFERENCE, TRITON or AUTO.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+    pair_axis: Tensor
+    mode: int
+    adjacent: bool
+    attention_factor: float
+    conjugate: bool
+    implementation: int
+
+    @property
+    def is_table(self) -> bool:
+        """Whether positions are a table, not dense ids."""
+        return self.mode in (TABLE_INTEGER, TABLE_FRACTIONAL)
+
+    @property
+    def fractional(self) -> bool:
+        """Whether ids may be fractions."""
+        return self.mode in (TABLE_FRACTIONAL, DENSE_FIXED)
+
+    @property
+    def as_hf(self) -> bool:
+        """Whether angles are the float32 products of Transformers."""
+        return self.frequencies.dtype == torch.float32
+
+    @property
+    def axes(self) -> int:
+        """Position axes."""
+        rows = self.positions.shape[0]
+        return (rows - AXES) // 4 if self.is_table else rows
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of channels that turn."""
+        return self.pair_axis.shape[0]
+
+    def reversed(self) -> RotationArguments:
+        """Return the arguments of the opposite rotation."""
+        return self._replace(conjugate=not self.conjugate)
+
+
+def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
+    """Compute (axes, tokens) int64 positions in units of 2⁻³², rounded down.
+
+    Args:
+        positions: a table or dense ids, as the mode says.
+        mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
+        tokens: tokens of a table.
+    """
+    if mode == DENSE_FIXED:
+        return positions
+    if mode == DENSE_INTEGER:
+        return positions.to(torch.int64) << 32
+    token = torch.arange(tokens, device=positions.device)
+    column = positions[:, torch.searchsorted(positions[0].contiguous(), token, right=True) - 1]
+    offset, skip, height, width, denominator = column[:AXES]
+    index = skip + (token - offset)
+    rows = index // width
+    origin, step_frame, step_row, step_col = (column[AXES + i :: 4] for i in range(4))
+    numerator = origin + (rows // height) * step_frame + (rows % height) * step_row + (index % width) * step_col
+    if mode == TABLE_INTEGER:
+        return numerator << 32
+    return fixed_from_fractions(numerator, denominator)
+
+
+def fixed_from_fractions(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide int64 fractions to int64 positions in units of 2⁻³², rounded down."""
+    whole = torch.div(numerator, denominator, rounding_mode="floor")
+    return (whole << 32) + ((numerator - whole * denominator) << 32) // denominator
+
+
+def fixed_from_float(ids: Tensor) -> Tensor:
+    """Convert float64 ids to int64 positions in units of 2⁻³², rounded down."""
+    whole = ids.floor()
+    return (whole.to(torch.int64) << 32) + ((ids - whole) * 2.0**32).to(torch.int64)
+
+
+def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> Tensor:
+    """Compute angles as fractions of a turn.
+
+    With a position I + f/2³² and a frequency n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
+    I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn, below 3.41 units from the truth for at most
+    one rad per id. Whole turns n count at fractions only.
+
+    Args:
+        fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f.
+        pair_axis: (pairs,) int64 axis of each pair.
+        tau: (3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
+        fractional: whether any position may have a fraction.
+
+    Returns:
+        (tokens, pairs) int64, 0 to 2³² − 1.
+    """
+    hi, lo, rounds = tau
+    whole = (fixed >> 32).T[:, pair_axis]
+    # ⌊I·lo/2³²⌋ of a signed I, by halves of lo, since the whole product may pass 63 bits.
+    turn = (whole * (lo & 0xFFFF)).bitwise_right_shift_(16).add_(whole * (lo >> 16)).bitwise_right_shift_(16)
+    turn += whole.mul_(hi)
+    if fractional:
+        fraction = (fixed & MASK).T[:, pair_axis]
+        part = (fraction * (hi & 0xFFFF)).bitwise_right_shift_(16)
+        turn += part.add_(fraction * (hi >> 16)).bitwise_right_shift_(16)
+        turn += fraction.mul_(rounds)
+    return turn.bitwise_and_(MASK)
+
+
+def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
+    """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate plays no part."""
+    fixed = fixed_positions(rotation.positions, rotation.mode, tokens)
+    axis = rotation.pair_axis.to(torch.int64)
+
+    def cos_sin_of(block: Tensor) -> tuple[Tensor, Tensor]:
+        if rotation.as_hf:
+            return cos_sin_as_hf(block, axis, rotation.frequencies)
+        return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
+
+    # On a CPU in blocks that stay in its cache; on a device at once, and in graphs, which would count the blocks.
+    if fixed.device.type != "cpu" or torch.compiler.is_compiling():
+        cos, sin = cos_sin_of(fixed)
+    else:
+        cos = torch.empty((tokens, axis.shape[0]), dtype=torch.float32)
+        sin = torch.empty_like(cos)
+        for start in range(0, tokens, CPU_BLOCK):
+            block = slice(start, start + CPU_BLOCK)
+            cos[block], sin[block] = cos_sin_of(fixed[:, block])
+    factor = rotation.attention_factor
+    return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
+
+
+def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7, to the same bits on every device."""
+    turn = turn.to(torch.int32)
+    quadrant = (turn + (1 << 29)) >> 30
+    # The remainder lies within an eighth of a turn and becomes u in [−1, 1] with one rounding.
+    u = (turn - (quadrant << 30)).to(torch.float32).mul_(2.0**-29)
+    z = u * u
+    sin = _polynomial(SIN, z).mul_(u)
+    cos = _polynomial(COS, z).mul_(z).add_(1.0)
+    odd = (quadrant & 1).bool()
+    # Signs are −1 in two of the four quadrants: bit 1 of the quadrant for sin, of the next one for cos.
+    cos_sign, sin_sign = (1 - ((quadrant + 1) & 2)), (1 - (quadrant & 2))
+    return torch.where(odd, sin, cos).mul_(cos_sign), torch.where(odd, cos, sin).mul_(sin_sign)
+
+
+def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> Tensor:
+    """Compute c0 + z·(c1 + z·(c2 + z·c3)), every product and sum rounded."""
+    c0, c1, c2, c3 = coefficients
+    return (z * c3).add_(c2).mul_(z).add_(c1).mul_(z).add_(c0)
+
+
+def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute float32 cos and sin of the float32 product of id and frequency, as Transformers does."""
+    angle = as_float(fixed)[pair_axis].T * inv_freq
+    return angle.cos(), angle.sin()
+
+
+def as_float(fixed: Tensor) -> Tensor:
+    """Convert fixed point to float32 ids, rounded once."""
+    return fixed.to(torch.float32) * 2.0**-32
+
+
+def angles_of_turns(turn: Tensor) -> Tensor:
+    """Convert angles in units of 2⁻³² turn to float32 rad within [−π, π]."""
+    signed = torch.where(turn >= 1 << 31, turn - (1 << 32), turn)
+    return (signed.to(torch.float64) * (2 * math.pi * 2.0**-32)).to(torch.float32)
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of what is rotated, and of weights."""
+
+LEAST_EPS = 2.0**-126
+"""The least normal float32: the kernel takes less than that for zero, whose inverse root is no number."""
+
+LARGEST = 2.0**127
+"""Beyond it float32 has infinity, times which a channel of zero is no number."""
+
+
+class Norm(NamedTuple):
+    """RMSNorm of each head: x / √(mean(x²) + eps) · (weight + offset), over all its channels.
+
+    Args:
+        q_weight: (head_dim,) contiguous, or None where q is not normalised.
+        k_weight: likewise of k.
+        eps: added to the mean of squares.
+        offset: added to the weights: 1.0 in Gemma.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    offset: float
+
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return (head_dim,) float32 weights of q and of k, offset included."""
+        return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
+
+
+def norm_of(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float
+) -> Norm:
+    """Check the arguments of a norm, which is ``NONE`` without weights.
+
+    Raises:
+        InvalidInputError: a weight does not fit q or k, or a number is out of range.
+        UnsupportedError: a weight has a forward-mode tangent.
+    """
+    if q_weight is None and k_weight is None:
+        return NONE
+    if k is None and k_weight is not None:
+        raise InvalidInputError("k_norm_weight: got a weight without k, want None")
+    if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
+        raise InvalidInputError(f"norm_eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+    if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
+        raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
+    weights = _checked("q", q, q_weight), _checked("k", k, k_weight)
+    return Norm(*weights, float(eps), float(offset))
+
+
+def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
+    if weight is None or not isinstance(x, Tensor):
+        return None  # what is no tensor is refused with q and k
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise InvalidInputError(f"{name}_norm_weight: got {got}, want a tensor of float32, bfloat16 or float16")
+    if weight.shape != x.shape[-1:]:
+        raise InvalidInputError(f"{name}_norm_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
+    if weight.device != x.device:
+        raise InvalidInputError(f"{name}_norm_weight: got a tensor on {weight.device}, want {x.device} as {name}")
+    check_no_tangent(f"{name}_norm_weight", weight)
+    return weight.contiguous()
+
+
+def check_no_tangent(name: str, x: Tensor) -> None:
+    """Refuse gradients in forward mode, which the operators would leave out."""
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
+
+
+def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
+    if weight is None:
+        return None
+    weight = weight.to(torch.float32)
+    return weight + offset if offset else weight
+
+
+NONE = Norm(None, None, 0.0, 0.0)
+"""No norm."""
+
 
 Block: TypeAlias = tuple[slice, slice]
 """Where a block lies in batch and seq."""
 
 Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
-"""Turns float32 heads of a block in place, given room of the same shape; channels behind the pairs are left alone."""
+"""Turns float32 heads of a block in place, with scratch of the same shape; channels behind the pairs stay."""
 
 
 def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *, adjacent: bool) -> None:
@@ -36,7 +325,7 @@ def rotate(tensors: Sequence[tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, *
 
 
 def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """What turns blocks by these cos and sin, (batch, seq, pairs) float32."""
+    """Return the function that turns blocks by these cos and sin, (batch, seq, pairs) float32."""
     spread = _interleave if adjacent else _concatenate
     cos, sin = spread(cos, cos).unsqueeze(2), spread(-sin, sin).unsqueeze(2)
 
@@ -58,19 +347,19 @@ def rotate_by(turn: Turn, x: Tensor, out: Tensor, width: int) -> None:
         out[block][..., :width].copy_(value)
 
 
-def blocks(x: Tensor, buffers: int) -> Iterator[tuple[Block, list[Tensor]]]:
-    """Cut batch and seq so that a block has about BLOCK_ELEMENTS channels, with float32 buffers of its shape."""
+def blocks(x: Tensor, count: int) -> Iterator[tuple[Block, list[Tensor]]]:
+    """Cut batch and seq into blocks of about BLOCK_ELEMENTS channels, with so many float32 buffers of their shape."""
     batch, seq, heads, head_dim = x.shape
     tokens = max(1, BLOCK_ELEMENTS // max(1, heads * head_dim))
     rows = max(1, tokens // max(1, seq))
-    held: list[Tensor] = []
+    buffers: list[Tensor] = []
     for b in range(0, batch, rows):
         for s in range(0, seq, tokens):
             block = slice(b, b + rows), slice(s, s + tokens)
             shape = x[block].shape
-            if not held or held[0].shape != shape:
-                held = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(buffers)]
-            yield block, held
+            if not buffers or buffers[0].shape != shape:
+                buffers = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(count)]
+            yield block, buffers
 
 
 def _swap_halves(value: Tensor, turned: Tensor, adjacent: bool) -> None:
@@ -89,3 +378,79 @@ def _interleave(first: Tensor, second: Tensor) -> Tensor:
 
 def _concatenate(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
+
+
+def rotate_normalised(x: Tensor, out: Tensor, weight: Tensor, eps: float, turn: Turn) -> None:
+    """Normalise the heads of x and turn them, in float32 with one rounding at the end.
+
+    Args:
+        x: (batch, seq, heads, head_dim) in any floating dtype and strides.
+        out: likewise; it may be x.
+        weight: (head_dim,) float32, what it is offset by included.
+        eps: added to the mean of squares.
+        turn: turns blocks.
+    """
+    for block, (value, scratch) in blocks(x, 2):
+        value.copy_(x[block])
+        value.mul_(_inverse_rms(value, scratch, eps)).mul_(weight)
+        turn(value, scratch, block)
+        out[block].copy_(value)
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, back: Turn, x_grad: Tensor | None, weight_grad: Tensor | None
+) -> None:
+    """Compute the gradients of ``rotate_normalised``, in float32.
+
+    With y = turned(x · r · w), r = 1/√(mean(x²) + eps), and g the gradient of y turned back, that of w is the sum of
+    g · x · r over tokens and heads, and that of x is r · (g·w − x·r · mean(g·w · x·r)).
+
+    Args:
+        grad: of the output, (batch, seq, heads, head_dim).
+        x: what was normalised, likewise.
+        weight: (head_dim,) float32, what it is offset by included.
+        eps: added to the mean of squares.
+        back: turns blocks backwards.
+        x_grad: where the gradient of x goes; None if nobody wants it.
+        weight_grad: (head_dim,) float32 zeros to which that of the weight is added, block after block; likewise.
+    """
+    for block, (value, gradient, scratch) in blocks(x, 3):
+        gradient.copy_(grad[block])
+        back(gradient, scratch, block)
+        value.copy_(x[block])
+        scale = _inverse_rms(value, scratch, eps)
+        value.mul_(scale)
+        if weight_grad is not None:
+            weight_grad.add_(torch.mul(gradient, value, out=scratch).sum((0, 1, 2)))
+        if x_grad is not None:
+            gradient.mul_(weight)
+            mean = torch.mul(gradient, value, out=scratch).mean(-1, keepdim=True)
+            x_grad[block].copy_(gradient.sub_(value.mul_(mean)).mul_(scale))
+
+
+def norm_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of ``norm_backward`` by operations that have gradients themselves.
+
+    Args:
+        grad: of the output, turned back, (batch, seq, heads, head_dim) float32.
+        x: the heads before the norm, likewise in any floating dtype.
+        weight: (head_dim,), that of the norm for q or for k; None where x was turned alone.
+        norm: the eps and offset that go with the weight.
+
+    Returns:
+        those of x and of the weight.
+    """
+    if weight is None:
+        return grad.to(x.dtype), None
+    value = x.to(torch.float32)
+    scale = value.square().mean(-1, keepdim=True).add(norm.eps).rsqrt()
+    value = value * scale
+    weight_grad = (grad * value).sum((0, 1, 2)).to(weight.dtype)
+    grad = grad * (weight.to(torch.float32) + norm.offset)
+    x_grad = scale * (grad - value * (grad * value).mean(-1, keepdim=True))
+    return x_grad.to(x.dtype), weight_grad
+
+
+def _inverse_rms(value: Tensor, scratch: Tensor, eps: float) -> Tensor:
+    """Compute the (…, 1) factor that brings heads to a mean square of 1."""
+    return torch.mul(value, value, out=scratch).mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -1,9 +1,11 @@
-"""Context extension: how each scaling changes the ladder θ_j = base^(−2j/d)."""
+"""Context extension: scalings of the ladder θ_j = base^(−2j/d), before any axis gets its share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -11,8 +13,7 @@ import numpy as np
 
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.frequencies import Arithmetic
-from mmpos.rotary.scaling_attention import LongRoPE, YaRN
-from mmpos.rotary.scaling_base import Scaling
+from mmpos.support.checks import boolean, finite, integer
 
 __all__ = [
     "NTK",
@@ -26,6 +27,50 @@ __all__ = [
     "YaRN",
     "scaling_from_dict",
 ]
+
+
+class Scaling(ABC):
+    """A change of a ladder; subclass it as a frozen dataclass to add your own."""
+
+    name: ClassVar[str]
+    fewest_pairs: ClassVar[int] = 1
+
+    @abstractmethod
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+        """Compute (dim/2,) scaled inverse frequencies of theta^(−2j/dim), in the numbers of the arithmetic."""
+
+    def scaled_attention(self) -> float:
+        """Return the factor on cos and sin."""
+        return 1.0
+
+    def check(self, theta: float, dim: int) -> None:
+        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
+        if dim < 2 * self.fewest_pairs:
+            name, least = type(self).__name__, self.fewest_pairs
+            raise InvalidInputError(f"scaling: got {name} for {dim // 2} pairs, want at least {least}")
+
+    def effective_length(self, length: int) -> int | None:
+        """Return the one length that stands for all with the same frequencies; None is the original length."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the parameters and the name as a JSON object."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {"type": self.name, **{key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}}
+
+    def _finite(
+        self, *names: str, minimum: float | None = None, above: float | None = None, optional: bool = False
+    ) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                value = finite(f"{type(self).__name__}.{name}", value, minimum=minimum, above=above)
+            object.__setattr__(self, name, value)
+
+    def _length(self, minimum: int = 1) -> None:
+        name = "original_max_position"
+        value = integer(f"{type(self).__name__}.{name}", getattr(self, name), minimum=minimum)
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -43,7 +88,7 @@ class Linear(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(a.number(theta), dim) / a.number(self.factor)
 
 
@@ -63,7 +108,7 @@ class NTK(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(_stretched(a, theta, a.number(self.factor), dim), dim)
 
 
@@ -86,11 +131,11 @@ class DynamicNTK(Scaling):
         self._length()
 
     def effective_length(self, length: int) -> int | None:
-        """The length itself, once it is past the original."""
+        """Return the length itself, once it is past the original."""
         return length if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         stretch = factor * (length or self.original_max_position) / original - (factor - 1)
         return 1 / a.powers(_stretched(a, theta, stretch, dim), dim)
@@ -120,7 +165,7 @@ class Llama3(Scaling):
         self._length()
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
         plain = 1 / a.powers(a.number(theta), dim)
@@ -155,10 +200,139 @@ class PRoPE(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
-        """(dim/2,) scaled inverse frequencies."""
+        """Compute (dim/2,) scaled inverse frequencies."""
         turning = int(self.p * dim // 2)
         still = [a.number(0)] * (dim // 2 - turning)
         return a.array([*(1 / a.powers(a.number(theta), dim, turning)), *still]) / a.number(self.factor)
+
+
+@dataclass(frozen=True)
+class YaRN(Scaling):
+    """Pairs that turn often are kept, those that turn less than once are divided by the factor, a ramp between.
+
+    The pair that turns n times over L0 is (d/2)·ln(L0/2πn)/ln base; cos and sin are scaled by 0.1·ln factor + 1.
+    Source: Peng et al., 2023, and Transformers for mscale and truncate.
+
+    Args:
+        factor: >= 1.
+        original_max_position: L0.
+        beta_fast: turns above which a pair is kept.
+        beta_slow: turns below which a pair is divided.
+        attention_factor: None for the one above.
+        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) over the same of the other.
+        mscale_all_dim: see mscale.
+        truncate: whether the ramp begins and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    name: ClassVar[str] = "yarn"
+
+    def __post_init__(self) -> None:
+        self._finite("factor", minimum=1)
+        self._finite("beta_slow", above=0)
+        self._finite("beta_fast", minimum=self.beta_slow)
+        self._finite("attention_factor", "mscale", "mscale_all_dim", minimum=0, optional=True)
+        self._length()
+        object.__setattr__(self, "truncate", boolean("YaRN.truncate", self.truncate))
+
+    def scaled_attention(self) -> float:
+        """Return the factor on cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        scales = (self.mscale, self.mscale_all_dim) if self.mscale and self.mscale_all_dim else (1.0, 0.0)
+        above, below = (0.1 * scale * math.log(self.factor) + 1.0 for scale in scales)
+        return above / below
+
+    def check(self, theta: float, dim: int) -> None:
+        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
+        if theta == 1:
+            raise InvalidInputError("theta: got 1.0, want more for YaRN, which divides by its logarithm")
+
+    def ramp(self, a: Arithmetic, theta: float, dim: int) -> tuple[Any, Any]:
+        """Return the pairs where the ramp begins and ends."""
+        original = a.number(self.original_max_position)
+        low, high = (
+            (dim * a.log(original / (a.number(turns) * 2 * a.pi))) / (2 * a.log(a.number(theta)))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        return max(low, 0), min(high, dim - 1)
+
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+        """Compute (dim/2,) scaled inverse frequencies."""
+        powers = a.powers(a.number(theta), dim)
+        low, high = self.ramp(a, theta, dim)
+        if low == high:
+            high = high + a.number(0.001)
+        kept = 1 - np.clip((a.array(range(dim // 2)) - low) / (high - low), 0, 1)
+        return 1 / (a.number(self.factor) * powers) * (1 - kept) + 1 / powers * kept
+
+
+@dataclass(frozen=True)
+class LongRoPE(Scaling):
+    """Every θ divided by a factor of its own, from one list up to L0 and another beyond (Ding et al., 2024).
+
+    Args:
+        short_factor: (dim/2,) divisors up to the original length.
+        long_factor: (dim/2,) divisors beyond it.
+        original_max_position: L0.
+        factor: how many times L0 the model serves; it sets the attention factor only. None is 1.
+        attention_factor: None for √(1 + ln factor / ln L0).
+    """
+
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
+    original_max_position: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    name: ClassVar[str] = "longrope"
+
+    def __post_init__(self) -> None:
+        for field in ("short_factor", "long_factor"):
+            values = getattr(self, field)
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise InvalidInputError(f"LongRoPE.{field}: got {values!r}, want a list of numbers")
+            checked = [finite(f"LongRoPE.{field}[{j}]", value, minimum=1e-6) for j, value in enumerate(values)]
+            object.__setattr__(self, field, tuple(checked))
+        self._length(minimum=2)
+        self._finite("factor", "attention_factor", above=0, optional=True)
+
+    def scaled_attention(self) -> float:
+        """Return the factor on cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor is None or self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
+
+    def check(self, theta: float, dim: int) -> None:
+        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
+        for field in ("short_factor", "long_factor"):
+            got = len(getattr(self, field))
+            if got != dim // 2:
+                raise InvalidInputError(f"LongRoPE.{field}: got {got} numbers, want {dim // 2}, one per frequency")
+
+    def effective_length(self, length: int) -> int | None:
+        """Return one more than the original length for every longer one."""
+        return self.original_max_position + 1 if length > self.original_max_position else None
+
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+        """Compute (dim/2,) scaled inverse frequencies."""
+        return 1 / (a.array(self.long_factor if length else self.short_factor) * a.powers(a.number(theta), dim))
+
+
+def _stretched(a: Arithmetic, theta: float, stretch: Any, dim: int) -> Any:
+    return a.number(theta) * stretch ** (a.number(dim) / a.number(dim - 2))
 
 
 SCALINGS: Mapping[str, type[Scaling]] = MappingProxyType(
@@ -168,7 +342,7 @@ SCALINGS: Mapping[str, type[Scaling]] = MappingProxyType(
 
 
 def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
-    """The scaling that ``to_dict`` described.
+    """Rebuild a scaling from the JSON object of ``to_dict``.
 
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)
@@ -182,7 +356,3 @@ def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
     except TypeError as error:
         want = f"the parameters of {kind.__name__}"
         raise InvalidInputError(f"scaling: got {dict(values)!r}, want {want} ({error})") from None
-
-
-def _stretched(a: Arithmetic, theta: float, stretch: Any, dim: int) -> Any:
-    return a.number(theta) * stretch ** (a.number(dim) / a.number(dim - 2))

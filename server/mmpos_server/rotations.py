@@ -69,6 +69,8 @@ class Rotations:
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         demand_torch()
+        from mmpos.rotary import angles, cos_sin
+
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
@@ -79,7 +81,7 @@ class Rotations:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
         with call.stage("rotate"):
-            made = rotary.angles(positions) if layout is None else rotary.cos_sin(positions, layout)  # type: ignore[arg-type]
+            made = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)  # type: ignore[arg-type]
         call.checkpoint()
         with call.stage("write"):
             if isinstance(made, tuple):

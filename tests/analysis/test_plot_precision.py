@@ -76,16 +76,16 @@ def test_errors_never_fall_from_one_id_to_the_next() -> None:
 
 def test_turns_and_angles_are_the_bits_of_the_torch_path() -> None:
     torch = pytest.importorskip("torch")
-    from mmpos.rotary import phases
-    from mmpos.rotary.sources import frequencies_of
+    from mmpos.rotary import reference
+    from mmpos.rotary.device import frequencies_of
 
     exact, hf = Rotary(128, axes=1), Rotary(128, axes=1, precision="hf")
-    fixed = phases.fixed_positions(torch.from_numpy(IDS)[None], phases.DENSE_INTEGER, IDS.size)
+    fixed = reference.fixed_positions(torch.from_numpy(IDS)[None], reference.DENSE_INTEGER, IDS.size)
     words, pair_axis = frequencies_of(exact)
-    assert exact_turns(IDS, exact.turns).tolist() == phases.turns(fixed, pair_axis.to(torch.int64), words).tolist()
+    assert exact_turns(IDS, exact.turns).tolist() == reference.turns(fixed, pair_axis.to(torch.int64), words).tolist()
     inv_freq, pair_axis = frequencies_of(hf)
     angles = torch.from_numpy(float32_angles(IDS, inv_freq.numpy()))
-    cos, sin = phases.cos_sin_as_hf(fixed, pair_axis.to(torch.int64), inv_freq)
+    cos, sin = reference.cos_sin_as_hf(fixed, pair_axis.to(torch.int64), inv_freq)
     assert torch.equal(angles.cos(), cos)
     assert torch.equal(angles.sin(), sin)
 

@@ -29,6 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from PIL import Image
 from waiting import eventually
 
+import mmpos.rotary
 from mmpos import Grid, ImageSize, SegmentTable, SequenceBuilder, Text, place
 from mmpos.client import AsyncClient, Client, Tls, aio_streams, sync_streams
 from mmpos.client.channel import channel_options, target
@@ -358,10 +359,10 @@ def test_rotations_are_those_of_the_calls_in_process(kind: str, server: str) -> 
     client, rotary, positions = Calls(kind, server), Rotary(head_dim=8), place(SEGMENTS)
     for layout in ("pairs", "transformers", "torchtitan"):
         got: Any = client.cos_sin(rotary, positions, layout)
-        tables: Any = rotary.cos_sin(positions, layout)
+        tables: Any = mmpos.rotary.cos_sin(rotary, positions, layout)
         assert len(got) == len(tables)
         assert all(torch.equal(g, w) for g, w in zip(got, tables, strict=True))
-    assert torch.equal(client.angles(rotary, positions), rotary.angles(positions))
+    assert torch.equal(client.angles(rotary, positions), mmpos.rotary.angles(rotary, positions))
     q, k = torch.randn(15, 2, 8), torch.randn(15, 1, 8)
     pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(q, k), (q.bfloat16(), None)]
     for left, right in pairs:
@@ -403,7 +404,7 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
         assert turned(q, None, positions, "x")[1] == "rotary: got str, want a Rotary or None"
         device = DevicePositions.from_table(positions, "cpu")
         assert failure(client.angles, rotary, device)[0] is InvalidInputError
-        assert failure(client.cos_sin, rotary, positions, "x") == failure(rotary.cos_sin, positions, "x")
+        assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,12 +1,10 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
 Run by test_rotary_aot.py in a process without Triton's interpreter: ``python aot_compile.py "table integer half"``.
-With ``--record`` it keeps which instructions plain rotations are compiled to, as they are now, in aot_digests.json.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -19,80 +17,94 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mmpos.rotary import phases
+from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel
+from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
+HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
+TYPES = {
+    **dict.fromkeys(("positions", "frequencies", "slots"), "*i64"),
+    **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),
+    **dict.fromkeys(("q_sums", "k_sums"), "*fp32"),
+    **dict.fromkeys(("attention_factor", "eps", "offset"), "fp32"),
+    "pair_axis": "*i32",
+}
+"""Types of arguments as launches have them; all others are i32."""
+
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 CASES: dict[str, dict[str, Any]] = {
-    "table integer half": {"mode": phases.TABLE_INTEGER},
-    "table fractional half": {"mode": phases.TABLE_FRACTIONAL},
-    "dense integer half": {"mode": phases.DENSE_INTEGER},
-    "dense fixed half": {"mode": phases.DENSE_FIXED},
-    "table integer adjacent": {"mode": phases.TABLE_INTEGER, "adjacent": True},
-    "table fractional adjacent": {"mode": phases.TABLE_FRACTIONAL, "adjacent": True},
-    "dense integer adjacent": {"mode": phases.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 half": {"mode": phases.TABLE_INTEGER, "pairs": 40},
-    "head_dim 80 adjacent": {"mode": phases.TABLE_INTEGER, "pairs": 40, "adjacent": True},
-    "partial half": {"mode": phases.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
-    "partial adjacent": {"mode": phases.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
-    "norm half": {"mode": phases.TABLE_INTEGER, "weights": "qk"},
-    "norm adjacent": {"mode": phases.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
-    "norm fractional half": {"mode": phases.TABLE_FRACTIONAL, "weights": "qk"},
-    "norm half, few tokens": {"mode": phases.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
-    "norm of q half": {"mode": phases.TABLE_INTEGER, "weights": "q"},
-    "norm head_dim 80 half": {"mode": phases.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
-    "norm partial half": {"mode": phases.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
+    "table integer half": {"mode": reference.TABLE_INTEGER},
+    "table fractional half": {"mode": reference.TABLE_FRACTIONAL},
+    "dense integer half": {"mode": reference.DENSE_INTEGER},
+    "dense fixed half": {"mode": reference.DENSE_FIXED},
+    "table integer adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True},
+    "table fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True},
+    "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
+    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40},
+    "head_dim 80 adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 40, "adjacent": True},
+    "partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
+    "partial adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
+    "norm half": {"mode": reference.TABLE_INTEGER, "weights": "qk"},
+    "norm adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
+    "norm fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk"},
+    "norm half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
+    "norm of q half": {"mode": reference.TABLE_INTEGER, "weights": "q"},
+    "norm head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
+    "norm partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
     "norm partial adjacent": {
-        "mode": phases.TABLE_INTEGER,
+        "mode": reference.TABLE_INTEGER,
         "pairs": 16,
         "rest": 96,
         "adjacent": True,
         "weights": "qk",
     },
-    "backward half": {"mode": phases.TABLE_INTEGER, "weights": "qk", "backward": True},
-    "backward adjacent": {"mode": phases.TABLE_INTEGER, "adjacent": True, "weights": "qk", "backward": True},
-    "backward fractional half": {"mode": phases.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
+    "backward half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True},
+    "backward adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "backward": True},
+    "backward fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
     "backward half, few tokens": {
-        "mode": phases.TABLE_INTEGER,
+        "mode": reference.TABLE_INTEGER,
         "block": 4,
         "warps": 1,
         "weights": "qk",
         "backward": True,
     },
-    "backward of q half": {"mode": phases.TABLE_INTEGER, "weights": "q", "backward": True},
-    "backward head_dim 80 half": {"mode": phases.TABLE_INTEGER, "pairs": 40, "weights": "qk", "backward": True},
+    "backward of q half": {"mode": reference.TABLE_INTEGER, "weights": "q", "backward": True},
+    "backward head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "backward": True},
     "backward partial half": {
-        "mode": phases.TABLE_INTEGER,
+        "mode": reference.TABLE_INTEGER,
         "pairs": 32,
         "rest": 64,
         "weights": "qk",
         "backward": True,
     },
     "backward partial adjacent": {
-        "mode": phases.TABLE_INTEGER,
+        "mode": reference.TABLE_INTEGER,
         "pairs": 16,
         "rest": 96,
         "adjacent": True,
         "weights": "qk",
         "backward": True,
     },
-    "table integer half, few tokens": {"mode": phases.TABLE_INTEGER, "block": 4, "warps": 1},
+    "table integer half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
-        "mode": phases.TABLE_FRACTIONAL,
+        "mode": reference.TABLE_FRACTIONAL,
         "adjacent": True,
         "block": 4,
         "warps": 1,
     },
-    "table integer half, fused": {"mode": phases.TABLE_INTEGER, "fusion": True},
+    "table integer half, fused": {"mode": reference.TABLE_INTEGER, "fusion": True},
     "table integer half, one token": {
-        "mode": phases.TABLE_INTEGER,
+        "mode": reference.TABLE_INTEGER,
         "ones": ("tokens", "seq", "segments", "row_stride"),
     },
-    "table fractional half, one token": {"mode": phases.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
-    "dense fixed half, one head": {"mode": phases.DENSE_FIXED, "ones": ("q_heads", "k_heads", "q_head", "row_stride")},
+    "table fractional half, one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
+    "dense fixed half, one head": {
+        "mode": reference.DENSE_FIXED,
+        "ones": ("q_heads", "k_heads", "q.head", "row_stride"),
+    },
 }
 
 
@@ -111,49 +123,49 @@ def compiled(
     backward: bool = False,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants: dict[Any, Any] = {
-        "PAIRS": pairs,
-        "PAIRS_PADDED": triton.next_power_of_2(pairs),
-        "REST": rest,
-        "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
-        "AXES": 2,
-        "MODE": mode,
-        "AS_HF": False,
-        "ADJACENT": adjacent,
-        "CONJUGATE": False,
-        "SCALED": False,
+    constants = {
+        "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
+        "ANGLES": angles(mode),
         "COPY_REST": True,
         "BLOCK": block,
     }
-    # Without weights the arguments of the norm are no parameters, so that plain rotations are compiled as ever.
-    constants |= {f"{x}_{what}": None for x in "qk" if x not in weights for what in ("weight", "sums")}
-    if not weights:
-        constants |= {"eps": None, "offset": None}
+    # Without weights the arguments of the norm are no parameters.
+    missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
+    missing += [] if weights else ["eps", "offset"]
     kernel = backward_kernel if backward else rotary_kernel
+    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion)
+
+
+def angles(mode: int) -> Angles:
+    """How two axes are turned, exactly and forward."""
+    from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
+    fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
+    return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)
+
+
+def compiled_for(
+    arch: int, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False
+) -> Any:
+    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of."""
     signature: dict[str, Any] = {}
+    fixed: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(kernel.arg_names):
-        if name.endswith("_dim") or name in ones:
-            constants[name] = 1  # as Triton treats every argument that is 1
-        signature[name] = "constexpr" if name in constants else type_of(name)
-        if signature[name][0] == "*" or name.endswith(("_batch", "_token", "_head")):
-            multiples[(index,)] = [["tt.divisibility", 16]]
-        if name.endswith("_strides"):
-            constants[(index, 3)] = 1
-            multiples |= {(index, dimension): [["tt.divisibility", 16]] for dimension in range(3)}
-    constants = {key: value for key, value in constants.items() if not isinstance(key, str) or key in signature}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=multiples)
+        if name in constants or name in ones:
+            signature[name] = "constexpr"
+            fixed[(index,)] = constants.get(name, 1)
+        elif name in HEADS:
+            parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
+            types = ["*bf16" if field == "data" else "constexpr" if value else "i32" for field, value in parts]
+            signature[name] = Heads(*types)
+            fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
+            multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
+        else:
+            signature[name] = TYPES.get(name, "i32")
+            if signature[name].startswith("*"):
+                multiples[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
     return triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "enable_fp_fusion": fusion})
-
-
-def type_of(name: str) -> str | tuple[str, ...]:
-    """The type of an argument, as launches have it."""
-    if name.endswith("_strides"):
-        return "i32", "i32", "i32", "constexpr"
-    types = dict.fromkeys(("positions", "frequencies"), "*i64") | {"pair_axis": "*i32"}
-    types |= dict.fromkeys(("q", "k", "q_grad", "k_grad", "q_out", "k_out", "q_weight", "k_weight"), "*bf16")
-    types |= dict.fromkeys(("q_sums", "k_sums"), "*fp32") | dict.fromkeys(("attention_factor", "eps", "offset"), "fp32")
-    return types.get(name, "i32")
 
 
 def loops(ptx: str) -> list[str]:
@@ -164,14 +176,6 @@ def loops(ptx: str) -> list[str]:
         if back:
             found.append(ptx[at.end() : at.end() + back[-1].end()])
     return found
-
-
-def digest(ptx: str) -> int:
-    """A number that stands for the instructions alone: neither lines of source nor names of files and functions."""
-    code = re.sub(r"//.*", "", ptx.split(".section")[0])
-    lines = [line.strip() for line in code.splitlines()]
-    kept = [line for line in lines if line and not re.match(r"\.(loc|file)\b|\$L__(tmp|func)", line)]
-    return int(hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12], 16)
 
 
 def facts(kernel: Any) -> dict[str, int]:
@@ -199,7 +203,6 @@ def facts(kernel: Any) -> dict[str, int]:
         "narrow_stores": len(re.findall(r"\bSTG\.E\b(?![.\w]*\.128)", machine)),
         "float64": len(re.findall(r"\.f64\b", ptx)) + len(re.findall(r"\b(?:DADD|DMUL|DFMA|F2F\.F64)", machine)),
         "fma": len(re.findall(r"\bfma\.", ptx)) + len(re.findall(r"\bFFMA", machine)),
-        "digest": digest(ptx),
         "heads_shared": sum(len(re.findall(r"shared|bar\.", loop)) for loop in loops(ptx)),
         "divisions_64": len(re.findall(r"\b(?:div|rem)\.[su]64", ptx)),
     }
@@ -220,10 +223,4 @@ def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--record"]:
-        plain = all_facts([name for name in CASES if not name.startswith(("norm", "backward"))])
-        digests = {case: found["digest"] for case, found in plain.items()}
-        record = json.dumps({"triton": triton.__version__, "digests": digests}, indent=1)
-        Path(__file__).with_name("aot_digests.json").write_text(record + "\n")
-    else:
-        print(json.dumps(all_facts(sys.argv[1:])))
+    print(json.dumps(all_facts(sys.argv[1:])))

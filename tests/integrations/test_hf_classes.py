@@ -23,7 +23,7 @@ import mmpos
 from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.rotary.hf_fields import class_defaults
+from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # every model of Transformers is imported

@@ -65,16 +65,14 @@ def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) 
     assert counter.frame_count <= 3
 
 
-def by_the_reference(*args: Any, **kwargs: Any) -> None:
+def by_the_reference(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Any, *_: Any) -> None:
     """The kernel's work without its interpreter."""
-    from mmpos.rotary import operator, reference
+    from mmpos.rotary import reference
 
-    q, k, q_out, k_out, positions, frequencies, pair_axis = args
-    tokens = q.shape[0] * q.shape[1]
-    made = operator.cos_sin(positions, frequencies, pair_axis, kwargs["mode"], tokens, kwargs["attention_factor"])
+    made = reference.cos_sin(rotation, q.shape[0] * q.shape[1])
     cos, sin = (x.view(q.shape[0], q.shape[1], -1) for x in made)
-    sin = -sin if kwargs["conjugate"] else sin
-    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=kwargs["adjacent"])
+    sin = -sin if rotation.conjugate else sin
+    reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from tolerance import assert_within, gamma, rounding
 from torch import Tensor, nn
 
 import mmpos
+import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text
 from mmpos.integrations.sections import Sections, install_cache, permute_qk, qk_channels, request_positions
 from mmpos.rotary import Rotary
@@ -53,7 +54,7 @@ def attention(x: Tensor, weights: dict[str, Tensor], turn: Callable[[Tensor, Ten
 
 def turned_by_mmpos(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """The rotation of the model itself, in float64, pair j by axis j mod 2."""
-    cos, sin = (table.double().view(-1, 1, 4) for table in ROTARY.cos_sin(positions))
+    cos, sin = (table.double().view(-1, 1, 4) for table in mmpos.rotary.cos_sin(ROTARY, positions))
     return tuple(
         torch.cat([x[..., :4] * cos - x[..., 4:8] * sin, x[..., 4:8] * cos + x[..., :4] * sin, x[..., 8:]], dim=-1)
         for x in (q, k)
@@ -345,7 +346,7 @@ def test_a_model_of_transformers_with_sorted_weights_gives_the_same_logits(name:
     sections = Sections(rotary, 64, permuted=True)
     engine.load_state_dict(permute_qk(model.state_dict(), rotary))
     positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
-    cos, sin = rotary.cos_sin(positions, "transformers")
+    cos, sin = mmpos.rotary.cos_sin(rotary, positions, "transformers")
     model.model.rotary_emb = Fixed(cos.double(), sin.double())
     ids, _ = request_positions(positions, sections)
     blocks = sections.cos_sin_cache()[ids].split([0, 4, 4, 0, 4, 4], dim=-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import mmpos
+import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text
 from mmpos.integrations.sections import Sections, draft_positions, install_cache, qk_channels, window_positions
 from mmpos.integrations.sglang import item_segments, mrope_positions
@@ -201,7 +202,7 @@ def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     kernels = pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
     rotary = Rotary(head_dim=64, pairing=pairing)
-    cache = torch.cat(rotary.cos_sin(torch.arange(256).expand(2, -1)), dim=1)  # type: ignore[arg-type]
+    cache = torch.cat(mmpos.rotary.cos_sin(rotary, torch.arange(256).expand(2, -1)), dim=1)  # type: ignore[arg-type]
     q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
     got = q.flatten(1).clone(), k.flatten(1).clone()
     prompt, _ = mrope_positions(PLACED, SECTIONS)

@@ -15,6 +15,7 @@ import torch
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounded, rounding
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.integrations.torchtitan import (
     deliver_positions,
@@ -106,7 +107,7 @@ def test_frequencies_of_a_config_are_those_of_torchtitans_cache(pairing: str, sc
     )  # fmt: skip
     rotary = rotary_from_config(config, axes=1)
     ids = torch.arange(4096)
-    found = rotary.cos_sin(ids[None], layout="torchtitan")
+    found = mmpos.rotary.cos_sin(rotary, ids[None], layout="torchtitan")
     angles = ids[:, None] * torch.tensor(rotary.inv_freq_array, dtype=torch.float32)
     bound = rotary.attention_factor * cos_sin(angles, FREQUENCY + 4)  # blended, and the product
     bound = bound.repeat(1, 4) if pairing == "half" else sqrt(2) * bound
@@ -118,7 +119,7 @@ def test_the_sections_of_mrope_are_read() -> None:
     ids = torch.randint(0, 64, (2, 9, 3), generator=torch.Generator().manual_seed(1))
     rotary = rotary_from_config(config)
     expected = config.build()._reshape_cache(normal(2, 9, 4, 32), ids).squeeze(2)
-    found = rotary.cos_sin(ids.permute(2, 0, 1), layout="torchtitan")
+    found = mmpos.rotary.cos_sin(rotary, ids.permute(2, 0, 1), layout="torchtitan")
     assert_within(found, expected, cos_sin(64.0, FREQUENCY + 1))
 
 

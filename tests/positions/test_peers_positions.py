@@ -28,6 +28,7 @@ from peer_cases import drawn, float32_angles
 from tolerance import assert_within, cos_sin
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, Scheme, SegmentTable, Text, place
 from mmpos.integrations.sections import Sections, window_positions
 from mmpos.integrations.vllm import mrope_input_positions
@@ -247,7 +248,7 @@ def test_allocations_of_multimodal_ropes(name: str) -> None:
         arguments = {**arguments, "theta": 5e6}
     rotary = Rotary(128, precision="hf", **arguments)
     assert rotary.pair_axis.tolist() == axes
-    for ours, theirs in zip(rotary.cos_sin(ids), (angles.cos(), angles.sin()), strict=True):
+    for ours, theirs in zip(mmpos.rotary.cos_sin(rotary, ids), (angles.cos(), angles.sin()), strict=True):
         assert_within(ours, theirs, cos_sin())  # of the same float32 angles; theirs: 1e-5
 
 
@@ -270,7 +271,7 @@ def test_partial_rotations_of_qwen35_are_those_of_transformers() -> None:
         torch.from_numpy(place(table_of([CANONICAL], 2), "mrope").dense())[:, None],
     ):
         theirs = module.Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), ids)
-        for ours, other in zip(rotary.cos_sin(ids, layout="transformers"), theirs, strict=True):
+        for ours, other in zip(mmpos.rotary.cos_sin(rotary, ids, layout="transformers"), theirs, strict=True):
             assert_within(ours, other, cos_sin())
 
 

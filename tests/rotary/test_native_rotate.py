@@ -17,7 +17,8 @@ from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, ROTARIES, heads, packed
 from torch import Tensor
 
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, cpu
-from mmpos.rotary.sources import constants, source_of
+from mmpos.rotary.device import constants, position_ids
+from mmpos.rotary.reference import AUTO, RotationArguments
 from mmpos.support import native
 
 if native.core is None:
@@ -31,9 +32,12 @@ WIDTHS = pytest.mark.parametrize("wide", [True, False], ids=["wide", "plain"])
 
 
 def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
-    found = source_of(positions, CPU)
+    ids, adjacent = position_ids(positions, CPU), rotary.pairing == "adjacent"
     frequencies, pair_axis = constants(rotary, CPU)
-    made = cpu.exact(found.positions, frequencies, pair_axis, found.mode, found.tokens, rotary.attention_factor)
+    rotation = RotationArguments(
+        ids.tensor, frequencies, pair_axis, ids.mode, adjacent, rotary.attention_factor, False, AUTO
+    )
+    made = cpu.angles_of(rotation, ids.tokens)
     assert made is not None
     return made
 
@@ -160,7 +164,7 @@ def auto_and_reference(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **optio
     """apply_rotary by the extension and nothing else, and by the reference."""
     want = apply_rotary(*arguments, **options, implementation="reference")
     with monkeypatch.context() as patch:
-        patch.setattr("mmpos.rotary.operator.reference.rotate", None)
+        patch.setattr("mmpos.rotary.reference.rotate", None)
         return apply_rotary(*arguments, **options), want
 
 
@@ -199,7 +203,7 @@ def test_layouts_and_gradients_agree(layout: Any, monkeypatch: pytest.MonkeyPatc
         q, k = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2))
         with monkeypatch.context() as patch:
             if implementation == "auto":
-                patch.setattr("mmpos.rotary.operator.reference.rotate", None)
+                patch.setattr("mmpos.rotary.reference.rotate", None)
             q_out, k_out = apply_rotary(q, k, table, rotary, layout=layout, implementation=implementation)
             assert k_out is not None
             torch.autograd.backward([q_out, k_out], [q_out.detach().sin(), k_out.detach().cos()])

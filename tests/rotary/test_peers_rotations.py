@@ -28,6 +28,7 @@ import torch
 from peer_cases import DEVICE, Tolerance, agree, drawn, float32_angles, meeting, normal, turned
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Llama3, Rotary, apply_rotary, rotate_and_store
 
@@ -340,9 +341,9 @@ def test_transformer_engines_layouts_are_one(adjacent: bool, head_dim: int, star
 @pytest.mark.parametrize("precision", ["exact", "hf"])
 def test_autocast_changes_no_angle(precision: Any) -> None:
     rotary, positions, q = Rotary(128, axes=1, precision=precision), text([1024]), normal(1024, 2, 128)
-    plain = *rotary.cos_sin(positions), apply_rotary(q, None, positions, rotary)[0]
+    plain = *mmpos.rotary.cos_sin(rotary, positions), apply_rotary(q, None, positions, rotary)[0]
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        cast = *rotary.cos_sin(positions), apply_rotary(q, None, positions, rotary)[0]
+        cast = *mmpos.rotary.cos_sin(rotary, positions), apply_rotary(q, None, positions, rotary)[0]
     for one, other in zip(plain, cast, strict=True):
         assert torch.equal(one, other)
 

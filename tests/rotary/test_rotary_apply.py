@@ -31,7 +31,7 @@ from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, prin
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, Text
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, operator
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, operators
 
 PAIRINGS = ("half", "adjacent")
 
@@ -280,13 +280,13 @@ def as_layout(x: Tensor, layout: str) -> Tensor:
 def passed(monkeypatch: pytest.MonkeyPatch, name: str = "rotate") -> list[Tensor]:
     """Collects the q and k that reach the operator."""
     found: list[Tensor] = []
-    original = getattr(operator, name)
+    original = getattr(operators, name)
 
     def listen(q: Tensor, k: Tensor, *rest: Any) -> Any:
         found.extend((q, k))
         return original(q, k, *rest)
 
-    monkeypatch.setattr(operator, name, listen)
+    monkeypatch.setattr(operators, name, listen)
     return found
 
 

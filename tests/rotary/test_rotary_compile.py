@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
-from mmpos.rotary.operator import AUTO, rotate, rotate_
-from mmpos.rotary.sources import constants, frequencies_of, source_of
+from mmpos.rotary.device import constants, frequencies_of, position_ids
+from mmpos.rotary.operators import rotate, rotate_
+from mmpos.rotary.reference import AUTO
 
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
 MODULE = RotaryEmbedding(ROTARY)
@@ -201,9 +202,9 @@ def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
 
 
 def arguments(q: Tensor, k: Tensor, positions: Any, rotary: Rotary = ROTARY) -> tuple[Any, ...]:
-    source = source_of(positions, q.device)
+    made = position_ids(positions, q.device)
     adjacent = rotary.pairing == "adjacent"
-    return q, k, source.positions, *frequencies_of(rotary), source.mode, adjacent, 1.0, True, AUTO
+    return q, k, made.tensor, *frequencies_of(rotary), made.mode, adjacent, 1.0, True, AUTO
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {

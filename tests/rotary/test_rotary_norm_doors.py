@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmpos import InvalidInputError, UnsupportedError
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
-from mmpos.rotary.norm_operator import norm_rotate, norm_rotate_
-from mmpos.rotary.operator import AUTO
-from mmpos.rotary.sources import frequencies_of, source_of
+from mmpos.rotary.device import frequencies_of, position_ids
+from mmpos.rotary.operators import norm_rotate, norm_rotate_
+from mmpos.rotary.reference import AUTO
 
 ROTARY = Rotary(16, rotary_dim=12)
 MODULE = RotaryEmbedding(ROTARY)
@@ -133,10 +133,10 @@ def test_in_place_under_compile_writes_into_what_came() -> None:
 
 
 def arguments(*, k_heads: int = 1, both: bool = True, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    source = source_of(TABLE, torch.device("cpu"))
+    made = position_ids(TABLE, torch.device("cpu"))
     q, k = heads((1, 32), 3, 16, dtype), heads((1, 32), k_heads, 16, dtype, seed=1)
-    numbers = source.mode, False, 1.0, False, AUTO
-    return q, k, weight(), weight() if both else None, 1e-6, 1.0, source.positions, *frequencies_of(ROTARY), *numbers
+    numbers = made.mode, False, 1.0, False, AUTO
+    return q, k, weight(), weight() if both else None, 1e-6, 1.0, made.tensor, *frequencies_of(ROTARY), *numbers
 
 
 SAMPLES: dict[str, dict[str, Any]] = {

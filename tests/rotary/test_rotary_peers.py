@@ -14,6 +14,7 @@ import torch
 from tolerance import ARITHMETIC, FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Rotary, apply_rotary
 
@@ -89,7 +90,7 @@ def test_rotations_of_transformers_language_models(model: str, config: str, modu
 def test_deepseek_rotates_adjacent_pairs_and_leaves_them_in_halves() -> None:
     rotary = Rotary(head_dim=64, axes=1, pairing="adjacent")
     positions, _, q, k = batch_of(rotary, "flatten")
-    cos, sin = Rotary(head_dim=64, axes=1).cos_sin(positions, layout="transformers")
+    cos, sin = mmpos.rotary.cos_sin(Rotary(head_dim=64, axes=1), positions, layout="transformers")
     theirs = transformers("deepseek_v3", "apply_rotary_pos_emb_interleave")(q, k, cos, sin)
     ours = apply_rotary(q, k, positions, rotary, layout="bhsd")
     close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs, off=0)
@@ -121,7 +122,7 @@ def test_at_long_ids_exact_turns_are_right_where_float32_angles_are_not_and_hf_i
     for precision, same_as_theirs in (("exact", False), ("hf", True)):
         rotary = Rotary.from_hf_config(told, precision=precision, axes=1)
         ours, _ = apply_rotary(q, None, ids, rotary, layout="bhsd")
-        tables = zip(rotary.cos_sin(ids, layout="transformers"), in_bfloat16, strict=True)
+        tables = zip(mmpos.rotary.cos_sin(rotary, ids, layout="transformers"), in_bfloat16, strict=True)
         # Float32 numbers in a last place apart may round to neighbours in bfloat16.
         assert all((x.bfloat16() - y).abs().max() <= 2.0**-8 for x, y in tables) == same_as_theirs
         assert bool(((ours - theirs).abs() <= rotations(theirs, cos_sin())).all()) == same_as_theirs
@@ -136,7 +137,9 @@ def test_ligers_mrope_kernel() -> None:
         pytest.skip("no GPU, and Triton's interpreter is off")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     by_axis = [
-        Rotary(head_dim=128, theta=1e6, axes=3, allocation=[axis] * 64).cos_sin(ids, layout="transformers")
+        mmpos.rotary.cos_sin(
+            Rotary(head_dim=128, theta=1e6, axes=3, allocation=[axis] * 64), ids, layout="transformers"
+        )
         for axis in range(3)
     ]
     cos, sin = (torch.stack(tables).to(device) for tables in zip(*by_axis, strict=True))

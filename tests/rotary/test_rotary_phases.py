@@ -16,8 +16,10 @@ from oracle import exact, settled
 from rotary_oracle import BY_AXES, INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
 from tolerance import EXACT, assert_within, cos_sin, unit
 
+import mmpos.rotary
 from mmpos.rotary import Rotary
-from mmpos.rotary.phases import (
+from mmpos.rotary.device import frequencies_of, position_ids
+from mmpos.rotary.reference import (
     DENSE_FIXED,
     DENSE_INTEGER,
     TABLE_FRACTIONAL,
@@ -29,7 +31,6 @@ from mmpos.rotary.phases import (
     fixed_positions,
     turns,
 )
-from mmpos.rotary.sources import frequencies_of, source_of
 
 TURN = 2**32
 THETAS = (1e4, 5e5, 1e6)
@@ -72,10 +73,10 @@ def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str)
     if kind == "integers":
         ids = column([*EDGES, *random_ids(120, seed)])
         positions = torch.tensor(ids, dtype=torch.int32).T
-        cos, sin = rotary.cos_sin(positions)
+        cos, sin = mmpos.rotary.cos_sin(rotary, positions)
     else:
         ids = column([*FRACTIONS, *random_fractions(120, seed)])
-        cos, sin = rotary.cos_sin(table_of(ids))
+        cos, sin = mmpos.rotary.cos_sin(rotary, table_of(ids))
         cos, sin = cos[0], sin[0]  # one document: a batch of one
     assert (cos.dtype, sin.dtype, cos.shape) == (torch.float32, torch.float32, (len(ids), 64))
     truth = phases(ids, rotary)
@@ -85,7 +86,7 @@ def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str)
 def test_float64_ids_are_exact_too() -> None:
     rotary = Rotary(128, axes=1)
     ids = [float(value) + half for value, half in zip(random_ids(60, 1), [0.0, 0.5, 0.25] * 20, strict=True)]
-    cos, sin = rotary.cos_sin(torch.tensor([ids], dtype=torch.float64))
+    cos, sin = mmpos.rotary.cos_sin(rotary, torch.tensor([ids], dtype=torch.float64))
     truth = phases([[Fraction(value)] for value in ids], rotary)
     assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
 
@@ -93,8 +94,8 @@ def test_float64_ids_are_exact_too() -> None:
 def turn_errors(ids: Ids, rotary: Rotary) -> list[Fraction]:
     """Signed errors of all turns in units of 2⁻³² turn."""
     words, pair_axis = frequencies_of(rotary)
-    source = source_of(table_of(ids), torch.device("cpu"))
-    fixed = fixed_positions(source.positions, TABLE_FRACTIONAL, len(ids))
+    made = position_ids(table_of(ids), torch.device("cpu"))
+    fixed = fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids))
     found = turns(fixed, pair_axis.to(torch.int64), words)
     assert int(found.min()) >= 0
     assert int(found.max()) < TURN
@@ -159,7 +160,7 @@ def test_quarters_of_a_turn_are_exact() -> None:
 def test_angles_are_wrapped_and_exact() -> None:
     rotary = Rotary(32, axes=1)
     ids = column([*FRACTIONS, *EDGES, *random_fractions(60, 6)])
-    angles = rotary.angles(table_of(ids))
+    angles = mmpos.rotary.angles(rotary, table_of(ids))
     assert angles.shape == (len(ids), 1, 1, 32)
     found = angles[:, 0, 0].double().numpy()
     assert np.array_equal(found[:, :16], found[:, 16:])
@@ -183,15 +184,15 @@ def floors(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables_expand_to_the_floor_of_their_rationals(scheme: str, view: str) -> None:
     table = VIEWS[view](packed(scheme, 1_000_003))
-    source = source_of(table, torch.device("cpu"))
-    assert source.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
-    assert fixed_positions(source.positions, source.mode, table.num_tokens).tolist() == floors(exact(table))
+    made = position_ids(table, torch.device("cpu"))
+    assert made.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
+    assert fixed_positions(made.tensor, made.mode, table.num_tokens).tolist() == floors(exact(table))
 
 
 def test_tables_of_any_fractions_expand_to_their_floor() -> None:
     ids = column([*EDGES, *FRACTIONS, *random_fractions(300, 7)])
-    source = source_of(table_of(ids), torch.device("cpu"))
-    assert fixed_positions(source.positions, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
+    made = position_ids(table_of(ids), torch.device("cpu"))
+    assert fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
 
 
 def test_dense_ids_become_fixed_point() -> None:
@@ -220,7 +221,7 @@ def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None
     ids = torch.tensor([*EDGES, *random_ids(200, 8)])
     angles = as_transformers(ids, inv_freq)
     assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
-    cos, sin = rotary.cos_sin(ids[None])
+    cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     # cos and sin of float32 are torch's, whose vectors and their remainders differ.
     assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
 
@@ -229,7 +230,7 @@ def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None
 def test_hf_precision_takes_the_axis_of_each_pair(axes: int) -> None:
     rotary = Rotary(24, axes=axes, precision="hf")
     table = packed(BY_AXES[axes])
-    cos, sin = rotary.cos_sin(table)
+    cos, sin = mmpos.rotary.cos_sin(rotary, table)
     ids = torch.from_numpy(table.dense().astype(np.float32))
     angles = ids[rotary.pair_axis.tolist()].T * frequencies_of(rotary)[0]
     assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
@@ -242,7 +243,7 @@ def test_float32_angles_err_as_published_and_turns_do_not(last: int, published: 
     truth = ids.double()[:, None] * torch.tensor(rotary.inv_freq_array)  # within 1e-9
     worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_float32) - truth).abs().max())
     assert worst == pytest.approx(published, rel=0.2)
-    cos, sin = rotary.cos_sin(ids[None])
+    cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     turned = torch.atan2(sin.double(), cos.double()) - truth
     exact_worst = float((turned - (turned / (2 * math.pi)).round() * (2 * math.pi)).abs().max())
     assert exact_worst < math.sqrt(2) * EXACT  # of cos and sin, which are at right angles

@@ -15,10 +15,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmpos import InvalidInputError, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, rotate_and_store
-from mmpos.rotary.operator import AUTO
-from mmpos.rotary.sources import constants, source_of
-from mmpos.rotary.store_operator import rotate_and_store as store
-from mmpos.rotary.store_operator import rotate_and_store_ as store_
+from mmpos.rotary.device import constants, position_ids
+from mmpos.rotary.operators import rotate_and_store as store
+from mmpos.rotary.operators import rotate_and_store_ as store_
+from mmpos.rotary.reference import AUTO, NONE
 
 ROTARY = Rotary(12)
 TABLE = packed("rope-tie").slice(4, 17)
@@ -149,12 +149,12 @@ def test_inductor_writes_what_eager_writes_and_copies_no_cache(name: str) -> Non
 def arguments(
     cache: Cache, slots: Tensor, positions: Any = TABLE, *, return_k: bool = False, weights: Any = None
 ) -> tuple[Any, ...]:
-    source = source_of(positions, slots.device)
+    made = position_ids(positions, slots.device)
     q, k, v = (x[None] for x in qkv(13))
     key, value = (x.transpose(1, 2) if cache.layout == "HND" else x for x in (cache.key, cache.value))
-    norm = (None,) * 4 if weights is None else (*weights, 1e-6, 1.0)
-    numbers = source.mode, False, 1.0, False, AUTO
-    return q, k, v, key, value, slots, return_k, *norm, source.positions, *constants(ROTARY, DEVICE), *numbers
+    norm = NONE if weights is None else (*weights, 1e-6, 1.0)
+    numbers = made.mode, False, 1.0, False, AUTO
+    return q, k, v, key, value, slots, return_k, *norm, made.tensor, *constants(ROTARY, DEVICE), *numbers
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {

@@ -11,9 +11,9 @@ from store_oracle import CACHES, DEVICE, Cache, assert_holds, write
 from torch import Tensor
 
 from mmpos import InvalidInputError
-from mmpos.rotary import Rotary, apply_rotary, paged, rotate_and_store, store_operator
-from mmpos.rotary.operator import REFERENCE, TRITON
-from mmpos.rotary.sources import constants, source_of
+from mmpos.rotary import Rotary, apply_rotary, operators, paged, rotate_and_store
+from mmpos.rotary.device import constants, position_ids
+from mmpos.rotary.reference import NONE, REFERENCE, TRITON
 
 TABLE = packed("rope-tie").slice(4, 17)
 ROTARY = Rotary(12)
@@ -22,17 +22,17 @@ ROTARY = Rotary(12)
 def unseen(cache: Cache, slots: Tensor, implementation: int) -> tuple[Tensor, Tensor]:
     """The operator itself, with v and the rotated k that it should store."""
     q, k, v = (heads(13, n, 12, seed=n).to(DEVICE) for n in (3, 2, 2))
-    source = source_of(TABLE, q.device)
-    store_operator.rotate_and_store(
-        q[None], k[None], v[None], cache.key, cache.value, slots.to(DEVICE), *arguments(source, implementation)
+    operators.rotate_and_store(
+        q[None], k[None], v[None], cache.key, cache.value, slots.to(DEVICE), *arguments(implementation)
     )
     turned = apply_rotary(k, None, TABLE, ROTARY, implementation="reference")[0]
     return v, turned
 
 
-def arguments(source: Any, implementation: int) -> tuple[Any, ...]:
-    numbers = source.mode, False, 1.0, False, implementation
-    return False, None, None, None, None, source.positions, *constants(ROTARY, DEVICE), *numbers
+def arguments(implementation: int) -> tuple[Any, ...]:
+    made = position_ids(TABLE, torch.device(DEVICE))
+    numbers = made.mode, False, 1.0, False, implementation
+    return False, *NONE, made.tensor, *constants(ROTARY, DEVICE), *numbers
 
 
 BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128, 9, 65]

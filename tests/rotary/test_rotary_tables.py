@@ -14,6 +14,7 @@ import torch
 from tolerance import EXACT, assert_within, cos_sin, rotations, unit
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
@@ -84,7 +85,7 @@ def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
 @pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
 def test_pairs_are_cos_and_sin_of_every_token_and_pair(positions: PositionTable) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12)
-    cos, sin = rotary.cos_sin(positions)
+    cos, sin = mmpos.rotary.cos_sin(rotary, positions)
     angles = exact_angles(positions, rotary)
     assert_within(cos.reshape(-1, 6), of_each(mpmath.cos, angles), EXACT)
     assert_within(sin.reshape(-1, 6), of_each(mpmath.sin, angles), EXACT)
@@ -93,7 +94,7 @@ def test_pairs_are_cos_and_sin_of_every_token_and_pair(positions: PositionTable)
 @pytest.mark.parametrize("positions", [PACKED, EQUAL, HALVES], ids=["packed", "equal", "halves"])
 def test_angles_are_wrapped_once_per_channel(positions: PositionTable) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12)
-    angles = rotary.angles(positions)
+    angles = mmpos.rotary.angles(rotary, positions)
     by_token = angles.transpose(0, 1).reshape(-1, 12)
     expected = of_each(wrapped, exact_angles(positions, rotary))
     # 5e-9 of the turn, and the rounding of numbers between 2 and π.
@@ -109,16 +110,16 @@ def test_angles_are_wrapped_once_per_channel(positions: PositionTable) -> None:
 def test_shapes_and_dtypes(positions: PositionTable, leading: tuple[int, ...], pairing: Any) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing)
     batch_seq = leading if len(leading) == 2 else (1, *leading)
-    found = {layout: rotary.cos_sin(positions, layout=layout) for layout in ("pairs", "transformers")}
+    found = {layout: mmpos.rotary.cos_sin(rotary, positions, layout=layout) for layout in ("pairs", "transformers")}
     for cos_or_sin in found["pairs"]:
         assert (cos_or_sin.shape, cos_or_sin.dtype) == ((*leading, 6), torch.float32)
     for cos_or_sin in found["transformers"]:
         assert (cos_or_sin.shape, cos_or_sin.dtype) == ((*batch_seq, 12), torch.float32)
-    cache = rotary.cos_sin(positions, layout="torchtitan")
+    cache = mmpos.rotary.cos_sin(rotary, positions, layout="torchtitan")
     assert isinstance(cache, Tensor)
     half = pairing == "half"
     assert (cache.shape, cache.dtype) == ((*leading, 24 if half else 6), torch.float32 if half else torch.complex64)
-    angles = rotary.angles(positions)
+    angles = mmpos.rotary.angles(rotary, positions)
     assert (angles.shape, angles.dtype) == ((batch_seq[1], batch_seq[0], 1, 12), torch.float32)
 
 
@@ -127,11 +128,11 @@ def test_ids_of_no_tokens_keep_their_batch(shape: tuple[int, ...]) -> None:
     rotary, ids = Rotary(head_dim=16), torch.zeros(2, *shape, dtype=torch.int32)
     batch_seq = shape if len(shape) == 2 else (1, *shape)
     for layout, want in (("pairs", (*shape, 8)), ("transformers", (*batch_seq, 16))):
-        assert [x.shape for x in rotary.cos_sin(ids, layout)] == [want, want]  # type: ignore[arg-type]
-    cache = rotary.cos_sin(ids, "torchtitan")
+        assert [x.shape for x in mmpos.rotary.cos_sin(rotary, ids, layout)] == [want, want]  # type: ignore[arg-type]
+    cache = mmpos.rotary.cos_sin(rotary, ids, "torchtitan")
     assert isinstance(cache, Tensor)
     assert cache.shape == (*shape, 32)
-    assert rotary.angles(ids).shape == (batch_seq[1], batch_seq[0], 1, 16)
+    assert mmpos.rotary.angles(rotary, ids).shape == (batch_seq[1], batch_seq[0], 1, 16)
     q = torch.zeros(*batch_seq, 4, 16)
     assert apply_rotary(q, q, ids, rotary)[0].shape == q.shape
 
@@ -143,10 +144,10 @@ def test_a_table_its_device_form_and_its_dense_ids_give_the_same_bits(positions:
     dense = torch.from_numpy(positions.dense())
     if positions is not PACKED:
         dense = dense.reshape(2, positions.num_documents, -1)
-    expected = rotary.cos_sin(positions, layout=layout)
+    expected = mmpos.rotary.cos_sin(rotary, positions, layout=layout)
     for same in (DevicePositions.from_table(positions, capacity=9), dense):
-        assert_within(rotary.cos_sin(same, layout=layout), expected, 0)
-        assert_within(rotary.angles(same), rotary.angles(positions), 0)
+        assert_within(mmpos.rotary.cos_sin(rotary, same, layout=layout), expected, 0)
+        assert_within(mmpos.rotary.angles(rotary, same), mmpos.rotary.angles(rotary, positions), 0)
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
@@ -154,7 +155,7 @@ def test_a_table_its_device_form_and_its_dense_ids_give_the_same_bits(positions:
 def test_transformers_formula_with_our_cos_and_sin_is_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
-    cos, sin = rotary.cos_sin(EQUAL, layout="transformers")
+    cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
     assert_within(rotated_by(q, cos[:, :, None], sin[:, :, None], pairing), expected, rotations(expected))
     bhsd = q.transpose(1, 2)
@@ -179,9 +180,9 @@ def test_transformers_formula_with_our_cos_and_sin_is_our_rotation(pairing: Any,
 def test_transformers_own_functions_take_our_cos_and_sin(model: str, pairing: Any, channels: str) -> None:
     turn = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
     rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
-    cos, sin = rotary.cos_sin(EQUAL, layout="transformers")
+    cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
     if channels == "pairs twice":
-        cos, sin = (torch.cat((x, x), dim=-1) for x in rotary.cos_sin(EQUAL))
+        cos, sin = (torch.cat((x, x), dim=-1) for x in mmpos.rotary.cos_sin(rotary, EQUAL))
     found, _ = turn(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
     assert_within(found.transpose(1, 2), expected, rotations(expected))
@@ -191,7 +192,7 @@ def test_transformers_own_functions_take_our_cos_and_sin(model: str, pairing: An
 def test_transformers_formula_takes_a_packed_batch_as_one_row(positions: PositionTable) -> None:
     rotary = Rotary(head_dim=16)
     q = normal(1, positions.num_tokens, 3, 16)
-    cos, sin = rotary.cos_sin(positions, layout="transformers")
+    cos, sin = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
     found = rotated_by(q, cos[:, :, None], sin[:, :, None], "half")
     expected, _ = apply_rotary(q[0], None, positions, rotary)
     assert_within(found[0], expected, rotations(expected))
@@ -200,7 +201,7 @@ def test_transformers_formula_takes_a_packed_batch_as_one_row(positions: Positio
 def test_torchtitan_cache_of_halves_is_cos_then_sin() -> None:
     rotary = Rotary(head_dim=16)
     q = bshd(EQUAL)
-    cache = rotary.cos_sin(EQUAL, layout="torchtitan")
+    cache = mmpos.rotary.cos_sin(rotary, EQUAL, layout="torchtitan")
     assert isinstance(cache, Tensor)
     cos, sin = cache[..., None, :16], cache[..., None, 16:]
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
@@ -210,7 +211,7 @@ def test_torchtitan_cache_of_halves_is_cos_then_sin() -> None:
 def test_torchtitan_cache_of_adjacent_pairs_is_complex() -> None:
     rotary = Rotary(head_dim=16, pairing="adjacent")
     q = bshd(EQUAL)
-    freqs_cis = rotary.cos_sin(EQUAL, layout="torchtitan")
+    freqs_cis = mmpos.rotary.cos_sin(rotary, EQUAL, layout="torchtitan")
     assert isinstance(freqs_cis, Tensor)
     found = torch.view_as_real(torch.view_as_complex(q.unflatten(-1, (-1, 2))) * freqs_cis.unsqueeze(2)).flatten(3)
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
@@ -222,7 +223,7 @@ def test_torchtitan_cache_of_adjacent_pairs_is_complex() -> None:
 def test_megatrons_formula_with_our_angles_is_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
-    freqs, mscale = rotary.angles(EQUAL), rotary.attention_factor
+    freqs, mscale = mmpos.rotary.angles(rotary, EQUAL), rotary.attention_factor
     t = q.transpose(0, 1)
     found = rotated_by(t, freqs.cos() * mscale, freqs.sin() * mscale, pairing)
     expected, _ = apply_rotary(q, None, EQUAL, rotary)
@@ -232,7 +233,7 @@ def test_megatrons_formula_with_our_angles_is_our_rotation(pairing: Any, scaling
 def test_megatrons_formula_takes_packed_tokens() -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12)
     q = normal(15, 3, 16)
-    freqs = rotary.angles(PACKED)
+    freqs = mmpos.rotary.angles(rotary, PACKED)
     found = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
     expected, _ = apply_rotary(q, None, PACKED, rotary)
     assert_within(found, expected, rotations(expected, OF_ANGLES))
@@ -241,7 +242,7 @@ def test_megatrons_formula_takes_packed_tokens() -> None:
 def test_angles_of_the_farthest_ids_stay_within_half_a_turn_and_rotate_alike() -> None:
     rotary = Rotary(head_dim=16)
     q = normal(4, 3, 16)
-    freqs = rotary.angles(FARTHEST)
+    freqs = mmpos.rotary.angles(rotary, FARTHEST)
     assert (freqs.abs() <= float(np.float32(np.pi))).all()
     found = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
     expected, _ = apply_rotary(q, None, FARTHEST, rotary)
@@ -253,15 +254,15 @@ def test_the_attention_factor_is_in_cos_and_sin_and_not_in_angles() -> None:
     plain, scaled = Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.0)), Rotary(16, scaling=scaling)
     factor = scaled.attention_factor
     assert factor > 1.1
-    for one, many in zip(plain.cos_sin(PACKED), scaled.cos_sin(PACKED), strict=True):
+    for one, many in zip(mmpos.rotary.cos_sin(plain, PACKED), mmpos.rotary.cos_sin(scaled, PACKED), strict=True):
         assert torch.equal(many, one * factor)
-    assert torch.equal(scaled.angles(PACKED), plain.angles(PACKED))
+    assert torch.equal(mmpos.rotary.angles(scaled, PACKED), mmpos.rotary.angles(plain, PACKED))
 
 
 def test_hf_precision_gives_the_float32_product_of_id_and_frequency() -> None:
     rotary = Rotary(head_dim=16, axes=1, precision="hf")
     ids = torch.tensor([[0, 1, 131_071, -5]])
-    cos, sin = rotary.cos_sin(ids)
+    cos, sin = mmpos.rotary.cos_sin(rotary, ids)
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
     angle = ids[0, :, None].to(torch.float32) * inv_freq
     assert torch.equal(cos, angle.cos())
@@ -270,7 +271,7 @@ def test_hf_precision_gives_the_float32_product_of_id_and_frequency() -> None:
 
 def test_hf_precision_has_no_exact_angles() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        Rotary(head_dim=16, precision="hf").angles(PACKED)
+        mmpos.rotary.angles(Rotary(head_dim=16, precision="hf"), PACKED)
     assert str(caught.value) == (
         "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
     )
@@ -280,7 +281,7 @@ def test_tables_refuse_unknown_layouts_and_other_axes() -> None:
     with pytest.raises(
         InvalidInputError, match=r"^layout: got 'llama', want one of 'pairs', 'transformers', 'torchtitan'$"
     ):
-        Rotary(head_dim=16).cos_sin(PACKED, layout="llama")  # type: ignore[arg-type]
-    for call in (Rotary(head_dim=16, axes=3).cos_sin, Rotary(head_dim=16, axes=3).angles):
+        mmpos.rotary.cos_sin(Rotary(head_dim=16), PACKED, layout="llama")  # type: ignore[arg-type]
+    for call in (mmpos.rotary.cos_sin, mmpos.rotary.angles):
         with pytest.raises(InvalidInputError, match=r"^positions: got 2 axes, want 3 as in rotary$"):
-            call(PACKED)
+            call(Rotary(head_dim=16, axes=3), PACKED)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import mmpos.rotary
 from mmpos import (
     Grid,
     ImageProcessor,
@@ -361,9 +362,9 @@ ROTARIES = [
 def test_tables_of_cos_and_sin(ask: Ask, rotary: Rotary, positions: Any) -> None:
     layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
     for layout in layouts:
-        call = lambda layout=layout: rotary.cos_sin(positions, layout)  # noqa: E731
+        call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
         same(_outcome(lambda layout=layout: ask("cos_sin", rotary, positions, layout)), _outcome(call))  # type: ignore[misc]
-    same(_outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: rotary.angles(positions)))
+    same(_outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: mmpos.rotary.angles(rotary, positions)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -382,7 +383,7 @@ def test_rotations(ask: Ask, dtype: torch.dtype) -> None:
 
 def test_a_profile_has_a_rotation_or_says_so(ask: Ask) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
-    same(ask("cos_sin", None, positions, profile="halves"), Rotary(32, axes=3).cos_sin(positions))
+    same(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(InvalidInputError, match="rotary: got none, and profile 'default' has none"):
         ask("angles", None, positions)
 

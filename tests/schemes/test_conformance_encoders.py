@@ -12,6 +12,7 @@ import torch
 from tolerance import assert_within, cos_sin
 from torch import Tensor
 
+import mmpos.rotary
 from mmpos import Grid, PositionTable, SegmentTable, place
 from mmpos.rotary import Rotary
 from mmpos.schemes import Grid2D
@@ -31,7 +32,7 @@ def encoder(thw: list[list[int]], scheme: Grid2D) -> PositionTable:
 def same_rotation(config: Any, module: Any, positions: PositionTable, ids: Tensor) -> None:
     """The module's cos and sin at its ids are ours at our table."""
     rotary = Rotary.from_hf_config(config, precision="hf")
-    ours = rotary.cos_sin(positions, layout="transformers")
+    ours = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
     for mine, theirs in zip(ours, module(torch.zeros(1), ids), strict=True):
         assert_within(mine.reshape(theirs.shape), theirs, cos_sin())  # of the same float32 angles
 

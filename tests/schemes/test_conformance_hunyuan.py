@@ -10,6 +10,7 @@ import torch
 from oracle import Document, exact, placed
 from tolerance import assert_within, cos_sin
 
+import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Rotary
 from mmpos.schemes import RopeTieV2
@@ -69,7 +70,7 @@ def test_even_frequencies_turn_by_rows_and_odd_ones_by_columns() -> None:
     theta = 1.0 / (10000 ** (torch.arange(0, 128, 2).float() / 128))
     angle = torch.stack([ids[:, j % 2] * theta[j] for j in range(64)], dim=1).repeat(1, 2)
     rotary = Rotary(head_dim=128, theta=10000.0, axes=2, allocation="interleaved", pairing="half", precision="hf")
-    cos, sin = rotary.cos_sin(placed(document, FLOORED), layout="transformers")
+    cos, sin = mmpos.rotary.cos_sin(rotary, placed(document, FLOORED), layout="transformers")
     assert_within((cos[0], sin[0]), (angle.cos(), angle.sin()), cos_sin())
 
 

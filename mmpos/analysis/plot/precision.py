@@ -83,7 +83,7 @@ def true_turns(ids: IntArray, turns: UInt64Array, rest: IntArray) -> UInt64Array
 
 
 def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
-    """(ids, pairs) angles in units of 2⁻³² turn: I·hi + ⌊I·lo/2³²⌋, as ``mmpos.rotary.phases.turns`` has them."""
+    """(ids, pairs) angles in units of 2⁻³² turn: I·hi + ⌊I·lo/2³²⌋, as ``mmpos.rotary.reference.turns`` has them."""
     hi, lo = (turns >> np.uint64(32)).astype(np.int64), (turns & np.uint64(_MASK)).astype(np.int64)
     rows = ids[:, None]
     found: IntArray = (rows * hi + ((rows * lo) >> 32)) & _MASK
@@ -91,7 +91,7 @@ def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
 
 
 def float32_angles(ids: IntArray, inv_freq: Float32Array) -> Float32Array:
-    """(ids, pairs) float32 products of ids and frequencies, as ``mmpos.rotary.phases.cos_sin_as_hf`` has them."""
+    """(ids, pairs) float32 products of ids and frequencies, as ``mmpos.rotary.reference.cos_sin_as_hf`` has them."""
     return ids.astype(np.float32)[:, None] * inv_freq
 
 

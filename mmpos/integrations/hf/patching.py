@@ -28,7 +28,7 @@ from mmpos.integrations.hf.positions import (
     tokens_of,
 )
 from mmpos.positions.table import PositionTable
-from mmpos.rotary.apply import Implementation, apply_rotary
+from mmpos.rotary.apply import Implementation, apply_rotary, cos_sin
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import one_of
@@ -258,7 +258,7 @@ def _check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: Arguments, ou
 
 
 def _cos_sin(rotary: Rotary, positions: DevicePositions | Tensor, rows: CallTokens) -> tuple[Tensor, Tensor]:
-    cos, sin = rotary.cos_sin(positions, "transformers")
+    cos, sin = cos_sin(rotary, positions, "transformers")
     shape = (rows.batch, rows.seq, rotary.rotary_dim)
     return cos.reshape(shape), sin.reshape(shape)
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.hf_config import hf_arguments
-from mmpos.rotary.hf_fields import Fields
+from mmpos.rotary.hf_config import Fields, hf_arguments
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
 from mmpos.support.checks import one_of

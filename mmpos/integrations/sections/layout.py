@@ -14,6 +14,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
+from mmpos.rotary.apply import cos_sin
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer, per_document
 
@@ -163,7 +164,7 @@ class Sections:
         order = torch.from_numpy(self.order).to(cache.device)
         for start in range(0, self.max_position, BLOCK):
             ids = torch.arange(start, min(start + BLOCK, self.max_position), device=cache.device)
-            cos, sin = self.rotary.cos_sin(ids.expand(self.rotary.axes, -1))
+            cos, sin = cos_sin(self.rotary, ids.expand(self.rotary.axes, -1))
             rows = cache[start : start + BLOCK]
             rows[:, :pairs], rows[:, pairs:] = cos[:, order], sin[:, order]
         return cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import FIRST_SEGMENT, OFFSET
 from mmpos.positions.table import PositionTable
-from mmpos.rotary import DevicePositions, Rotary
+from mmpos.rotary import DevicePositions, Rotary, cos_sin
 from mmpos.support.checks import INT32_MAX, integer, one_of
 
 __all__ = ["LoadBalancer", "document_positions", "rope_cache", "shard", "shard_tensors", "table_tensor", "tokens_of"]
@@ -76,7 +76,7 @@ def rope_cache(rotary: Rotary, positions: PositionTable, seq: int | None = None)
         without seq (tokens, 1, …).
     """
     shape = tokens_of(positions, seq)
-    cache = rotary.cos_sin(positions, layout="torchtitan")
+    cache = cos_sin(rotary, positions, layout="torchtitan")
     assert isinstance(cache, Tensor)
     return cache.reshape(*shape, 1, cache.shape[-1])
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.rows import AXES, OFFSET
 from mmpos.rotary import DevicePositions, Llama3, Rotary, RotaryEmbedding, Scaling, YaRN
-from mmpos.rotary.sources import Positions
+from mmpos.rotary.device import Positions
 from mmpos.support.checks import integer
 
 __all__ = ["RoPE", "deliver_positions", "local", "rotary_from_config"]

@@ -10,7 +10,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.sections import Sections, request_positions
 from mmpos.positions.place import place
 from mmpos.rotary import Rotary
-from mmpos.rotary.hf_fields import read_field
+from mmpos.rotary.hf_config import read_field
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable

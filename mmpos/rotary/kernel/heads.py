@@ -1,4 +1,4 @@
-"""The heads of a block of tokens in a kernel: loaded once, normalised if there are weights, turned, and stored."""
+"""Load, normalise, turn and store the heads of a block of tokens in a kernel."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -6,39 +6,123 @@
 import triton
 import triton.language as tl
 
-from mmpos.rotary.kernel.channels import load_pairs, load_rest, store_pairs, store_rest
-from mmpos.rotary.kernel.norm import inverse_rms, load_weight
+
+# Offsets are 64 bits wide: long batches pass 2³¹ elements.
+@triton.jit
+def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
+    """Load (rows, pairs_padded) float32 first and second channels of pairs; zeros where there are none."""
+    if CHANNELS.adjacent:
+        both = tl.arange(0, 2 * CHANNELS.pairs_padded).to(tl.int64)
+        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)[None, :]
+        values = tl.load(source + both[None, :] * step, mask=mask, other=0.0)
+        first, second = tl.split(values.reshape(values.shape[0], CHANNELS.pairs_padded, 2).to(tl.float32))
+    else:
+        pair = tl.arange(0, CHANNELS.pairs_padded).to(tl.int64)
+        mask = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
+        first = tl.load(source + pair[None, :] * step, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + (pair + CHANNELS.pairs)[None, :] * step, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def store_pairs(target, step, valid, first, second, CHANNELS: tl.constexpr):
+    """Store first and second channels of pairs, where ``load_pairs`` loads them, with one rounding."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    if CHANNELS.adjacent:
+        both = tl.arange(0, 2 * CHANNELS.pairs_padded).to(tl.int64)
+        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)[None, :]
+        values = tl.join(first, second).reshape(first.shape[0], 2 * CHANNELS.pairs_padded)
+        tl.store(target + both[None, :] * step, values.to(dtype), mask=mask)
+    else:
+        pair = tl.arange(0, CHANNELS.pairs_padded).to(tl.int64)
+        mask = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
+        left, right = first.to(dtype), second.to(dtype)
+        tl.store(target + pair[None, :] * step, left, mask=mask)
+        tl.store(target + (pair + CHANNELS.pairs)[None, :] * step, right, mask=mask)
+
+
+@triton.jit
+def load_rest(source, step, valid, other, CHANNELS: tl.constexpr):
+    """Load (rows, rest_padded) the channels behind the pairs, as they are; where there are none other, or anything."""
+    rest = tl.arange(0, CHANNELS.rest_padded).to(tl.int64)
+    mask = valid[:, None] & (rest < CHANNELS.rest)[None, :]
+    return tl.load(source + (2 * CHANNELS.pairs + rest)[None, :] * step, mask=mask, other=other)
+
+
+@triton.jit
+def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
+    """Store the channels behind the pairs."""
+    rest = tl.arange(0, CHANNELS.rest_padded).to(tl.int64)
+    mask = valid[:, None] & (rest < CHANNELS.rest)[None, :]
+    tl.store(target + (2 * CHANNELS.pairs + rest)[None, :] * step, values.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_weight(weight, offset, CHANNELS: tl.constexpr):
+    """Load float32 weights: (1, pairs_padded) of first and of second channels, and (1, rest_padded) of the rest."""
+    source = weight + tl.zeros([1, 1], tl.int64)
+    there = tl.full([1], 1, tl.int1)
+    first, second = load_pairs(source, 1, there, CHANNELS)
+    rest = load_rest(source, 1, there, 0.0, CHANNELS).to(tl.float32)
+    return first + offset, second + offset, rest + offset
+
+
+@triton.jit
+def mean_product(first, second, rest, other_first, other_second, other_rest, CHANNELS: tl.constexpr):
+    """Compute the (rows, 1) mean over all channels of the product of two heads."""
+    total = tl.sum(first * other_first + second * other_second, axis=1)
+    if CHANNELS.rest > 0:
+        total += tl.sum(rest * other_rest, axis=1)
+    return (total * (1.0 / (2 * CHANNELS.pairs + CHANNELS.rest)))[:, None]
+
+
+@triton.jit
+def inverse_rms(first, second, rest, eps, CHANNELS: tl.constexpr):
+    """Compute the (rows, 1) factor that brings heads to a mean square of 1."""
+    return tl.rsqrt(mean_product(first, second, rest, first, second, rest, CHANNELS) + eps)
 
 
 @triton.jit
 def turned(first, second, cos, sin):
-    """Pairs of channels turned by angles: products and sums rounded one by one."""
+    """Turn pairs of channels by angles: products and sums are rounded one by one."""
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
+def share_of(heads):
+    """Return the first of the heads that this program has of a tensor, and the one after its last."""
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    return share * heads // shares, (share + 1) * heads // shares
+
+
+@triton.jit
+def rows_of(x, batch, token):
+    """Return (rows,) 64-bit offsets of tokens in a tensor of heads."""
+    return batch * x.batch + token * x.token
+
+
+@triton.jit
 def rotate_heads(
-    x, out, weight, eps, offset, head_first, head_stop, x_base, out_base, x_head, x_dim, out_head, out_dim,
-    cos, sin, valid,
-    PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    ADJACENT: tl.constexpr, COPY_REST: tl.constexpr,
+    x, out, x_rows, out_rows, heads, weight, eps, offset, cos, sin, valid,
+    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of a block of tokens, normalised by a weight unless that is None, with one rounding at the end."""
-    x_head, out_head = tl.cast(x_head, tl.int64), tl.cast(out_head, tl.int64)
+    """Rotate this program's share of heads, normalised first where there is a weight, with one rounding at the end."""
+    x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     if weight is not None:
-        weights = load_weight(weight, offset, PAIRS, PAIRS_PADDED, REST, REST_PADDED, ADJACENT)
-    for head in range(head_first, head_stop):
-        source = x + (x_base[:, None] + head * x_head)
-        target = out + (out_base[:, None] + head * out_head)
-        first, second = load_pairs(source, x_dim, valid, PAIRS, PAIRS_PADDED, ADJACENT)
+        weights = load_weight(weight, offset, CHANNELS)
+    first_head, stop_head = share_of(heads)
+    for head in range(first_head, stop_head):
+        source = x.data + (x_rows[:, None] + head * x_head)
+        target = out.data + (out_rows[:, None] + head * out_head)
+        first, second = load_pairs(source, x.channel, valid, CHANNELS)
         if weight is not None:
-            rest = load_rest(source, x_dim, valid, 0.0, PAIRS, REST, REST_PADDED).to(tl.float32)
-            scale = inverse_rms(first, second, rest, eps, 2 * PAIRS + REST, REST)
+            rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
+            scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
-            if REST > 0:
-                store_rest(target, out_dim, valid, rest * scale * weights[2], PAIRS, REST, REST_PADDED)
+            if CHANNELS.rest > 0:
+                store_rest(target, out.channel, valid, rest * scale * weights[2], CHANNELS)
         first, second = turned(first, second, cos, sin)
-        store_pairs(target, out_dim, valid, first, second, PAIRS, PAIRS_PADDED, ADJACENT)
-        if weight is None and COPY_REST and REST > 0:
-            rest = load_rest(source, x_dim, valid, None, PAIRS, REST, REST_PADDED)
-            store_rest(target, out_dim, valid, rest, PAIRS, REST, REST_PADDED)
+        store_pairs(target, out.channel, valid, first, second, CHANNELS)
+        if weight is None and COPY_REST and CHANNELS.rest > 0:
+            rest = load_rest(source, x.channel, valid, None, CHANNELS)
+            store_rest(target, out.channel, valid, rest, CHANNELS)

@@ -1,21 +1,106 @@
-"""cos and sin of a block of tokens in a kernel, with the bits of the plain phases."""
+"""Compute ids, cos and sin of a block of tokens in a kernel, with the bits of the reference."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mmpos.rotary.kernel.positions import cell, position, segments_of
-from mmpos.rotary.phases import COS, SIN
+from mmpos.positions import columns
+from mmpos.rotary import reference
+from mmpos.rotary.kernel.tiling import on
 
-S0, S1, S2, S3 = (tl.constexpr(value) for value in SIN)
-C0, C1, C2, C3 = (tl.constexpr(value) for value in COS)
+OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = (
+    tl.constexpr(row)
+    for row in (columns.OFFSET, columns.SKIP, columns.HEIGHT, columns.WIDTH, columns.DENOMINATOR, columns.AXES)
+)
+ROWS_OF_AXIS = tl.constexpr(4)
+LAST_TOKEN = tl.constexpr(2**31 - 1)
+S0, S1, S2, S3 = (tl.constexpr(value) for value in reference.SIN)
+C0, C1, C2, C3 = (tl.constexpr(value) for value in reference.COS)
 
 
 @triton.jit
-def _cos_sin(turn):
-    """float32 cos and sin of angles in units of 2⁻³² turn; see phases.cos_sin_of_turns."""
+def _first_segment(table, segments, token):
+    """Find the last segment that begins at or before a token, by bisection."""
+    low = 0
+    high = segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(table + middle) <= token
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _segments_of(table, segments, token, first, stop, BLOCK: tl.constexpr):
+    """Find the (BLOCK,) segment of each token: searched once for the first of the block, then stepped forward."""
+    low = _first_segment(table, segments, first)
+    segment = tl.zeros([BLOCK], tl.int32) + low
+    following = low + 1
+    offset = tl.load(table + following, mask=following < segments, other=LAST_TOKEN).to(tl.int32)
+    while offset < stop:
+        segment += (token >= offset).to(tl.int32)
+        following += 1
+        offset = tl.load(table + following, mask=following < segments, other=LAST_TOKEN).to(tl.int32)
+    return segment
+
+
+@triton.jit
+def _cell(column, row_stride, token):
+    """Compute frame, row and column of tokens in the grids of their segments, from pointers to their table columns."""
+    offset = tl.load(column + OFFSET * row_stride).to(tl.int32)
+    skip = tl.load(column + SKIP * row_stride).to(tl.int32)
+    height = tl.load(column + HEIGHT * row_stride).to(tl.int32)
+    width = tl.load(column + WIDTH * row_stride).to(tl.int32)
+    index = skip + (token - offset)
+    rows = index // width
+    return rows // height, rows % height, index % width
+
+
+@triton.jit
+def _numerator(column, row_stride, frame, row, col, axis: tl.constexpr, kind: tl.constexpr):
+    """Compute origin + frame·step_frame + row·step_row + col·step_col on one axis."""
+    origin = column + (AXES + ROWS_OF_AXIS * axis) * row_stride
+    value = tl.load(origin).to(kind) + frame.to(kind) * tl.load(origin + row_stride).to(kind)
+    value += row.to(kind) * tl.load(origin + 2 * row_stride).to(kind)
+    return value + col.to(kind) * tl.load(origin + 3 * row_stride).to(kind)
+
+
+@triton.jit
+def _position(positions, column, row_stride, token, valid, frame, row, col, axis: tl.constexpr, ANGLES: tl.constexpr):
+    """Compute integer part (int32) and fraction (uint32, units of 2⁻³²) of the ids on one axis."""
+    if ANGLES.from_table and ANGLES.fractional:
+        numerator = _numerator(column, row_stride, frame, row, col, axis, tl.int64)
+        denominator = tl.load(column + DENOMINATOR * row_stride)
+        # Division truncates towards zero; ids may be negative, so floor.
+        quotient = numerator // denominator
+        rest = numerator - quotient * denominator
+        below = rest < 0
+        whole = tl.where(below, quotient - 1, quotient).to(tl.int32)
+        rest = tl.where(below, rest + denominator, rest)
+        fraction = ((rest << 32) // denominator).to(tl.uint32)
+    elif ANGLES.from_table:
+        # 32 bits suffice: products may wrap around, the ids fit.
+        whole = _numerator(column, row_stride, frame, row, col, axis, tl.int32)
+        fraction = tl.zeros_like(whole).to(tl.uint32)
+    else:
+        ids = tl.load(positions + axis * tl.cast(row_stride, tl.int64) + token, mask=valid, other=0)
+        if ANGLES.fractional:
+            whole = (ids >> 32).to(tl.int32)
+            fraction = ids.to(tl.uint32)
+        else:
+            whole = ids.to(tl.int32)
+            fraction = tl.zeros_like(whole).to(tl.uint32)
+    return whole, fraction
+
+
+@triton.jit
+def _cos_sin_of_turns(turn):
+    """Compute float32 cos and sin of angles in units of 2⁻³² turn, as ``reference.cos_sin_of_turns`` does."""
     quadrant = (turn + 0x20000000) >> 30
     rest = (turn - (quadrant << 30)).to(tl.int32, bitcast=True)
     u = rest.to(tl.float32) * 1.862645149230957e-09
@@ -30,63 +115,93 @@ def _cos_sin(turn):
 
 
 @triton.jit
-def _angles(
+def _cos_sin(
     positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop,
-    PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr, AXES: tl.constexpr, MODE: tl.constexpr,
-    AS_HF: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK, PAIRS_PADDED) float32 cos and sin of the angles of tokens."""
-    pair = tl.arange(0, PAIRS_PADDED)
-    real = pair < PAIRS
+    """Compute (BLOCK, pairs_padded) float32 cos and sin of tokens."""
+    width: tl.constexpr = CHANNELS.pairs_padded
+    axes: tl.constexpr = ANGLES.axes
+    pair = tl.arange(0, width)
+    real = pair < CHANNELS.pairs
     axis_of_pair = tl.load(pair_axis + pair, mask=real, other=0)[None, :]
     column = positions + token
     frame = token
     row = token
     col = token
-    if MODE <= 1:
-        column = positions + segments_of(positions, segments, token, first, stop, BLOCK)
-        frame, row, col = cell(column, row_stride, token)
-    whole = tl.zeros([BLOCK, PAIRS_PADDED], tl.int32)
-    fraction = tl.zeros([BLOCK, PAIRS_PADDED], tl.uint32)
-    for axis in tl.static_range(AXES):
-        on_axis, rest = position(positions, column, row_stride, token, valid, frame, row, col, axis, MODE)
+    if ANGLES.from_table:
+        column = positions + _segments_of(positions, segments, token, first, stop, BLOCK)
+        frame, row, col = _cell(column, row_stride, token)
+    whole = tl.zeros([BLOCK, width], tl.int32)
+    fraction = tl.zeros([BLOCK, width], tl.uint32)
+    for axis in tl.static_range(axes):
+        on_axis, rest = _position(positions, column, row_stride, token, valid, frame, row, col, axis, ANGLES)
         whole = tl.where(axis_of_pair == axis, on_axis[:, None], whole)
-        if MODE % 2 == 1:
+        if ANGLES.fractional:
             fraction = tl.where(axis_of_pair == axis, rest[:, None], fraction)
-    if AS_HF:
+    if ANGLES.as_hf:
         inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
         ids = whole.to(tl.float32)
-        if MODE % 2 == 1:
+        if ANGLES.fractional:
             ids = ((whole.to(tl.int64) << 32) + fraction.to(tl.int64)).to(tl.float32) * 2.3283064365386963e-10
         angle = ids * inv_freq
         return tl.cos(angle), tl.sin(angle)
     hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
-    lo = tl.load(frequencies + PAIRS + pair, mask=real, other=0).to(tl.uint32)[None, :]
+    lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
     unsigned = whole.to(tl.uint32, bitcast=True)
     turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
-    if MODE % 2 == 1:
-        rounds = tl.load(frequencies + 2 * PAIRS + pair, mask=real, other=0).to(tl.uint32)[None, :]
+    if ANGLES.fractional:
+        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
         turn += tl.umulhi(fraction, hi) + fraction * rounds
-    return _cos_sin(turn)
+    return _cos_sin_of_turns(turn)
 
 
 @triton.jit
 def phases(
     positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor,
-    PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr, AXES: tl.constexpr, MODE: tl.constexpr,
-    AS_HF: tl.constexpr, CONJUGATE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of this program, which of them there are, and cos and sin as all their heads turn by them."""
+    """Compute the tokens of this program, which of them there are, and cos and sin as all their heads turn by them."""
     first = tl.program_id(0) * BLOCK
     stop = tl.minimum(first + BLOCK, tokens)
     token = first + tl.arange(0, BLOCK)
     valid = token < tokens
-    cos, sin = _angles(
-        positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop,
-        PAIRS, PAIRS_PADDED, AXES, MODE, AS_HF, BLOCK,
-    )  # fmt: skip
-    if SCALED:
+    cos, sin = _cos_sin(
+        positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
+    )
+    if ANGLES.scaled:
         cos, sin = cos * attention_factor, sin * attention_factor
-    if CONJUGATE:
+    if ANGLES.conjugate:
         sin = -sin
     return token, valid, cos, sin
+
+
+@triton.jit(do_not_specialize=["tokens", "segments", "row_stride"])
+def dense_kernel(
+    table, ids, tokens, segments, row_stride, NUM_AXES: tl.constexpr, FRACTIONAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write (axes, tokens) ids of a table: int32, or float64 for fractional schemes."""
+    first = tl.program_id(0) * BLOCK
+    stop = tl.minimum(first + BLOCK, tokens)
+    token = first + tl.arange(0, BLOCK)
+    column = table + _segments_of(table, segments, token, first, stop, BLOCK)
+    frame, row, col = _cell(column, row_stride, token)
+    for axis in tl.static_range(NUM_AXES):
+        target = ids + axis * tl.cast(tokens, tl.int64) + token
+        if FRACTIONAL:
+            numerator = _numerator(column, row_stride, frame, row, col, axis, tl.int64)
+            value = numerator.to(tl.float64) / tl.load(column + DENOMINATOR * row_stride).to(tl.float64)
+        else:
+            value = _numerator(column, row_stride, frame, row, col, axis, tl.int32)
+        tl.store(target, value, mask=token < tokens)
+
+
+def launch_dense(table: Tensor, tokens: int, axes: int, fractional: bool) -> Tensor:
+    """Make (axes, tokens) ids of a table on its device, in one launch."""
+    ids = torch.empty((axes, tokens), dtype=torch.float64 if fractional else torch.int32, device=table.device)
+    if tokens:
+        with on(table.device):
+            dense_kernel[(triton.cdiv(tokens, 256),)](
+                table, ids, tokens, table.shape[1], table.stride(0), NUM_AXES=axes, FRACTIONAL=fractional, BLOCK=256
+            )
+    return ids

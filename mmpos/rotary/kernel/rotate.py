@@ -1,4 +1,4 @@
-"""The kernel that rotates q and k by positions from a table, forward and backward, and its launch."""
+"""Rotate q and k by positions from a table, and store k and v into a paged cache: two kernels and their launches."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.heads import rotate_heads
+from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.norms import NONE, Norm
+from mmpos.rotary.reference import NONE, Norm, RotationArguments
 
 
 # Strides are specialised, for wide loads; numbers that change with every batch are not, or it might compile anew.
@@ -18,53 +18,148 @@ from mmpos.rotary.norms import NONE, Norm
 def rotary_kernel(
     q, k, q_out, k_out, positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
     tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
-    q_batch, q_token, q_head, q_dim, k_batch, k_token, k_head, k_dim,
-    q_out_batch, q_out_token, q_out_head, q_out_dim, k_out_batch, k_out_token, k_out_head, k_out_dim,
-    PAIRS: tl.constexpr, PAIRS_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    AXES: tl.constexpr, MODE: tl.constexpr, AS_HF: tl.constexpr, ADJACENT: tl.constexpr,
-    CONJUGATE: tl.constexpr, SCALED: tl.constexpr, COPY_REST: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, COPY_REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program rotates a block of tokens, and a share of the heads of q and of k, by the same phases."""
+    """Rotate a block of tokens, and a share of the heads of q and of k, by the same phases in each program."""
     token, valid, cos, sin = phases(
-        positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor,
-        PAIRS, PAIRS_PADDED, AXES, MODE, AS_HF, CONJUGATE, SCALED, BLOCK,
-    )  # fmt: skip
+        positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
+    )
     batch = (token // seq).to(tl.int64)
     place = (token % seq).to(tl.int64)
-    share, shares = tl.program_id(1), tl.num_programs(1)
-    q_base, q_out_base = batch * q_batch + place * q_token, batch * q_out_batch + place * q_out_token
     rotate_heads(
-        q, q_out, q_weight, eps, offset, share * q_heads // shares, (share + 1) * q_heads // shares,
-        q_base, q_out_base, q_head, q_dim, q_out_head, q_out_dim, cos, sin, valid,
-        PAIRS, PAIRS_PADDED, REST, REST_PADDED, ADJACENT, COPY_REST,
+        q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
+        cos, sin, valid, CHANNELS, COPY_REST,
     )  # fmt: skip
-    k_base, k_out_base = batch * k_batch + place * k_token, batch * k_out_batch + place * k_out_token
     rotate_heads(
-        k, k_out, k_weight, eps, offset, share * k_heads // shares, (share + 1) * k_heads // shares,
-        k_base, k_out_base, k_head, k_dim, k_out_head, k_out_dim, cos, sin, valid,
-        PAIRS, PAIRS_PADDED, REST, REST_PADDED, ADJACENT, COPY_REST,
+        k, k_out, rows_of(k, batch, place), rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
+        cos, sin, valid, CHANNELS, COPY_REST,
     )  # fmt: skip
 
 
-def launch(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, positions: Tensor, frequencies: Tensor, pair_axis: Tensor, *,
-    mode: int, adjacent: bool, as_hf: bool, attention_factor: float, conjugate: bool, norm: Norm = NONE,
-) -> None:  # fmt: skip
-    """Rotate q and k into q_out and k_out in one launch; see operator.rotate. Allocates nothing, waits for nothing."""
-    batch, seq, q_heads, _ = q.shape
+@triton.jit
+def _slots_of(slots, token, stored, capacity, block_size):
+    """Compute which tokens have a slot in the cache, and its block and offset there, 64 bits wide."""
+    slot = tl.load(slots + token, mask=token < stored, other=-1).to(tl.int64)
+    kept = (slot >= 0) & (slot < capacity)
+    slot = tl.where(kept, slot, 0).to(tl.int32)  # so that no 64 bits are divided
+    return kept, (slot // block_size).to(tl.int64), (slot % block_size).to(tl.int64)
+
+
+@triton.jit
+def _copy_heads(x, out, x_rows, out_rows, heads, kept, CHANNELS: tl.constexpr):
+    """Copy this program's share of heads: none of their channels turns."""
+    x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
+    first_head, stop_head = share_of(heads)
+    for head in range(first_head, stop_head):
+        source = x.data + (x_rows[:, None] + head * x_head)
+        target = out.data + (out_rows[:, None] + head * out_head)
+        store_rest(target, out.channel, kept, load_rest(source, x.channel, kept, None, CHANNELS), CHANNELS)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "seq", "segments", "row_stride", "q_heads", "k_heads", "stored", "capacity", "block_size",
+    ]
+)  # fmt: skip
+def store_kernel(
+    q, k, v, q_out, k_out, key_cache, value_cache, slots, positions, frequencies, pair_axis,
+    q_weight, k_weight, eps, offset,
+    tokens, seq, segments, row_stride, q_heads, k_heads, stored, capacity, block_size, attention_factor,
+    CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr,
+    COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate a block of tokens, and a share of their heads, in each program, and store those that have slots."""
+    token, valid, cos, sin = phases(
+        positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
+    )
+    batch = (token // seq).to(tl.int64)
+    place = (token % seq).to(tl.int64)
+    rotate_heads(
+        q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
+        cos, sin, valid, CHANNELS, COPY_Q_REST,
+    )  # fmt: skip
+    kept, page, slot = _slots_of(slots, token, stored, capacity, block_size)
+    k_rows = rows_of(k, batch, place)
+    rotate_heads(
+        k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
+        cos, sin, kept, CHANNELS, True,
+    )  # fmt: skip
+    v_rows, value_rows = rows_of(v, batch, place), rows_of(value_cache, page, slot)
+    _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, VALUE_CHANNELS)
+    if k_out is not None:
+        # Read and turned once more, since tokens without a slot have their k here only; it may be k itself.
+        tl.debug_barrier()
+        rotate_heads(
+            k, k_out, k_rows, rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
+            cos, sin, valid, CHANNELS, COPY_K_REST,
+        )  # fmt: skip
+
+
+def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE) -> None:
+    """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
+
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k: likewise; no heads are no k.
+        q_out: likewise; it may be q.
+        k_out: likewise; it may be k.
+        rotation: how to rotate.
+        norm: of the heads before the rotation.
+    """
+    batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
     if tokens == 0:
         return
-    width = tiling.width(q.shape[3], pair_axis.shape[0], norm is not NONE)
+    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with tiling.on(q.device):
         rotary_kernel[(triton.cdiv(tokens, block), shares)](
-            q, k, q_out, k_out, positions, frequencies, pair_axis, *norm,
-            tokens, seq, positions.shape[1], positions.stride(0), q_heads, k.shape[2], attention_factor,
-            *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
-            **tiling.constants(q, positions, pair_axis, mode, attention_factor),
-            AS_HF=as_hf, ADJACENT=adjacent, CONJUGATE=conjugate, COPY_REST=apart,
-            BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+            *map(tiling.heads_of, (q, k, q_out, k_out)),
+            rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
+            tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
+            rotation.attention_factor,
+            CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
+            ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def launch_store(
+    q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_out: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor, rotation: RotationArguments, norm: Norm = NONE,
+) -> None:  # fmt: skip
+    """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
+
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k: likewise.
+        v: likewise, with the heads of k.
+        q_out: as q; it may be q.
+        k_out: as k; it may be k, and no heads are not wanted.
+        key_cache: (blocks, block_size, heads, head_dim).
+        value_cache: likewise.
+        slots: (n,) slots of the first n tokens.
+        rotation: how to rotate, forward.
+        norm: of the heads before the rotation.
+    """
+    batch, seq, q_heads, head_dim = q.shape
+    k_heads, value_dim = v.shape[2:]
+    tokens = batch * seq
+    if tokens == 0:
+        return
+    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
+    block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
+    with tiling.on(q.device):
+        store_kernel[(triton.cdiv(tokens, block), shares)](
+            *map(tiling.heads_of, (q, k, v, q_out)), tiling.heads_of(k_out) if k_out.shape[2] else None,
+            tiling.heads_of(key_cache), tiling.heads_of(value_cache), slots,
+            rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
+            tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k_heads,
+            slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1], rotation.attention_factor,
+            CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
+            VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
+            COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

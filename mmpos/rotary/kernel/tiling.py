@@ -1,12 +1,100 @@
-"""How the work of a launch is cut into programs, where it runs, and what is compiled into it."""
+"""Cut the work of a launch into programs, and gather what is compiled into a kernel."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from mmpos.rotary.reference import NONE, Norm, RotationArguments
+
+
+class Heads(NamedTuple):
+    """Heads as a kernel takes them: (batch, seq, heads, head_dim), or (blocks, block_size, heads, head_dim) of a cache.
+
+    Args:
+        data: the tensor; a pointer in a kernel.
+        batch: stride of the first dimension, like all strides in elements.
+        token: stride of the second.
+        head: stride of the third.
+        channel: stride of the last.
+    """
+
+    data: Any
+    batch: Any
+    token: Any
+    head: Any
+    channel: Any
+
+
+class Channels(NamedTuple):
+    """The channels of a head, known when a kernel is compiled.
+
+    Args:
+        pairs: pairs of channels that turn.
+        pairs_padded: the power of two that holds them.
+        rest: channels behind them.
+        rest_padded: likewise, at least one.
+        adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
+    """
+
+    pairs: int
+    pairs_padded: int
+    rest: int
+    rest_padded: int
+    adjacent: bool
+
+
+class Angles(NamedTuple):
+    """Form of positions and of their angles, known when a kernel is compiled.
+
+    Args:
+        axes: position axes.
+        from_table: whether positions are a table, not dense ids.
+        fractional: whether ids may be fractions.
+        as_hf: whether angles are the float32 products of Transformers.
+        conjugate: whether to rotate by the negative angles.
+        scaled: whether cos and sin are multiplied by a factor.
+    """
+
+    axes: int
+    from_table: bool
+    fractional: bool
+    as_hf: bool
+    conjugate: bool
+    scaled: bool
+
+
+def heads_of(x: Tensor) -> Heads:
+    """Return a tensor of four dimensions with its strides."""
+    return Heads(x, *x.stride())
+
+
+def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> Channels:
+    """Return the channels of a head of which some pairs turn."""
+    rest = head_dim - 2 * pairs
+    padded = triton.next_power_of_2(max(rest, 1))
+    return Channels(pairs, triton.next_power_of_2(pairs), rest, padded, adjacent)
+
+
+def angles_of(rotation: RotationArguments) -> Angles:
+    """Return how a rotation makes its angles."""
+    return Angles(
+        rotation.axes,
+        rotation.is_table,
+        rotation.fractional,
+        rotation.as_hf,
+        rotation.conjugate,
+        rotation.attention_factor != 1.0,
+    )
+
+
+def norm_arguments(norm: Norm) -> tuple[Any, ...]:
+    """Return both weights, eps and offset; without a norm None for each, which is no parameter of a kernel."""
+    return tuple(norm) if norm is not NONE else (None,) * len(norm)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -15,7 +103,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
-    """Tokens per program, programs that share the heads of these tokens, and warps per program.
+    """Choose tokens per program, programs that share the heads of these tokens, and warps per program.
 
     A program makes its phases once and uses them for all its heads, so it should have many; but a device
     is only full with a few thousand programs. A thread holds eight pairs of a head: two loads of 16 bytes.
@@ -27,22 +115,5 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:
-    """Pairs of a head that threads share: those that turn, or half of its channels where a norm holds all of them."""
+    """Count the pairs of a head that threads share: those that turn, or half of all channels, as a norm needs."""
     return triton.next_power_of_2(max(pairs, head_dim // 2) if whole else pairs)
-
-
-def constants(
-    q: Tensor, positions: Tensor, pair_axis: Tensor, mode: int, attention_factor: float
-) -> dict[str, int | bool]:
-    """What kernels of rotations are compiled for: channels of a head, axes of positions and how these are given."""
-    pairs = pair_axis.shape[0]
-    rest = q.shape[3] - 2 * pairs
-    return {
-        "PAIRS": pairs,
-        "PAIRS_PADDED": triton.next_power_of_2(pairs),
-        "REST": rest,
-        "REST_PADDED": triton.next_power_of_2(max(rest, 1)),
-        "AXES": (positions.shape[0] - 5) // 4 if mode < 2 else positions.shape[0],
-        "MODE": mode,
-        "SCALED": attention_factor != 1.0,
-    }

@@ -1,0 +1,322 @@
+"""Register the rotations as torch operators: tensors and numbers in, with gradients of their own.
+
+Operators take plain tensors and numbers alone, so ``RotationArguments`` and ``Norm`` are spread over their arguments
+and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads are no k.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
+from mmpos.support import native
+
+__all__ = ["norm_rotate", "norm_rotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
+
+_ROTATION = (
+    "Tensor positions, Tensor frequencies, Tensor pair_axis, "
+    "int kind, bool adjacent, float attention_factor, bool conjugate, int implementation"
+)
+"""RotationArguments; torch's modes take the name "mode" for themselves."""
+
+_NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset"
+"""A Norm."""
+
+_STORE = "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k"
+"""Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens."""
+
+_SCHEMAS = (
+    f"rotate(Tensor q, Tensor k, {_ROTATION}) -> (Tensor, Tensor)",
+    f"rotate_(Tensor(a!) q, Tensor(b!) k, {_ROTATION}) -> ()",
+    f"norm_rotate(Tensor q, Tensor k, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
+    f"norm_rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()",
+    f"norm_rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format('a', 'b')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
+    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format('c', 'd')}, {_NORM}, {_ROTATION}) -> ()",
+)
+
+# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
+_LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+
+rotate = torch.ops.mmpos.rotate.default
+"""Rotate q and k into new tensors."""
+rotate_ = torch.ops.mmpos.rotate_.default
+"""Rotate q and k in place."""
+norm_rotate = torch.ops.mmpos.norm_rotate.default
+"""Normalise and rotate q and k into new tensors."""
+norm_rotate_ = torch.ops.mmpos.norm_rotate_.default
+"""Normalise and rotate q and k in place."""
+norm_rotate_backward = torch.ops.mmpos.norm_rotate_backward.default
+"""Compute gradients of q, k and both weights; those that are not wanted are empty."""
+rotate_and_store = torch.ops.mmpos.rotate_and_store.default
+"""Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
+rotate_and_store_ = torch.ops.mmpos.rotate_and_store_.default
+"""Rotate q in place, and k where it is wanted, and write k and v to a cache."""
+
+
+# The rotation.
+
+
+def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    _run(q, k, q_out, k_out, RotationArguments(*arguments))
+    return q_out, k_out
+
+
+def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
+    _run(q, k, q, k, RotationArguments(*arguments))
+    _mark_written(q, k)
+
+
+def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments) -> None:
+    batch, seq = q.shape[:2]
+    if rotation.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        kernel.launch(q, k, q_out, k_out, rotation)
+    elif batch * seq:
+        if rotation.implementation == AUTO and cpu.takes(q, k, q_out, k_out):
+            angles = cpu.angles_of(rotation, batch * seq)
+            if angles is not None and cpu.rotate(q, k, q_out, k_out, angles, rotation):
+                return
+        cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
+        sin = -sin if rotation.conjugate else sin
+        reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
+
+
+def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, positions, frequencies, pair_axis, *ctx.numbers = inputs
+    ctx.save_for_backward(positions, frequencies, pair_axis)
+
+
+def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
+    rotation = RotationArguments(*ctx.saved_tensors, *ctx.numbers)
+    needs_q, needs_k = ctx.needs_input_grad[:2]
+    q_back, k_back = rotate(
+        q_grad if needs_q else _without_heads(q_grad),
+        k_grad if needs_k else _without_heads(k_grad),
+        *rotation.reversed(),
+    )
+    return q_back if needs_q else None, k_back if needs_k else None, *(None,) * len(rotation)
+
+
+# The norm before it.
+
+
+def _norm_rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    _run_norm(q, k, q_out, k_out, *_norm_and_rotation(arguments))
+    return q_out, k_out
+
+
+def _norm_rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
+    _run_norm(q, k, q, k, *_norm_and_rotation(arguments))
+    _mark_written(q, k)
+
+
+def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
+    q_weight, k_weight, eps, offset, *rotation = arguments
+    norm = NONE if q_weight is None and k_weight is None else Norm(q_weight, k_weight, eps, offset)
+    return norm, RotationArguments(*rotation)
+
+
+def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
+    if rotation.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        kernel.launch(q, k, q_out, k_out, rotation, norm)
+    elif q.shape[0] * q.shape[1]:
+        turn = _turn(q, rotation)
+        for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
+            if weight is None:
+                reference.rotate_by(turn, x, out, 2 * rotation.num_pairs)
+            else:
+                reference.rotate_normalised(x, out, weight, norm.eps, turn)
+
+
+def _turn(q: Tensor, rotation: RotationArguments) -> reference.Turn:
+    """Return the function that turns blocks: in C where that is wanted and there, else in torch, to the same bits."""
+    batch, seq = q.shape[:2]
+
+    @cache
+    def plain() -> reference.Turn:
+        cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
+        return reference.turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
+
+    if rotation.implementation != AUTO or native.core is None or q.device.type != "cpu":
+        return plain()
+    angles = cpu.angles_of(rotation, batch * seq)
+    return plain() if angles is None else cpu.turning(angles, seq, rotation, otherwise=plain)
+
+
+def _norm_rotate_backward(
+    q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    norm, rotation = _norm_and_rotation(arguments)
+    back = rotation.reversed()
+    outs = [torch.empty_like(x) if want else None for x, want in zip((q, k), wanted[:2], strict=True)]
+    sums: list[Tensor | None] = [q.new_zeros(q.shape[3], dtype=torch.float32) if want else None for want in wanted[2:]]
+    if not q.shape[0] * q.shape[1]:
+        pass
+    elif rotation.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        sums = kernel.launch_backward((q_grad, k_grad), (q, k), outs, wanted[2:], back, norm)
+    else:
+        turn = _turn(q, back)
+        for grad, x, out, weight, total in zip((q_grad, k_grad), (q, k), outs, norm.weights(), sums, strict=True):
+            if weight is not None:
+                reference.norm_backward(grad, x, weight, norm.eps, turn, out, total)
+            elif out is not None:
+                reference.rotate_by(turn, grad, out, 2 * rotation.num_pairs)
+    weights = (norm.q_weight, norm.k_weight)
+    gradients = *outs, *(None if x is None or w is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _save_norm_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, q_weight, k_weight, ctx.eps, ctx.offset, *tensors, mode, adjacent, factor, conjugate, implementation = inputs
+    ctx.numbers = mode, adjacent, factor, conjugate, implementation
+    # What is not normalised goes back without being there.
+    kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
+    ctx.save_for_backward(*kept, q_weight, k_weight, *tensors)
+
+
+def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
+    norm = Norm(q_weight, k_weight, ctx.eps, ctx.offset)
+    rotation = RotationArguments(*tensors, *ctx.numbers)
+    wanted = list(ctx.needs_input_grad[:4])
+    outputs = list(grads)
+    inputs = [grad if x is None else x for grad, x in zip(grads, (q, k), strict=True)]
+    for i in range(2):
+        if not (wanted[i] or wanted[2 + i]):
+            outputs[i], inputs[i] = outputs[i][:, :, :0], inputs[i][:, :, :0]
+    if torch.is_grad_enabled():
+        gradients = _differentiable_gradients(outputs, inputs, norm, rotation)
+    else:
+        gradients = norm_rotate_backward(*outputs, *inputs, wanted, *norm, *rotation)
+    needed = (x if want else None for x, want in zip(gradients, wanted, strict=True))
+    return *needed, *(None,) * (2 + len(rotation))
+
+
+def _differentiable_gradients(
+    grads: Sequence[Tensor], inputs: Sequence[Tensor], norm: Norm, rotation: RotationArguments
+) -> tuple[Tensor | None, ...]:
+    """Compute the same gradients by operations that have gradients of their own, for derivatives of derivatives."""
+    straight = rotate(*(grad.to(torch.float32) for grad in grads), *rotation.reversed())
+    (q_grad, q_weight), (k_grad, k_weight) = (
+        reference.norm_gradients(grad, x, weight, norm)
+        for grad, x, weight in zip(straight, inputs, (norm.q_weight, norm.k_weight), strict=True)
+    )
+    return q_grad, k_grad, q_weight, k_weight
+
+
+# The paged cache: for inference, without gradients.
+
+
+def _store(
+    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    norm, rotation = _norm_and_rotation(arguments)
+    if rotation.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        q_out, k_out = torch.empty_like(q), torch.empty_like(k) if return_k else _without_heads(k)
+        kernel.launch_store(q, k, v, q_out, k_out, key_cache, value_cache, slots, rotation, norm)
+    else:
+        q_out, turned = rotate(q, k, *rotation) if norm is NONE else norm_rotate(q, k, *norm, *rotation)
+        paged.write((key_cache, value_cache), (turned, v), slots)
+        k_out = turned if return_k else _without_heads(k)
+    _mark_written(key_cache, value_cache)
+    return q_out, k_out
+
+
+def _store_in_place(
+    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
+    *arguments: Any,
+) -> None:  # fmt: skip
+    norm, rotation = _norm_and_rotation(arguments)
+    if rotation.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        k_out = k if return_k else _without_heads(k)
+        kernel.launch_store(q, k, v, q, k_out, key_cache, value_cache, slots, rotation, norm)
+        _mark_written(q, k_out)
+    else:
+        turned = k if return_k else k.clone()
+        if norm is NONE:
+            rotate_(q, turned, *rotation)
+        else:
+            norm_rotate_(q, turned, *norm, *rotation)
+        paged.write((key_cache, value_cache), (turned, v), slots)
+    _mark_written(key_cache, value_cache)
+
+
+# Shapes without values, for graphs that are traced.
+
+
+def _fake_rotate(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _fake_norm_backward(
+    _q_grad: Tensor, _k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    like = (q, k, *arguments[:2])
+    return tuple(torch.empty_like(x) if want else q.new_empty(0) for x, want in zip(like, wanted, strict=True))
+
+
+def _fake_store(
+    q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k) if return_k else _without_heads(k)
+
+
+def _fake_in_place(*_: Any) -> None:
+    pass
+
+
+def _without_heads(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], 0, x.shape[3]))
+
+
+def _mark_written(*tensors: Tensor) -> None:
+    """Tell autograd of tensors that were written to: it refuses to go back through what was saved before."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
+def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the function out of sight of what compiles graphs, once that is there."""
+    hidden = cache(lambda: torch.compiler.disable(function))
+
+    def call(*arguments: Any) -> Any:
+        return (hidden() if "torch._dynamo" in sys.modules else function)(*arguments)
+
+    return call
+
+
+for _name, _function, _fake in (
+    ("rotate", _rotate, _fake_rotate),
+    ("rotate_", _rotate_in_place, _fake_in_place),
+    ("norm_rotate", _norm_rotate, _fake_rotate),
+    ("norm_rotate_", _norm_rotate_in_place, _fake_in_place),
+    ("norm_rotate_backward", _norm_rotate_backward, _fake_norm_backward),
+    ("rotate_and_store", _store, _fake_store),
+    ("rotate_and_store_", _store_in_place, _fake_in_place),
+):
+    _LIBRARY.impl(_name, _outside_of_graphs(_function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mmpos::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save_rotation, lib=_LIBRARY)
+torch.library.register_autograd("mmpos::norm_rotate", _norm_backward, setup_context=_save_norm_rotation, lib=_LIBRARY)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmpos.cli.specs import read_documents
+from mmpos.cli.options import read_documents
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable

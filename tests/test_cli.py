@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
-from mmpos.cli.specs import read_documents, to_json
+from mmpos.cli.options import read_documents, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
 from mmpos.segments.parts import Grid, Text

@@ -14,9 +14,8 @@ from oracle import settled
 
 import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
-from mmpos.analysis.diagnosis.case import Case
-from mmpos.analysis.diagnosis.suspects import SUSPECTS
-from mmpos.cli.specs import read_documents
+from mmpos.analysis.diagnosis.mistakes import SUSPECTS, Case
+from mmpos.cli.options import read_documents
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
 from mmpos.segments.table import SegmentTable

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.scheme_options import DEFAULT, SchemeName, did_you_mean, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for

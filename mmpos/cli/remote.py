@@ -12,8 +12,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import Documents, Start, app, scheme_words
-from mmpos.cli.scheme_options import Axes, make_scheme, scheme_option
-from mmpos.cli.specs import IMAGE_SUFFIXES, read_specs
+from mmpos.cli.options import IMAGE_SUFFIXES, Axes, make_scheme, read_specs, scheme_option
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import console

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.cli.specs import Document, to_json
+from mmpos.cli.options import Document, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.columns import DELTA, NEXT_POSITION, NO_POSITION, axis_names
 from mmpos.positions.consuming import ids_consumed

@@ -33,12 +33,12 @@ def embed_text(ids: Array) -> Array:
 
 def embed(sequence: InterleavedSequence) -> Array:
     """(tokens, 2, heads, head_dim) q and k of a sequence with its pixels, before rotation."""
-    found = embed_text(sequence.input_ids)
+    states = embed_text(sequence.input_ids)
     assert sequence.patches is not None
     # Whole numbers, so that a sum has the same bits however the tokens are batched.
     pixels = sequence.patches.reshape(-1, len(_PIXELS)).astype(np.int64) @ _PIXELS
-    found[sequence.token_type_ids == 1] = (pixels / 2.0**16).reshape(-1, 2, HEADS, HEAD_DIM)
-    return found
+    states[sequence.token_type_ids == 1] = (pixels / 2.0**16).reshape(-1, 2, HEADS, HEAD_DIM)
+    return states
 
 
 def rotate(x: Array, ids: Array) -> Array:

@@ -100,14 +100,14 @@ class TinyVLM(nn.Module):
         """
         table = batch["positions"] if positions is None else positions
         mask = batch["attention_mask"]
-        found: Tensor = self.language.generate(
+        generated: Tensor = self.language.generate(
             inputs_embeds=self.embed(batch),
             attention_mask=mask,
             mm_position_ids=table,
             max_new_tokens=tokens,
             do_sample=False,
         )
-        return found
+        return generated
 
     @torch.no_grad()
     def answer_without_cache(self, batch: Any, tokens: int = 40) -> Tensor:

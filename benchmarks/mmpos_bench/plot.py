@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, line_style, picture_path
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, line_style, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError
-from mmpos_bench.results import Entry, Measurement, Report
+from mmpos_bench.results import UNITS, Entry, Measurement, Report, ratio_text, seconds_text
 from mmpos_bench.suites import SUITES
-from mmpos_bench.words import UNITS, ratio_text, seconds_text
 
 if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
@@ -127,7 +126,7 @@ def _layout(panels: list[_Panel], top: float) -> tuple[list[tuple[int, float]], 
 
 
 def _head(figure: Any, report: Report, dots: bool) -> None:
-    """What was measured and where; whether it is to be believed; and how to read the dots."""
+    """Write the suite, the machine, a warning on quick runs, and how to read the dots."""
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
@@ -204,8 +203,8 @@ def _draw_curve(axes: Any, panel: _Panel) -> None:
     size, unit = _unit(group)
     drawn, times = [], []
     for name, look in _looks(group).items():
-        found = [(m.point[1], m.per_unit(m[name]), m[name].timing) for m in group if m.point and _has(m, name)]
-        points = [(x, each / size, t.p20 / t.median, t.p80 / t.median) for x, each, t in found if each]
+        timed = [(m.point.value, m.per_unit(m[name]), m[name].timing) for m in group if m.point and _has(m, name)]
+        points = [(x, each / size, t.p20 / t.median, t.p80 / t.median) for x, each, t in timed if each]
         if not points:
             continue
         x, y, low, high = zip(*points, strict=True)
@@ -213,7 +212,7 @@ def _draw_curve(axes: Any, panel: _Panel) -> None:
         below, above = ([a * b for a, b in zip(y, side, strict=True)] for side in (low, high))
         axes.fill_between(x, below, above, color=look["color"], alpha=0.15, linewidth=0)
         times += below + above
-    counts = sorted({m.point[1] for m in group if m.point})
+    counts = sorted({m.point.value for m in group if m.point})
     if min(counts) <= 0:
         axes.set_xscale("symlog", linthresh=1)
     elif max(counts) > 10:
@@ -227,22 +226,22 @@ def _draw_curve(axes: Any, panel: _Panel) -> None:
     axes.legend(
         handles=drawn, loc="upper left", bbox_to_anchor=(1.03, 1.02), frameon=False, fontsize=9, borderaxespad=0
     )
-    _finish(axes, group[0].point[0] if group[0].point else "")
+    _finish(axes, group[0].point.axis if group[0].point else "")
 
 
 def _looks(group: Group) -> dict[str, dict[str, Any]]:
     """Colour, dashes and marker of every contestant: no two have all three, and a limit is a faint line."""
     roles = {e.name: e.role for m in group for e in m.entries}
-    found: dict[str, dict[str, Any]] = {}
+    looks: dict[str, dict[str, Any]] = {}
     counts: dict[str, int] = {"peer": 0, "ours": 0}
     for name, role in roles.items():
         if role == "limit":
-            found[name] = {"color": FAINT, "linestyle": "--", "marker": ""}
+            looks[name] = {"color": FAINT, "linestyle": "--", "marker": ""}
             continue
         side = "peer" if role == "peer" else "ours"
-        found[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
+        looks[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
         counts[side] += 1
-    return found
+    return looks
 
 
 def _has(measurement: Measurement, name: str) -> bool:
@@ -284,8 +283,6 @@ def _short(count: float) -> str:
 
 
 def _finish(axes: Any, label: str) -> None:
-    axes.grid(color="#e8e8e8", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors="#444444", labelsize=8.5, which="both")
-    axes.spines[:].set_color("#bbbbbb")
+    quiet_axes(axes)
+    axes.tick_params(labelsize=8.5, which="both")
     axes.set_xlabel(label, fontsize=9, color=_GREY)

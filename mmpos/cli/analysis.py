@@ -75,9 +75,9 @@ def check(
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
     how = _scheme(specs, scheme, axes, config)
-    found = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
-    typer.echo(_json(found) if as_json else "\n".join(found.sentences))
-    if not found.equal:
+    diagnosis = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
+    typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
+    if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
 
 
@@ -91,13 +91,13 @@ def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | Non
     if name is not None or axes is not None:
         raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
     try:
-        told = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
+        values = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
     except OSError as error:
         got = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
         got = f"no valid JSON ({error})"
     else:
-        return from_hf_config(told).scheme
+        return from_hf_config(values).scheme
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
@@ -116,8 +116,8 @@ def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
         with path.open("rb") as file:
             beginning = file.read(6)
         if beginning == b"\x93NUMPY":
-            found: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-            return found
+            array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            return array
         got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
     except OSError as error:
         got = error.strerror or str(error)
@@ -126,11 +126,11 @@ def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
     raise InvalidInputError(f"{name}: got {got}, want an array saved with numpy.save")
 
 
-def _json(found: Diagnosis) -> str:
+def _json(diagnosis: Diagnosis) -> str:
     """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
-    want = found.want and [int(value) if value.denominator == 1 else str(value) for value in found.want]
-    got = found.got and [value if math.isfinite(value) else str(value) for value in found.got]
-    return report.json_lines({**vars(found), "got": got, "want": want, "message": str(found)})
+    want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
+    got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
+    return report.json_lines({**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)})
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:
@@ -155,12 +155,12 @@ def compare(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
 ) -> None:
     """Measure which scheme and which encoding has which property."""
-    found = _measured(names or [])
+    matrices = _measured(names or [])
     if as_json:
-        typer.echo(json.dumps({f"{each.subject}s": each.to_dict() for each in found}, ensure_ascii=False, indent=1))
+        typer.echo(json.dumps({f"{each.subject}s": each.to_dict() for each in matrices}, ensure_ascii=False, indent=1))
         return
     out = console()
-    for i, matrix in enumerate(found):
+    for i, matrix in enumerate(matrices):
         if i:
             out.print()
         if markdown:
@@ -314,8 +314,8 @@ def growth(
     """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
     from mmpos.analysis.plot import id_growth, plot_growth
 
-    found = id_growth([make_scheme(words) for words in scheme] if scheme else None)
-    _write(output, lambda path: plot_growth(found, path, title))
+    counts = id_growth([make_scheme(words) for words in scheme] if scheme else None)
+    _write(output, lambda path: plot_growth(counts, path, title))
 
 
 def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:

@@ -203,8 +203,8 @@ def schemes() -> None:
 def info() -> None:
     """Print versions, and whether the extension in C was built."""
     with warnings.catch_warnings(record=True) as caught:
-        found = installation.info()
-    for name, value in found.items():
+        facts = installation.info()
+    for name, value in facts.items():
         typer.echo(f"{name:12} {value}")
     for warning in caught:
         typer.echo(f"mmpos: warning: {warning.message}", err=True)

@@ -262,15 +262,15 @@ def _json(path: str, data: bytes) -> Specs:
     if not isinstance(documents, list):
         got = "no list of documents" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
         raise InvalidInputError(f"{path}: got {got}, want {_WANT_FILE}")
-    found = []
+    read = []
     for d, parts in enumerate(documents):
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
-        found.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+        read.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
     scheme, axes = content.get("scheme"), content.get("axes")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
-    return Specs(found, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
+    return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
 def _part(name: str, part: Any) -> Text | Grid:
@@ -300,16 +300,16 @@ def _part_to_json(part: Text | Grid) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"text": part.length}
     sides = [part.frames, part.height, part.width]
-    found: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
+    written: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
     if part.row_separator:
-        found["row_separator"] = True
+        written["row_separator"] = True
     if part.seconds_per_frame is not None:
-        found["seconds_per_frame"] = float(part.seconds_per_frame)
-    return found
+        written["seconds_per_frame"] = float(part.seconds_per_frame)
+    return written
 
 
 def _named(name: str, make: Any, *values: Any, **options: Any) -> Any:
-    """What make gives, with the argument named in front of any error of ours."""
+    """Call make, and put the name of the argument before any error of ours."""
     try:
         return make(*values, **options)
     except MmposError as error:

@@ -92,18 +92,18 @@ def info(
 ) -> None:
     """Print the server's version, profiles and limits."""
     with _asking(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
-        found = client.info()
+        description = client.info()
     out = console()
-    out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
+    out.print(f"mmpos {description.version} at {server}, rotations on {description.device or 'no device'}\n")
     profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
-    for profile in found.profiles:
+    for profile in description.profiles:
         row = "-" if profile.row_token_id is None else profile.row_token_id
         ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id, row)
         sizes = (profile.patch_size, profile.spatial_merge_size)
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)
     limits = report.new_table("limit of a request", "at most", right=("at most",))
-    for name, value in asdict(found.limits).items():
+    for name, value in asdict(description.limits).items():
         limits.add_row(name, f"{value:,}")
     out.print()
     report.show(out, limits)
@@ -153,9 +153,9 @@ def build(
     tls_key: TlsKey = None,
 ) -> None:
     """Build the sequence of texts and images, and print its segments and ids."""
-    given = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
+    read = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
     with _asking(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
-        sequence = client.build(given)
+        sequence = client.build(read)
     out = console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)

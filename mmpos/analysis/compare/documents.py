@@ -125,8 +125,8 @@ class Batch:
         here, there = self.values + shift * self.denominator, other.values
         if self.denominator != other.denominator:
             here, there = here.astype(object) * other.denominator, there.astype(object) * self.denominator
-        found: Mask = (here != there).any(axis=0)
-        return found
+        mask: Mask = (here != there).any(axis=0)
+        return mask
 
     def taken(self, begin: int, lengths: IntArray) -> Batch:
         """Of each document the tokens from begin on, as many as told."""
@@ -147,8 +147,8 @@ class Batch:
 
     def any_token(self, mask: Mask) -> Mask:
         """(documents,) those with a token in the mask."""
-        found: Mask = np.logical_or.reduceat(mask, self.offsets)
-        return found
+        documents: Mask = np.logical_or.reduceat(mask, self.offsets)
+        return documents
 
     def first_token(self, mask: Mask, document: int) -> int:
         """The first token of the mask in a document, counted from the document's first."""
@@ -176,7 +176,7 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
     "h = 1": lambda g: g.height == 1,
     "h = 1 or w = 1": lambda g: g.height == 1 or g.width == 1,
 }
-"""What images may have in common for which a property holds."""
+"""Properties that images may have in common for which a property of a scheme holds."""
 
 
 @dataclass
@@ -196,11 +196,11 @@ class Trial:
         self._failed, self._first = np.zeros(len(self.grids), np.bool_), len(self.grids)
 
     def note(self, failed: Mask, words: Callable[[int], str]) -> None:
-        """Keep what failed this time.
+        """Record the grids that failed this time.
 
         Args:
-            failed: (grids,) those that did.
-            words: what to say of the grid with an index; asked for the first one only.
+            failed: (grids,) the flag of each.
+            words: describes the failure of the grid with an index; called for the first one only.
         """
         if failed[: self._first].any():
             self._first = int(failed.argmax())
@@ -208,7 +208,7 @@ class Trial:
         self._failed |= failed
 
     def verdict(self) -> Finding:
-        """Whether all grids passed; if not, what the first one did, and which images passed."""
+        """Sum up: all grids passed, or the words for the first that did not, and which images passed."""
         if not self._failed.any():
             return Finding(True)
         images = set(STILLS)

@@ -35,7 +35,7 @@ def first_positions(encoding: Known, most: int) -> IntArray:
 
 
 def vectors(encoding: Known, positions: Any) -> Float64Array:
-    """What tells positions from each other: rows of a table, a vector of ones that was turned, or the biases of all
+    """Give the vector of each position: rows of a table, a vector of ones that was turned, or the biases of all
     heads for a query at the position and a key at 0.
 
     Args:
@@ -53,7 +53,7 @@ def vectors(encoding: Known, positions: Any) -> Float64Array:
 
 
 def scores(encoding: Known, positions: Any) -> Float64Array:
-    """What attention sees of pairs of positions: the products of rows of a table, the score of one query and one key
+    """Give the score of each pair of positions: the products of rows of a table, the score of one query and one key
     that were turned, or the bias.
 
     Args:
@@ -141,8 +141,8 @@ def linear_shift(encoding: Known) -> Finding:
     kept = len(rows) - shifts[-1]
     known = np.column_stack([rows[:kept], np.ones(kept)])
     wanted = np.stack([rows[k : k + kept] for k in shifts], axis=1)
-    found = known @ np.linalg.lstsq(known, wanted.reshape(kept, -1))[0]
-    errors = np.abs(found.reshape(wanted.shape) - wanted).max(axis=(0, 2)) / np.abs(rows).max()
+    fitted = known @ np.linalg.lstsq(known, wanted.reshape(kept, -1))[0]
+    errors = np.abs(fitted.reshape(wanted.shape) - wanted).max(axis=(0, 2)) / np.abs(rows).max()
     for k, error in zip(shifts, errors.tolist(), strict=True):
         if error > _TOLERANCE:
             return Finding(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
@@ -213,7 +213,7 @@ ENCODING_PROPERTIES = (
     Property("extrapolates", "extrapolates", extrapolates),
     Property("deterministic", "deterministic", deterministic),
 )
-"""What is measured of every encoding, in the order of the table."""
+"""The properties of every encoding, in the order of the table."""
 
 
 def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matrix:
@@ -227,8 +227,8 @@ def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matr
     """
     if encodings is not None and (isinstance(encodings, str) or not isinstance(encodings, Iterable)):
         raise InvalidInputError(f"encodings: got {encodings!r}, want a list of names or Encoding objects")
-    found = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
-    return measured("encoding", ((label(each), each) for each in found), ENCODING_PROPERTIES)
+    chosen = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
+    return measured("encoding", ((label(each), each) for each in chosen), ENCODING_PROPERTIES)
 
 
 def _encoding(each: str | Encoding) -> Known:

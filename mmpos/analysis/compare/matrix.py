@@ -59,13 +59,13 @@ class Property:
 
     @property
     def definition(self) -> str:
-        """What the property is, in one paragraph."""
+        """The definition, in one paragraph."""
         return " ".join((getdoc(self.measure) or "").split())
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What was measured.
+    """The measured properties of schemes or encodings.
 
     >>> from mmpos.analysis.compare import measure
     >>> matrix = measure(["rope-tie", "naive-2d"])

@@ -275,8 +275,8 @@ def _rotary(axes: int) -> Rotary:
 
 
 def _of(batch: Batch, document: int, token: int) -> npt.NDArray[np.int64]:
-    found: npt.NDArray[np.int64] = batch.values[:, batch.offsets[document] + token]
-    return found
+    position: npt.NDArray[np.int64] = batch.values[:, batch.offsets[document] + token]
+    return position
 
 
 _SIDE = 64
@@ -341,7 +341,7 @@ SCHEME_PROPERTIES = (
     Property("ids-of-a-row", "1×576", ids_of_a_row),
     Property("growth", "growth", growth),
 )
-"""What is measured of every scheme, in the order of the table."""
+"""The properties of every scheme, in the order of the table."""
 
 
 def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
@@ -356,8 +356,8 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
     """
     if schemes is not None and (isinstance(schemes, str) or not isinstance(schemes, Iterable)):
         raise InvalidInputError(f"schemes: got {schemes!r}, want a list of names or Scheme objects")
-    found = every_scheme() if schemes is None else [get_scheme(scheme) for scheme in schemes]
-    return measured("scheme", ((scheme.label, scheme) for scheme in found), SCHEME_PROPERTIES)
+    chosen = every_scheme() if schemes is None else [get_scheme(scheme) for scheme in schemes]
+    return measured("scheme", ((scheme.label, scheme) for scheme in chosen), SCHEME_PROPERTIES)
 
 
 def every_scheme() -> list[Scheme]:

@@ -26,7 +26,7 @@ from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integ
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether ids are those of a scheme, and if not where they first differ and why.
+    """The result of comparing ids with a scheme: equal, or where they first differ and why.
 
     Args:
         equal: whether all ids that were compared agree; the fields after num_documents are then empty.
@@ -64,7 +64,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """That all is well; or the first difference, the count, the cause and what to do."""
+        """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
         documents = counted(self.num_documents, "document")
         if self.equal:
             return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
@@ -104,7 +104,7 @@ def diagnose(
     padding_id: int | None = None,
     tolerance: float = 0.0,
 ) -> Diagnosis:
-    """Whether ids are those of a scheme, and if not, since which token and by which mistake.
+    """Compare ids with a scheme, find the first token that differs, and name the mistake behind it.
 
     >>> from mmpos.segments import Grid, SegmentTable, Text
     >>> segments = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
@@ -197,7 +197,7 @@ def _different(case: Case, rows: int) -> Diagnosis:
     """The first difference between tokens, and its cause; rows are those of the ids as they came."""
     token, document = case.first, int(case.document[case.first])
     numerators, denominators = case.positions.slice(token, token + 1).rationals()
-    found = find_cause(case)
+    verdict = find_cause(case)
     return Diagnosis(
         equal=False,
         scheme=case.positions.scheme,
@@ -211,9 +211,9 @@ def _different(case: Case, rows: int) -> Diagnosis:
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.came[:rows, token].tolist()),
         want=tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist()),
-        cause=found.cause if found else None,
-        remedy=found.remedy if found else None,
-        explained=found.explained if found else 0,
+        cause=verdict.cause if verdict else None,
+        remedy=verdict.remedy if verdict else None,
+        explained=verdict.explained if verdict else 0,
     )
 
 
@@ -274,7 +274,7 @@ def find_cause(case: Case) -> Verdict | None:
 
 
 def _agrees(case: Case, guess: Guess, tokens: slice | IntArray) -> Flags:
-    """Whether the tokens have the ids of the mistake."""
+    """(tokens,) whether each token has the ids that the mistake gives."""
     return case.near(case.held(guess.ids[..., tokens]), case.got[:, tokens])
 
 
@@ -309,7 +309,7 @@ class Dump:
 
 
 def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.ArrayLike | None, side: Side) -> Dump:
-    """The ids of the table's tokens.
+    """Read the ids of the table's tokens from any of the usual shapes.
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
@@ -349,7 +349,7 @@ def _numbers(array: Array) -> Array:
 
 
 def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:
-    """Whether ids can be packed ones, and their batch and length if they can be padded ones."""
+    """Read a shape: whether ids can be packed, and their batch and length if they can be padded."""
     shape, has_axes = array.shape, array.shape[:1] in ((1,), (positions.axes,))
     packed = shape[-1:] == (positions.num_tokens,) and (
         array.ndim == 1 or (has_axes and (array.ndim == 2 or (array.ndim == 3 and shape[1] == 1)))
@@ -373,10 +373,10 @@ def _mask(
     real[positions.lengths == 0] = 0
     place = np.arange(shape[1])
     if attention_mask is not None:
-        given = host_array("attention_mask", attention_mask)
-        if given.shape != shape:
-            raise InvalidInputError(f"attention_mask: got shape {given.shape}, want {shape}")
-        mask = given != 0
+        flags = host_array("attention_mask", attention_mask)
+        if flags.shape != shape:
+            raise InvalidInputError(f"attention_mask: got shape {flags.shape}, want {shape}")
+        mask = flags != 0
         if (mask.sum(axis=1) != real).any():
             d = int((mask.sum(axis=1) != real).argmax())
             raise InvalidInputError(f"attention_mask[{d}]: got {mask[d].sum()} tokens, want {real[d]}")

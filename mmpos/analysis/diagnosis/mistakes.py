@@ -131,7 +131,7 @@ class Case:
 
     @cached_property
     def offset(self) -> float | None:
-        """What the first token that differs has too much, if it is the same on all axes."""
+        """The amount by which the first token that differs is too large, if the same on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 
@@ -158,10 +158,10 @@ class Case:
         if (start == start[:1]).all() and start.size:
             start = start[0]  # what schemes that cannot be resumed take, too
         try:
-            found = place(segments, scheme, start, strict=False).dense(dtype=np.float64)
+            ids = place(segments, scheme, start, strict=False).dense(dtype=np.float64)
         except MmposError:
             return None
-        return found if found.shape == self.want.shape else None
+        return ids if ids.shape == self.want.shape else None
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ class ColumnMajor(Mistaken):
         return self.right.advance(_with_sides_exchanged(grids))
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        found = self.right.place(_with_sides_exchanged(grids), cursor)
-        pieces = found.pieces
+        placement = self.right.place(_with_sides_exchanged(grids), cursor)
+        pieces = placement.pieces
         if pieces is not None:
             pieces = replace(pieces, height=pieces.width, width=pieces.height)
-        return replace(found, step_row=found.step_col, step_col=found.step_row, pieces=pieces)
+        return replace(placement, step_row=placement.step_col, step_col=placement.step_row, pieces=pieces)
 
 
 def _with_sides_exchanged(grids: Grids) -> Grids:
@@ -374,8 +374,8 @@ def permuted(case: Case) -> Iterator[Guess]:
         score[order] = -1
         order.append(int(score.argmax()))
     if order != sorted(order):
-        found = ", ".join(names[axis] for axis in order)
-        words = f"axes are swapped: they stand in the order ({found}) and should be ({', '.join(names)})"
+        came = ", ".join(names[axis] for axis in order)
+        words = f"axes are swapped: they stand in the order ({came}) and should be ({', '.join(names)})"
         yield Guess(words, case.want[order])
 
 
@@ -464,11 +464,11 @@ def unmerged(case: Case) -> Iterator[Guess]:
 
 
 def _times(seconds: IntArray) -> Iterator[tuple[str, IntArray | None]]:
-    """Mistakes about (2, segments) seconds per frame, and what they make of them; where none is given, none is made."""
-    given = seconds[0] > 0
+    """Mistakes about (2, segments) seconds per frame, and what they make of them; where none is known, none is made."""
+    known = seconds[0] > 0
     yield "seconds_per_frame is forgotten: frames are one second apart", None
-    yield "frames per second are taken for seconds per frame", np.where(given, seconds[::-1], seconds)
-    halves = seconds * np.where(given, [[1], [2]], 1)
+    yield "frames per second are taken for seconds per frame", np.where(known, seconds[::-1], seconds)
+    halves = seconds * np.where(known, [[1], [2]], 1)
     if (halves <= INT32_MAX).all():
         yield "times are half of what they should be: temporal_patch_size is forgotten", halves
 
@@ -510,8 +510,8 @@ def not_reset(case: Case) -> Iterator[Guess]:
     for where, ids in grown:
         before = np.cumsum(ids) - ids
         placed = case.placed(start=case.start + before)
-        found = case.want + before[case.document] if placed is None else placed
-        yield Guess(words.format(where), found)
+        continued = case.want + before[case.document] if placed is None else placed
+        yield Guess(words.format(where), continued)
 
 
 def reset_inside(case: Case) -> Iterator[Guess]:

@@ -28,7 +28,7 @@ Cosines = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """What a patch sees by its position alone: the score of a query and a key whose content is the same in all pairs.
+    """The scores that a patch gives by position alone: of a query and a key whose content is the same in all pairs.
 
     Args:
         label: what it is drawn under.
@@ -48,13 +48,14 @@ class Kernel:
 def attention_kernel(
     positions: PositionTable, rotary: Rotary, token: int | None = None, label: str | None = None
 ) -> Kernel:
-    """Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs, from one patch to its image and the text around it.
+    """Compute the mean cosine over pairs from the phase of a patch to those of its image and of the text around it:
+    Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, SegmentTable, Text
     >>> placed = place(SegmentTable.from_documents([[Text(2), Grid(3, 3), Text(2)]]))
-    >>> found = attention_kernel(placed, Rotary(head_dim=64))
-    >>> found.query, bool(np.allclose(found.before, found.after))
+    >>> kernel = attention_kernel(placed, Rotary(head_dim=64))
+    >>> kernel.query, bool(np.allclose(kernel.before, kernel.after))
     ((1, 1), True)
 
     Args:

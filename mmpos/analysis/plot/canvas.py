@@ -1,4 +1,4 @@
-"""What all pictures share: where they go, their colours, and a style that no reader's settings change."""
+"""The common ground of all pictures: files, colours, and a style that no reader's settings change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
 
 SUFFIXES = (".png", ".svg")
-"""What a picture's file may end in."""
+"""The suffixes that a picture's file may have."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -27,7 +27,7 @@ _MARKERS = "osD^vPX"
 
 
 def picture_path(path: str | PathLike[str] | None) -> Path | None:
-    """The path, if a picture can have it; None is no file.
+    """Check the path of a picture; None is no file.
 
     Raises:
         InvalidInputError: another suffix than .png or .svg.
@@ -41,7 +41,7 @@ def picture_path(path: str | PathLike[str] | None) -> Path | None:
 
 
 def picture_title(title: str | None) -> str | None:
-    """The title, if it can be drawn and stand in an .svg.
+    """Check a title, and escape it for matplotlib.
 
     Raises:
         InvalidInputError: no text, a lone surrogate, or a control character.
@@ -56,7 +56,7 @@ def picture_title(title: str | None) -> str | None:
 
 
 def line_style(i: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the i-th curve; where the colour is gone, dashes and marker still tell it apart.
+    """Choose colour, dashes and marker of the i-th curve; without colour, dashes and marker still tell it apart.
 
     >>> line_style(1)["color"], line_style(1)["marker"]
     ('#D55E00', 's')
@@ -69,7 +69,7 @@ def line_style(i: int) -> dict[str, Any]:
 
 
 def quiet_axes(axes: Any) -> None:
-    """Faint lines behind the data, and no ticks: what all panels have in common."""
+    """Draw faint lines behind the data, and no ticks, as all panels have them."""
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors="#444444", which="both")
@@ -78,7 +78,7 @@ def quiet_axes(axes: Any) -> None:
 
 @contextmanager
 def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
-    """A figure to draw on, which is written when the block ends without an error.
+    """Open a figure to draw on, which is written when the block ends without an error.
 
     Args:
         target: of `picture_path`; None writes nothing.

@@ -47,7 +47,7 @@ class PhaseErrors:
 
 
 def phase_errors(rotary: Rotary, ids: npt.ArrayLike | None = None, window: int = _WINDOW) -> PhaseErrors:
-    """The largest errors of phases up to each id, by trying the ids right below it.
+    """Measure the largest errors of phases up to each id, by trying the ids right below it.
 
     Args:
         rotary: the frequencies; ids are integers, so axes and allocation play no part.
@@ -88,16 +88,16 @@ def turns_rest(rotary: Rotary) -> IntArray:
 def true_turns(ids: IntArray, turns: UInt64Array, rest: IntArray) -> UInt64Array:
     """(ids, pairs) angles in units of 2⁻⁶⁴ turn, modulo one turn, within 1.25 units for ids within int32."""
     rows = ids[:, None]
-    found: UInt64Array = rows.astype(np.uint64) * turns + ((rows * rest) >> 32).astype(np.uint64)
-    return found
+    angles: UInt64Array = rows.astype(np.uint64) * turns + ((rows * rest) >> 32).astype(np.uint64)
+    return angles
 
 
 def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
     """(ids, pairs) angles in units of 2⁻³² turn: I·hi + ⌊I·lo/2³²⌋, as ``mmpos.rotary.phases.turns`` has them."""
     hi, lo = (turns >> np.uint64(32)).astype(np.int64), (turns & np.uint64(_MASK)).astype(np.int64)
     rows = ids[:, None]
-    found: IntArray = (rows * hi + ((rows * lo) >> 32)) & _MASK
-    return found
+    angles: IntArray = (rows * hi + ((rows * lo) >> 32)) & _MASK
+    return angles
 
 
 def float32_angles(ids: IntArray, inv_freq: Float32Array) -> Float32Array:
@@ -154,7 +154,7 @@ class Growth:
 
 
 def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLike = _SIDES) -> Growth:
-    """The ids that squares and strips consume under each scheme.
+    """Count the ids that squares and strips consume under each scheme.
 
     >>> id_growth(["rope-tie", "mrope"], [2, 24]).squares.tolist()
     [[8, 624], [2, 24]]
@@ -172,14 +172,14 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
     chosen = [get_scheme(scheme) for scheme in (SCHEMES if schemes is None else schemes)]
     squares = [Grid(side, side) for side in lengths.tolist()]
     strips = [Grid(1, side * side) for side in lengths.tolist()]
-    found = []
+    counts = []
     for scheme in chosen:
         try:
-            found.append((scheme.label, *(ids_consumed(scheme, images) for images in (squares, strips))))
+            counts.append((scheme.label, *(ids_consumed(scheme, images) for images in (squares, strips))))
         except UnsupportedError:
             if schemes is not None:
                 raise
-    names, of_squares, of_strips = zip(*found, strict=True)
+    names, of_squares, of_strips = zip(*counts, strict=True)
     return Growth(tuple(names), lengths, np.stack(of_squares), np.stack(of_strips))
 
 

@@ -172,7 +172,7 @@ def _lift(axes: Any, inches: float) -> float:
 
 
 def _gaps(plane: Plane) -> str:
-    """What the gaps of all images are, in a few words."""
+    """The gaps of all images in a few words."""
     images = [image for image in plane.images if image.gaps]
     if len(images) > 1:
         equal = all(before == after for before, after in (image.gaps for image in images))
@@ -215,7 +215,7 @@ _MELTED = 1.8  # points of the page between patches, below which points are draw
 def draw_plane(
     axes: Any, plane: Plane, side: float, bounds: Points, pictures: Iterator[npt.NDArray[np.uint8]] | None = None
 ) -> None:
-    """Text, then images, then the next position, each with its entry in the legend.
+    """Draw text, then images, then the next position, each with its entry in the legend.
 
     Args:
         axes: of matplotlib; a square.
@@ -358,7 +358,7 @@ class Image:
 
     @property
     def upright(self) -> bool:
-        """Whether columns go right and rows go down, so that a picture can lie under the points."""
+        """True where columns go right and rows go down, so that a picture can lie under the points."""
         return bool(self.column[0] > 0 and self.row[1] > 0 and self.column[1] == 0 and self.row[0] == 0)
 
     def thinned(self, every: int) -> Points:
@@ -400,7 +400,7 @@ class Plane:
 
 
 def read_plane(positions: PositionTable, document: int) -> Plane:
-    """The plane of one document of a table."""
+    """Take the plane of one document from a table."""
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     points = _points(positions.slice(first, first + length))
     next_position = int(positions.documents[NEXT_POSITION, document])

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.canvas import INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.support.checks import IntArray, counted, instance, integer
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
     from mmpos.analysis.plot.picture import Picture
 
 
@@ -208,7 +211,7 @@ def _layout(kernels: Sequence[Kernel]) -> _Layout:
     return _Layout(columns, width, tall, height, curves)
 
 
-def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
+def _maps(figure: Picture, kernels: Sequence[Kernel], layout: _Layout) -> None:
     """All maps, row by row, and the bar of their colours at the end of the first row."""
     low = min(float(kernel.patches.min()) for kernel in kernels)
     width, tall, height = layout.width, layout.tall, layout.height
@@ -226,14 +229,14 @@ def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
     _colour_bar(figure, image, add_axes(_LEFT + layout.columns * (width + _GAP) - _GAP + 0.12, 0, 0.13))
 
 
-def _titles(figure: Any, title: str | None, height: float) -> None:
+def _titles(figure: Picture, title: str | None, height: float) -> None:
     heading = title or "What a patch sees by its position alone"
     figure.text(0.12 / _WIDTH, 1 - 0.3 / height, heading, fontsize=13, color=INK)
     words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
     figure.text(0.12 / _WIDTH, 1 - 0.54 / height, words, fontsize=9, color="#555555")
 
 
-def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
+def _map(axes: Axes, kernel: Kernel, low: float, *, first: bool) -> Any:
     """The patches in colours from the least cosine of all kernels to 1, and a mark on the query."""
     from matplotlib.ticker import MaxNLocator
 
@@ -252,7 +255,7 @@ def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
     return image
 
 
-def _colour_bar(figure: Any, image: Any, axes: Any) -> None:
+def _colour_bar(figure: Picture, image: AxesImage, axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure.colorbar(image, cax=axes)
@@ -265,7 +268,7 @@ def _key_lines(kernels: Sequence[Kernel]) -> int:
     return -(-len(kernels) // 3) if len(kernels) > 1 else 0
 
 
-def _curves(figure: Any, kernels: Sequence[Kernel], height: float) -> None:
+def _curves(figure: Picture, kernels: Sequence[Kernel], height: float) -> None:
     """Left the text before, which ends at the image; right the text after; one scale of cosines."""
     counts = [max(getattr(kernel, side).size for kernel in kernels) for side in ("before", "after")]
     band = _BAND if all(counts) else 0.0
@@ -284,21 +287,21 @@ def _curves(figure: Any, kernels: Sequence[Kernel], height: float) -> None:
             left += width
         if side == "before" and band:
             middle = (left + band / 2) / _WIDTH
-            words = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": "#555555"}
+            words: Style = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": "#555555"}
             figure.text(middle, (_FOOT + _CURVES / 2) / height, "the image", **words)
             left += band
     if len(kernels) > 1:
         handles, labels = axes.get_legend_handles_labels()
-        place = {"loc": "lower left", "bbox_to_anchor": (_LEFT / _WIDTH, (_FOOT + _CURVES + 0.04) / height)}
+        place: Style = {"loc": "lower left", "bbox_to_anchor": (_LEFT / _WIDTH, (_FOOT + _CURVES + 0.04) / height)}
         figure.legend(handles, labels, **place, ncols=3, frameon=False, fontsize=9, borderaxespad=0, handlelength=3.2)
 
 
-def _side(axes: Any, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
+def _side(axes: Axes, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for i, kernel in enumerate(kernels):
         values: Cosines = getattr(kernel, side)
-        style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
+        style: Style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
         # Markers of curves that meet lie beside each other.
         every = max(1, count // 8)
         axes.plot(np.arange(1, values.size + 1), values, label=kernel.label, markevery=(i * every // 6, every), **style)

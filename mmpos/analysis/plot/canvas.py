@@ -14,7 +14,12 @@ from mmpos.support.extras import needed_for
 from mmpos.support.files import whole_file
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from mmpos.analysis.plot.picture import Picture
+
+Style = dict[str, Any]
+"""Keyword arguments of matplotlib."""
 
 SUFFIXES = (".png", ".svg")
 """The suffixes that a picture's file may have."""
@@ -55,7 +60,7 @@ def picture_title(title: str | None) -> str | None:
     return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
 
 
-def line_style(i: int) -> dict[str, Any]:
+def line_style(i: int) -> Style:
     """Choose colour, dashes and marker of the i-th curve; without colour, dashes and marker still tell it apart.
 
     >>> line_style(1)["color"], line_style(1)["marker"]
@@ -68,12 +73,17 @@ def line_style(i: int) -> dict[str, Any]:
     }
 
 
-def quiet_axes(axes: Any) -> None:
+def quiet_axes(axes: Axes) -> None:
     """Draw faint lines behind the data, and no ticks, as all panels have them."""
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors="#444444", which="both")
     axes.spines[:].set_color("#bbbbbb")
+
+
+def in_axes(axes: Axes, inches: float) -> tuple[float, float]:
+    """Convert inches to fractions of the width and of the height of the axes."""
+    return inches * axes.figure.dpi / axes.bbox.width, inches * axes.figure.dpi / axes.bbox.height
 
 
 @contextmanager

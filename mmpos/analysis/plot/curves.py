@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.consuming import ids_consumed
 from mmpos.rotary import Rotary
@@ -21,6 +21,8 @@ from mmpos.segments.parts import Grid
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from mmpos.analysis.plot.picture import Picture
 
 
@@ -237,11 +239,11 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = Non
     return figure
 
 
-def _note(axes: Any, ids: IntArray, values: Float64Array, at: int) -> None:
+def _note(axes: Axes, ids: IntArray, values: Float64Array, at: int) -> None:
     """The value at one id in figures, where it is a point of the curve."""
     for i in np.flatnonzero(ids == at)[:1].tolist():
         axes.plot([at], [values[i]], "o", color=INK, markersize=4.5, zorder=5)
-        words = {"textcoords": "offset points", "fontsize": 9, "color": INK, "xytext": (3, -14)}
+        words: Style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "xytext": (3, -14)}
         last = i == ids.size - 1
         words |= {"ha": "right", "xytext": (4, 8)} if last else {}
         value = f"{values[i]:.2g}".replace("e-0", "e-")
@@ -285,7 +287,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
             axes.set_ylim(*limits)
             for k, group in enumerate(growth.alike):
                 # Curves that meet: the later, narrower one lies on the earlier, wider one.
-                style = {**line_style(k), "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
+                style: Style = {**line_style(k), "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
                 every = max(1, growth.sides.size // 7)
                 axes.plot(growth.patches, values[group[0]], label=labels[k], markevery=(k % every, every), **style)
             axes.set_xlabel("patches of the image")
@@ -294,7 +296,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
             else:
                 axes.set_ylabel("ids consumed")
         handles, names = axes.get_legend_handles_labels()
-        place: dict[str, Any] = {
+        place: Style = {
             "loc": "lower left",
             "bbox_to_anchor": (0.2 / _WIDTH, 0.05 / height),
             "borderaxespad": 0,
@@ -303,7 +305,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
     return figure
 
 
-def _log_log(axes: Any) -> None:
+def _log_log(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")

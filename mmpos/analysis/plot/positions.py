@@ -12,13 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, picture_path, picture_title, quiet_axes
+from mmpos.analysis.plot.canvas import (
+    COLOURS,
+    FAINT,
+    INK,
+    Style,
+    canvas,
+    in_axes,
+    picture_path,
+    picture_title,
+    quiet_axes,
+)
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.columns import FIRST_TOKEN, NEXT_POSITION, NO_POSITION
 from mmpos.positions.table import PositionTable
 from mmpos.support.checks import counted, instance
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from mmpos.analysis.plot.picture import Picture
 
 
@@ -94,8 +106,8 @@ def _plot_one(
     return figure
 
 
-def _legend(axes: Any) -> None:
-    place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0}
+def _legend(axes: Axes) -> None:
+    place: Style = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0}
     axes.legend(**place, frameon=False, fontsize=9, labelspacing=0.9, handletextpad=0.6)
 
 
@@ -152,23 +164,19 @@ def _shared(plane: Plane, planes: Sequence[Plane]) -> Points:
     return np.stack([bounds[:, :, 0].min(axis=0), bounds[:, :, 1].max(axis=0)], axis=1)
 
 
-def _head(axes: Any, name: str, plane: Plane) -> None:
+def _head(axes: Axes, name: str, plane: Plane) -> None:
     """The name, and below it in small what the legend of a large picture tells: gaps and next position."""
     notes = [_gaps(plane), f"next position {plane.end[1, 0]:,.0f}" if plane.end.size else "no next position"]
     notes = [note for note in notes if note]
-    place = {"transform": axes.transAxes, "va": "top"}
-    axes.text(0, 1 + _lift(axes, 0.56), name, fontsize=11, color=INK, **place)
-    axes.text(0, 1 + _lift(axes, 0.36), "\n".join(notes), fontsize=8.5, color="#555555", **place)
+    place: Style = {"transform": axes.transAxes, "va": "top"}
+    _, name_lift = in_axes(axes, 0.56)
+    _, notes_lift = in_axes(axes, 0.36)
+    axes.text(0, 1 + name_lift, name, fontsize=11, color=INK, **place)
+    axes.text(0, 1 + notes_lift, "\n".join(notes), fontsize=8.5, color="#555555", **place)
     for axis, words in ((axes.xaxis, plane.names[0]), (axes.yaxis, plane.names[1])):
         axis.set_label_text(words.partition(" (")[0], fontsize=9)
         axis.labelpad = 2
     axes.tick_params(labelsize=8.5)
-
-
-def _lift(axes: Any, inches: float) -> float:
-    """Inches as a fraction of the height of the axes."""
-    box, figure = axes.get_position(), axes.figure
-    return float(inches / (box.height * figure.get_figheight()))
 
 
 def _gaps(plane: Plane) -> str:
@@ -180,12 +188,12 @@ def _gaps(plane: Plane) -> str:
     return images[0].gaps_in_words if images else ""
 
 
-def _shared_legend(figure: Any, planes: Sequence[Plane], height: float, *, frames: bool) -> None:
+def _shared_legend(figure: Picture, planes: Sequence[Plane], height: float, *, frames: bool) -> None:
     """One line for all panels, at the foot of the page."""
     from matplotlib.lines import Line2D
 
     images = max(len(plane.images) for plane in planes)
-    dot: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 5.5, "markeredgewidth": 0}
+    dot: Style = {"linestyle": "", "marker": "o", "markersize": 5.5, "markeredgewidth": 0}
     handles = [Line2D([], [], color=INK, label="text", **dot)]
     for i in range(min(images, _PANEL_NAMED)):
         name = f"image {i + 1}" if images > 1 else "image"
@@ -193,7 +201,7 @@ def _shared_legend(figure: Any, planes: Sequence[Plane], height: float, *, frame
     if any(image.square for plane in planes for image in plane.images):
         label = "from the text before to the text after"
         handles.append(Line2D([], [], color=FAINT, linestyle="--", linewidth=1, label=label))
-    style: dict[str, Any] = {
+    style: Style = {
         "markerfacecolor": "white",
         "markeredgecolor": INK,
         "markeredgewidth": 1.3,
@@ -202,7 +210,7 @@ def _shared_legend(figure: Any, planes: Sequence[Plane], height: float, *, frame
     handles.append(Line2D([], [], linestyle="", marker="D", label="next position", **style))
     if frames:
         handles.append(Line2D([], [], linestyle="", label="(frame ids are not drawn)"))
-    place = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.03 / height), "borderaxespad": 0.4}
+    place: Style = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.03 / height), "borderaxespad": 0.4}
     figure.legend(
         handles=handles, ncols=len(handles), frameon=False, fontsize=9, columnspacing=1.2, handletextpad=0.5, **place
     )
@@ -213,7 +221,7 @@ _MELTED = 1.8  # points of the page between patches, below which points are draw
 
 
 def draw_plane(
-    axes: Any, plane: Plane, side: float, bounds: Points, pictures: Iterator[npt.NDArray[np.uint8]] | None = None
+    axes: Axes, plane: Plane, side: float, bounds: Points, pictures: Iterator[npt.NDArray[np.uint8]] | None = None
 ) -> None:
     """Draw text, then images, then the next position, each with its entry in the legend.
 
@@ -242,11 +250,11 @@ def draw_plane(
     if any(image.square for image in plane.images):
         axes.plot([], [], "--", color=FAINT, linewidth=1, label="from the text before\nto the text after")
     if plane.end.size:
-        style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
+        style: Style = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.3, "markersize": 7}
         axes.plot(*plane.end, "D", zorder=4, clip_on=False, label=f"next position: {plane.end[1, 0]:,.0f}", **style)
 
 
-def _frame(axes: Any, plane: Plane, side: float, bounds: Points) -> float:
+def _frame(axes: Axes, plane: Plane, side: float, bounds: Points) -> float:
     """Limits and names of the axes; gives the points of the page per unit of x."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
@@ -265,11 +273,11 @@ def _frame(axes: Any, plane: Plane, side: float, bounds: Points) -> float:
     return side * 72 / float(right - left)
 
 
-def _underlay(axes: Any, image: Image, colour: str, picture: npt.NDArray[np.uint8] | None) -> bool:
+def _underlay(axes: Axes, image: Image, colour: str, picture: npt.NDArray[np.uint8] | None) -> bool:
     """The square between the texts around an image, and its picture; gives whether there is one."""
     if image.square:
         low, high = image.square
-        style = {"color": colour, "alpha": 0.7, "linewidth": 1, "zorder": 1.5}
+        style: Style = {"color": colour, "alpha": 0.7, "linewidth": 1, "zorder": 1.5}
         axes.plot([low, high, high, low, low], [low, low, high, high, low], "--", **style)
     if picture is None or not image.upright:
         return False
@@ -277,7 +285,7 @@ def _underlay(axes: Any, image: Image, colour: str, picture: npt.NDArray[np.uint
     return True
 
 
-def _patches(axes: Any, image: Image, colour: str, gap: float, *, thin: bool, edge: float) -> str:
+def _patches(axes: Axes, image: Image, colour: str, gap: float, *, thin: bool, edge: float) -> str:
     """The points of an image, fewer where they would melt together; gives a note on that for the legend."""
     every = max(1, int(np.ceil(2 / gap))) if thin else 1
     # An image that is small on the page stays whole: a few points would show another size.
@@ -287,12 +295,12 @@ def _patches(axes: Any, image: Image, colour: str, gap: float, *, thin: bool, ed
         return ""
     points = image.points if every == 1 else image.thinned(every)
     size = float(np.clip(0.5 * gap * every, 0.9 if thin else 2.4, 5.5))
-    style = {"markersize": size + edge, "markeredgewidth": edge, "markeredgecolor": "white"}
+    style: Style = {"markersize": size + edge, "markeredgewidth": edge, "markeredgecolor": "white"}
     axes.plot(*points, "o", color=colour, zorder=2, **style)
     return f"\n(1 in {every} rows and columns)" if points.shape < image.points.shape else ""
 
 
-def _block(axes: Any, image: Image, colour: str) -> None:
+def _block(axes: Axes, image: Image, colour: str) -> None:
     """An image whose points would melt together unevenly, as the rectangle of its patches."""
     left, right, bottom, top = _extent(image)
     axes.fill_between([left, right], [top, top], [bottom, bottom], color=colour, alpha=0.8, linewidth=0, zorder=2)

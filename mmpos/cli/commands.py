@@ -210,6 +210,16 @@ def info() -> None:
         typer.echo(f"mmpos: warning: {warning.message}", err=True)
 
 
+@app.command()
+def serve() -> None:
+    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
+
+
+@app.command()
+def bench() -> None:
+    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
+
+
 def _complete_command(incomplete: str) -> list[str]:
     return [name for name in _ORDER if name.startswith(incomplete)]
 

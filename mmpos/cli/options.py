@@ -166,17 +166,11 @@ class Specs:
     axes: int | None = None
 
 
-def read_documents(arguments: Sequence[str]) -> list[Document]:
-    """The documents of ``read_specs`` alone.
-
-    >>> read_documents(["3,2x3"])
-    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
-    """
-    return read_specs(arguments).documents
-
-
 def read_specs(arguments: Sequence[str]) -> Specs:
-    """The documents that command-line arguments name, in order, and the scheme that JSON files name.
+    """Read the documents that command-line arguments name, in order, and the scheme that JSON files name.
+
+    >>> read_specs(["3,2x3"]).documents
+    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
 
     Args:
         arguments: each a spec (one document), a .json file (its documents), an image file (one document: a marker,
@@ -197,7 +191,7 @@ def read_specs(arguments: Sequence[str]) -> Specs:
 
 
 def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
-    """The documents as the value of "documents" in a JSON file."""
+    """Convert documents to the value of "documents" in a JSON file."""
     return [[_part_to_json(part) for part in document] for document in documents]
 
 

@@ -48,16 +48,6 @@ _HERE = "localhost:50051"
 _TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
 
 
-@app.command()
-def serve() -> None:
-    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
-
-
-@app.command()
-def bench() -> None:
-    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
-
-
 @remote.callback()
 def root(context: typer.Context) -> None:
     """Ask a server started with [bold]mmpos serve[/bold]."""

@@ -1,4 +1,4 @@
-"""What a small transformer makes of each scheme: which colour is right of, or below, the patch of colour c?
+"""Train a small transformer under each scheme, and ask it: which colour is right of, or below, the patch of colour c?
 
 python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
 python benchmarks/neighbours.py --json                                the same, kept in results/ and on the page
@@ -11,24 +11,151 @@ where it was; figures of another setup are replaced. After a change to the code,
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
-from neighbours_model import Shape
-from neighbours_page import PAGE, PICTURE, RESULTS, Found, fill_in, guess, picture, shown, table
-from neighbours_task import Task
-from neighbours_training import NONE, Outcome, Setup, train
+from neighbours_training import DIRECTIONS, NONE, Outcome, Setup, Shape, Task, train
+from rich.console import Console
 
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
+from mmpos.cli import report
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+KEPT = "neighbours-*.json"
+PAGE = HERE.parent / "docs" / "experiment.md"
+PICTURE = PAGE.with_suffix(".png")
+BEGIN, END = "<!-- neighbours -->\n", "<!-- /neighbours -->"
+GUESS = "(a guess among the other patches)"
+
+
+@dataclass(frozen=True)
+class Results:
+    """An experiment, as it is kept.
+
+    Args:
+        command: that made it.
+        machine: where, as a dictionary.
+        setup: of all its trainings, as a dictionary.
+        guess: percent that a guess among the other patches of the image gets right, by set.
+        outcomes: of the trainings.
+    """
+
+    command: str
+    machine: Mapping[str, Any]
+    setup: Mapping[str, Any]
+    guess: Mapping[str, float]
+    outcomes: list[Outcome]
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        """Read the text of `to_json`."""
+        values = json.loads(text)
+        return cls(**{**values, "outcomes": [Outcome(**one) for one in values["outcomes"]]})
+
+    def to_json(self) -> str:
+        """A line for every outcome."""
+        head = {name: getattr(self, name) for name in ("command", "machine", "setup", "guess")}
+        lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
+        rows = ",\n  ".join(json.dumps(asdict(one)) for one in self.outcomes)
+        return "{" + ",\n ".join([*lines, f'"outcomes": [\n  {rows}\n ]']) + "}\n"
+
+    def spreads(self) -> dict[str, dict[tuple[str, str], tuple[float, float, float]]]:
+        """Least, mean and most percent over the seeds, by scheme, then by set and direction."""
+        spreads = {}
+        for scheme in dict.fromkeys(one.scheme for one in self.outcomes):
+            of_scheme = [one.accuracy for one in self.outcomes if one.scheme == scheme]
+            spreads[scheme] = {
+                (name, direction): (min(seen), sum(seen) / len(seen), max(seen))
+                for name in self.guess
+                for direction in DIRECTIONS
+                for seen in [[accuracy[name][direction] for accuracy in of_scheme]]
+            }
+        return spreads
+
+
+def guess(setup: Setup) -> dict[str, float]:
+    """Percent of right answers, by set, of one who knows the patches of an image but not where they are."""
+    return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
+
+
+def table(results: Results) -> list[list[str]]:
+    """Head and rows: mean, and least to most over the seeds, in percent."""
+    head = ["scheme", "seeds", *(f"{name}, {direction}" for name in results.guess for direction in DIRECTIONS)]
+    seeds = {scheme: sum(one.scheme == scheme for one in results.outcomes) for scheme in results.spreads()}
+    rows = [
+        [scheme, str(seeds[scheme]), *(f"{mean:.0f} ({least:.0f}–{most:.0f})" for least, mean, most in cells.values())]
+        for scheme, cells in results.spreads().items()
+    ]
+    guesses = [f"{results.guess[name]:.0f}" for name in results.guess for _ in DIRECTIONS]
+    return [head, *rows, [GUESS, "", *guesses]]
+
+
+def fill_in(page: str) -> str:
+    """The page with the tables of all kept figures between its marks."""
+    begin, _, rest = page.partition(BEGIN)
+    _, _, end = rest.partition(END)
+    texts = []
+    for path in sorted(RESULTS.glob(KEPT)):
+        results = Results.from_json(path.read_text(encoding="utf-8"))
+        texts.append(f"{results.machine['cpu']}, {results.machine['cores']} cores, `{results.command}`:\n")
+        head, *rows = table(results)
+        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+        texts.append("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
+    return f"{begin}{BEGIN}\n" + "\n".join(texts) + f"\n{END}{end}"
+
+
+def shown(rows: list[list[str]]) -> None:
+    """Print a table, as wide as it is."""
+    head, *body = rows
+    printed = report.new_table(*head, right=head[1:])
+    for cells in body:
+        printed.add_row(*cells)
+    report.show(Console(width=200, highlight=False), printed)
+
+
+def picture(path: Path) -> None:
+    """Draw the first kept file, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
+    results = Results.from_json(next(iter(sorted(RESULTS.glob(KEPT)))).read_text(encoding="utf-8"))
+    spreads = results.spreads()
+    with canvas(path, 8.0, 0.26 * len(spreads) + 1.3) as figure:
+        panels = figure.subplots(1, len(results.guess), sharey=True)
+        for panel, (name, guessed) in zip(panels, results.guess.items(), strict=True):
+            for i, (direction, mark) in enumerate(zip(DIRECTIONS, "os", strict=True)):
+                least, mean, most = zip(*(cells[name, direction] for cells in spreads.values()), strict=True)
+                rows = np.arange(len(spreads)) + (i - 0.5) * 0.36
+                panel.hlines(rows, least, most, color=COLOURS[i], linewidth=2)
+                panel.plot(mean, rows, mark, color=COLOURS[i], markersize=5, label=direction)
+            panel.axvline(guessed, color=FAINT, linestyle="--", linewidth=1, label="a guess")
+            _frame(panel, f"{name} the trained sizes" if name == "inside" else f"{name} images", list(spreads))
+        panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False, fontsize=9)
+        figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
+
+
+def _frame(panel: Any, title: str, schemes: list[str]) -> None:
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.set_xlim(-4, 104)
+    panel.set_xticks(range(0, 101, 25))
+    panel.set_ylim(len(schemes) - 0.4, -0.6)
+    panel.set_yticks(range(len(schemes)), schemes)
+    panel.set_xlabel("right answers, %")
+    panel.tick_params(length=0, colors=INK)
+    panel.grid(axis="x", color="#e8e8e8", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[:].set_color("#bbbbbb")
+
 
 PLACED = (
     "flatten",
@@ -61,16 +188,16 @@ def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iter
 
 
 def kept_outcomes(path: Path, setup: Setup) -> list[Outcome]:
-    """What a file holds of this setup; another one's figures are not ours to go on with."""
+    """Read the outcomes of this setup from a file; figures of another setup are left out."""
     if not path.exists():
         return []
-    found = Found.from_json(path.read_text(encoding="utf-8"))
-    return found.outcomes if found.setup == setup.to_dict() else []
+    results = Results.from_json(path.read_text(encoding="utf-8"))
+    return results.outcomes if results.setup == setup.to_dict() else []
 
 
-def missing(found: Found, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
+def missing(results: Results, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     """Schemes and seeds without an outcome, a whole seed before the next."""
-    known = {(outcome.scheme, outcome.seed) for outcome in found.outcomes}
+    known = {(outcome.scheme, outcome.seed) for outcome in results.outcomes}
     return [run for seed in range(seeds) for scheme in schemes if (run := (scheme, seed)) not in known]
 
 
@@ -100,13 +227,13 @@ def main(
         machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
         path = RESULTS / f"neighbours-{machine.name}.json"
         before = kept_outcomes(path, setup) if keep else []
-        found = Found(command, asdict(machine), setup.to_dict(), guess(setup), before)
-        for outcome in experiment(setup, missing(found, named(schemes), seeds), jobs):
+        results = Results(command, asdict(machine), setup.to_dict(), guess(setup), before)
+        for outcome in experiment(setup, missing(results, named(schemes), seeds), jobs):
             print(f"{outcome.scheme}, seed {outcome.seed}: {outcome.seconds} s", file=sys.stderr, flush=True)
-            found.outcomes.append(outcome)
+            results.outcomes.append(outcome)
             if keep:
-                write_text(path, found.to_json())
-        shown(table(found))
+                write_text(path, results.to_json())
+        shown(table(results))
     if keep or only_tables:
         write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
         picture(PICTURE)

@@ -1,4 +1,4 @@
-"""One training of the model under one scheme, and what it answers rightly inside and outside the trained sizes."""
+"""The experiment of `neighbours`: images of coloured patches and questions, a small transformer, and its training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,203 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from neighbours_model import Model, Shape
-from neighbours_task import DIRECTIONS, Batch, Sizes, Task, draw_batch
 from torch import Tensor, nn
 
 import mmpos
 from mmpos.errors import InvalidInputError
-from mmpos.rotary import DevicePositions, Rotary
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary
+
+IntArray = npt.NDArray[np.int64]
+
+DIRECTIONS = ("right", "below")
+"""Kinds of questions, in the order of their words."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The sizes of the task, and the numbers of its words.
+
+    A document is filler words, an image, and questions of two words each, a direction and a colour. Every patch of an
+    image has another colour, and only patches with a neighbour in that direction are asked for.
+
+    Args:
+        colours: that there are; an image has at most as many patches.
+        questions: after an image.
+        filler: most words before an image; at least one.
+    """
+
+    colours: int = 64
+    questions: int = 8
+    filler: int = 4
+
+    @property
+    def vocabulary(self) -> int:
+        """The colours, which patches and questions share, the directions, and filler, which is padding too."""
+        return self.colours + len(DIRECTIONS) + 1
+
+    @property
+    def filler_id(self) -> int:
+        """The last one."""
+        return self.vocabulary - 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A range of image sizes, both ends included; at least 2, so that there are neighbours.
+
+    Args:
+        height: least and most rows.
+        width: least and most columns.
+        turned: whether half of the images have the two exchanged.
+    """
+
+    height: tuple[int, int]
+    width: tuple[int, int]
+    turned: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in (("height", self.height), ("width", self.width)):
+            if not 2 <= least <= most:
+                raise InvalidInputError(f"{name}: got {least} to {most}, want at least 2, and the least first")
+
+    def draw(self, count: int, random: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """(count,) heights and widths."""
+        height = random.integers(*self.height, count, endpoint=True)
+        width = random.integers(*self.width, count, endpoint=True)
+        turn = random.random(count) < 0.5 * self.turned
+        return np.where(turn, width, height), np.where(turn, height, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Documents padded on the right to the longest.
+
+    Args:
+        segments: what stands where, without padding.
+        patches: (batch,) of each image.
+        input_ids: (batch, length).
+        asked: (batch, questions) column of the last word of each question, where its answer is due.
+        directions: (batch, questions) indexes of DIRECTIONS.
+        answers: (batch, questions) colours.
+    """
+
+    segments: mmpos.SegmentTable
+    patches: IntArray
+    input_ids: IntArray
+    asked: IntArray
+    directions: IntArray
+    answers: IntArray
+
+
+def draw_batch(task: Task, sizes: Sizes, count: int, random: np.random.Generator) -> Batch:
+    """Images of random sizes and colours, and random questions about each."""
+    height, width = sizes.draw(count, random)
+    patches = height * width
+    colours = np.argsort(random.random((count, task.colours)), axis=1)
+    directions = random.integers(len(DIRECTIONS), size=(count, task.questions))
+    row, col = (
+        (random.random(directions.shape) * (side[:, None] - (directions == axis))).astype(np.int64)
+        for side, axis in ((height, DIRECTIONS.index("below")), (width, DIRECTIONS.index("right")))
+    )
+    cell = row * width[:, None] + col
+    answer = cell + np.where(directions == DIRECTIONS.index("right"), 1, width[:, None])
+
+    before = random.integers(1, task.filler, count, endpoint=True)
+    lengths = before + patches + 2 * task.questions
+    column = np.arange(lengths.max())
+    input_ids = np.full((count, column.size), task.filler_id, np.int64)
+    in_image = (column >= before[:, None]) & (column < (before + patches)[:, None])
+    input_ids[in_image] = colours[np.arange(task.colours) < patches[:, None]]
+    asked = (before + patches)[:, None] + 2 * np.arange(task.questions) + 1
+    np.put_along_axis(input_ids, asked - 1, task.colours + directions, axis=1)
+    np.put_along_axis(input_ids, asked, np.take_along_axis(colours, cell, axis=1), axis=1)
+
+    grid_thw = np.stack([np.ones_like(height), height, width], axis=1)
+    segments = mmpos.SegmentTable.from_spans(lengths, before, grid_thw, documents=np.arange(count))
+    return Batch(segments, patches, input_ids, asked, directions, np.take_along_axis(colours, answer, axis=1))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of the model.
+
+    Args:
+        layers: of attention and a feed-forward net.
+        heads: of attention, in each.
+        head_dim: channels of a head.
+        hidden: channels inside the feed-forward nets.
+    """
+
+    layers: int = 2
+    heads: int = 2
+    head_dim: int = 32
+    hidden: int = 128
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.heads * self.head_dim
+
+
+class Block(nn.Module):
+    """Attention over what came before, then a feed-forward net, each added to its normalised input."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, width = shape.heads, shape.width
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.net = nn.Sequential(nn.Linear(width, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, width))
+
+    def forward(self, x: Tensor, positions: DevicePositions | None, rotary: Rotary | None) -> Tensor:
+        """(batch, seq, width) to the same."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        if positions is not None and rotary is not None:
+            q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
+        # Padding stands on the right, so causal attention keeps it from every token.
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.net(self.norm2(x))
+
+
+class Model(nn.Module):
+    """Logits of colours; what is drawn for its parameters does not depend on the rotation.
+
+    Args:
+        shape: its sizes.
+        vocabulary: of input ids.
+        colours: to answer with.
+        rotary: of q and k; None turns nothing.
+    """
+
+    def __init__(self, shape: Shape, vocabulary: int, colours: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.embedding = nn.Embedding(vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, colours, bias=False)
+
+    def forward(self, input_ids: Tensor, asked: Tensor, positions: DevicePositions | None) -> Tensor:
+        """Logits where answers are due.
+
+        Args:
+            input_ids: (batch, seq) int64.
+            asked: (batch, questions) int64 columns.
+            positions: of batch × seq tokens; not read without a rotation.
+
+        Returns:
+            (batch, questions, colours).
+        """
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x, positions, self.rotary)
+        due = asked[..., None].expand(-1, -1, x.shape[-1])
+        logits: Tensor = self.head(self.norm(x.gather(1, due)))
+        return logits
+
 
 NONE = "none"
 """In the place of a scheme: no rotation at all."""
@@ -82,7 +271,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training came to.
+    """The result of one training.
 
     Args:
         scheme: its name, or NONE.

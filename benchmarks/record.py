@@ -12,16 +12,71 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
-import compared
-
+from mmpos.analysis.compare import Matrix, measure, measure_encodings
+from mmpos.schemes import SCHEMES
 from mmpos.support.files import write_text
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import Entry, Measurement, Report, from_json, to_json
+from mmpos_bench.results import Entry, Measurement, Report, from_json, number_text, ratio_text, seconds_text, to_json
 from mmpos_bench.suites import SUITES
-from mmpos_bench.words import number_text, ratio_text, seconds_text
+
+# <!-- compare: name of a quote --> what it says <!-- /compare -->
+_PROPERTIES = re.compile(r"(<!-- compare: ([^>]+?) -->\n).*?(<!-- /compare -->)", re.DOTALL)
+
+
+@cache
+def schemes() -> Matrix:
+    """All forms of all schemes."""
+    return measure()
+
+
+@cache
+def encodings() -> Matrix:
+    """All encodings."""
+    return measure_encodings()
+
+
+def fill_in_properties(page: str) -> str:
+    """A page with everything about properties that it quotes made anew.
+
+    Raises:
+        SystemExit: a quote of a name that is not known.
+    """
+
+    def quote(mark: re.Match[str]) -> str:
+        begin, name, end = mark.groups()
+        if name not in QUOTES:
+            raise SystemExit(f"compare: got {name!r}, want one of {', '.join(QUOTES)}")
+        return begin + QUOTES[name]() + end
+
+    return _PROPERTIES.sub(quote, page)
+
+
+def definitions(matrix: Matrix) -> str:
+    """A line for every property: what it is."""
+    return "".join(f"- **{each.title}**: {each.definition}\n" for each in matrix.properties)
+
+
+def counterexamples(matrix: Matrix) -> str:
+    """A line for everything that does not hold: where it fails."""
+    wrong = ((name, each) for name, each, _ in matrix.reasons if matrix[name, each.name].value is False)
+    return "".join(f"- `{name}`, {each.title}: {matrix[name, each.name].why}\n" for name, each in wrong)
+
+
+QUOTES: Mapping[str, Callable[[], str]] = {
+    "schemes": lambda: schemes().part(SCHEMES).to_markdown(),
+    "schemes with three axes": lambda: schemes().part(set(schemes().rows) - set(SCHEMES)).to_markdown(),
+    "encodings": lambda: encodings().to_markdown(),
+    "properties of schemes": lambda: definitions(schemes()),
+    "properties of encodings": lambda: definitions(encodings()),
+    "counterexamples of schemes": lambda: counterexamples(schemes()),
+    "counterexamples of encodings": lambda: counterexamples(encodings()),
+}
+"""The quotes of pages, by name."""
+
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -32,15 +87,15 @@ QUOTING = (HERE.parent / "README.md", HERE / "README.md", *sorted((HERE.parent /
 _MARK = re.compile(r"(<!-- bench: ([^;>]+); ([^;>]+); ([^;>]+); ([^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
-def measure(wanted: Sequence[tuple[str, str]]) -> list[Report]:
-    """Suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
-    found: list[Report] = []
+def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
+    """Run suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
+    reports: list[Report] = []
     for suite, malloc in wanted:
         print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found += from_json(done.stdout)
-    return found
+        reports += from_json(done.stdout)
+    return reports
 
 
 def keep(reports: Sequence[Report]) -> Path:
@@ -54,7 +109,7 @@ def keep(reports: Sequence[Report]) -> Path:
 
 
 def named(run: str) -> list[tuple[str, str]]:
-    """What is meant by a suite, or by a suite and a malloc."""
+    """Read SUITE or SUITE:MALLOC: the suites and mallocs to run."""
     suite, _, malloc = run.partition(":")
     if suite not in SUITES or malloc not in ("", *MALLOCS):
         raise argparse.ArgumentTypeError(f"got {run!r}, want one of {', '.join(SUITES)}, and :default or :tuned")
@@ -101,8 +156,8 @@ def _cell(measurement: Measurement, name: str, ours: str | None) -> str:
     ratio = measurement.of_limit(entry)
     if entry.role == "peer" and ours is not None:
         ratio = measurement.over_peers(measurement[ours])[name]
-    told = seconds_text(entry.timing.median)
-    return told if entry.role == "limit" or ratio is None else f"{told} ({ratio_text(ratio)})"
+    median = seconds_text(entry.timing.median)
+    return median if entry.role == "limit" or ratio is None else f"{median} ({ratio_text(ratio)})"
 
 
 def main() -> None:
@@ -113,10 +168,10 @@ def main() -> None:
     options = parser.parse_args()
     if not options.tables:
         runs = options.runs or [named(suite) for suite in SUITES]
-        print(keep(measure([wanted for run in runs for wanted in run])))
+        print(keep(run_suites([wanted for run in runs for wanted in run])))
     for page in QUOTING:
         text = page.read_text(encoding="utf-8")
-        filled = compared.fill_in(fill_in(text))
+        filled = fill_in_properties(fill_in(text))
         if filled != text:
             write_text(page, filled)
             print(page)

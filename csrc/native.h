@@ -32,7 +32,7 @@
 #define ALWAYS_INLINE inline
 #endif
 
-enum { TEXT, GRID, PAD }; /* kinds of segments, see mmpos/parts.py */
+enum { TEXT, GRID, PAD }; /* kinds of segments, see mmpos/segments/kinds.py */
 
 /* Buffers that a function has taken; at most as many as fit, released together. */
 typedef struct {

@@ -20,8 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from disaggregated_judge import judge
-from disaggregated_messages import Witness
-from disaggregated_workers import decode, prefill, processor
+from disaggregated_workers import Witness, decode, prefill, processor
 
 SPAWN = get_context("spawn")
 PROVERS = ("prefill 1", "prefill 2", "decode")
@@ -35,7 +34,7 @@ def main() -> int:
 
 
 def run(forgetful: str | None) -> dict[str, list[bytes]]:
-    """Start the workers and listen until all have ended; returns what each told, message by message."""
+    """Start the workers and listen until all have ended; returns what each reports, message by message."""
     (to_first, from_processor), (to_other, other_from_processor) = SPAWN.Pipe(), SPAWN.Pipe()
     (first_to_decode, decode_from_first), (other_to_decode, decode_from_other) = SPAWN.Pipe(), SPAWN.Pipe()
     listening, telling = zip(*(SPAWN.Pipe() for _ in PROVERS), strict=True)
@@ -50,12 +49,12 @@ def run(forgetful: str | None) -> dict[str, list[bytes]]:
     ends = (to_first, from_processor, to_other, other_from_processor)
     for end in (*ends, first_to_decode, decode_from_first, other_to_decode, decode_from_other, *telling):
         end.close()
-    told = dict(zip(PROVERS, _heard(listening), strict=True))
+    reports = dict(zip(PROVERS, _heard(listening), strict=True))
     for process in processes:
         process.join()
         if process.exitcode:
             sys.exit(f"{process.name} ended with status {process.exitcode}")
-    return told
+    return reports
 
 
 def _started(name: str, work: Callable[..., None], *arguments: Any) -> BaseProcess:

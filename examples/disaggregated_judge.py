@@ -1,4 +1,4 @@
-"""The judge of disaggregated.py: places every whole sequence at once, and compares what the workers tell with it."""
+"""The judge of disaggregated.py: places every whole sequence at once, and compares the workers' reports with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
-from disaggregated_messages import Array
-from disaggregated_model import embed, next_token, rotate
-from disaggregated_workers import BLOCK, BUILDER, REQUESTS
+from disaggregated_workers import BLOCK, BUILDER, REQUESTS, Array, embed, next_token, rotate
 
 from mmpos.rpc.positions import get_result
 from mmpos.rpc.queries import PositionsResult
@@ -19,7 +17,7 @@ from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What a worker tells of one window; see Witness.tell."""
+    """The report of a worker on one window; see Witness.tell."""
 
     worker: str
     what: str
@@ -32,7 +30,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """What a worker tells in the end of a request; see Witness.tell_end."""
+    """The report of a worker on the end of a request; see Witness.tell_end."""
 
     worker: str
     request: int
@@ -51,37 +49,37 @@ class Whole:
         self.turned = rotate(embed(self.sequence), self.positions)
         self.keys = self.sequence.block_keys(BLOCK)
 
-    def against(self, told: Window) -> list[str]:
-        """What of a window is not as it should be."""
-        here = slice(told.start, told.start + told.ids.size)
-        same = told.ids == self.sequence.input_ids[here]
-        assert told.positions.table is not None
-        assert told.positions.deltas is not None
+    def against(self, window: Window) -> list[str]:
+        """List what is wrong about a window."""
+        here = slice(window.start, window.start + window.ids.size)
+        same = window.ids == self.sequence.input_ids[here]
+        assert window.positions.table is not None
+        assert window.positions.deltas is not None
         agree = {
-            "token ids": same.all() or (told.what.startswith("draft") and same[0]),  # the last are wrong on purpose
-            "positions": np.array_equal(told.positions.table.dense(), self.positions[:, here]),
-            "delta": np.array_equal(told.positions.deltas, self.sequence.positions.deltas),
-            "q and k": np.array_equal(told.turned[same], self.turned[here][same]),
+            "token ids": same.all() or (window.what.startswith("draft") and same[0]),  # the last are wrong on purpose
+            "positions": np.array_equal(window.positions.table.dense(), self.positions[:, here]),
+            "delta": np.array_equal(window.positions.deltas, self.sequence.positions.deltas),
+            "q and k": np.array_equal(window.turned[same], self.turned[here][same]),
         }
         return [name for name, right in agree.items() if not right]
 
-    def against_end(self, told: End) -> list[str]:
-        """What of the end is not as it should be; a token is right if all k before it, bit for bit, make it."""
+    def against_end(self, end: End) -> list[str]:
+        """List what is wrong about the end; a token is right if all k before it, bit for bit, make it."""
         k = self.turned[:, 1]
         tokens = [next_token(k[:stop]) for stop in range(self.prompt, len(k))]
         agree = {
-            "tokens": told.generated.tolist() == tokens,
-            "k": np.array_equal(told.k, k),
-            "block keys": told.keys.tobytes() == b"".join(self.keys),
+            "tokens": end.generated.tolist() == tokens,
+            "k": np.array_equal(end.k, k),
+            "block keys": end.keys.tobytes() == b"".join(self.keys),
         }
         return [name for name, right in agree.items() if not right]
 
 
-def judge(told: Mapping[str, Sequence[bytes]]) -> int:
-    """Print an account of what each worker told; returns 1 if anything disagrees with the whole."""
-    heard = [one for worker, messages in told.items() for one in _read(worker, messages)]
-    windows = [one for one in heard if isinstance(one, Window)]
-    ends = {one.request: one for one in heard if isinstance(one, End)}
+def judge(messages: Mapping[str, Sequence[bytes]]) -> int:
+    """Print an account of what each worker reported; returns 1 if anything disagrees with the whole."""
+    reports = [one for worker, lines in messages.items() for one in _read(worker, lines)]
+    windows = [one for one in reports if isinstance(one, Window)]
+    ends = {one.request: one for one in reports if isinstance(one, End)}
     wholes = [Whole(request, ends[request].generated) for request in range(len(REQUESTS))]
     wrong = 0
     for (worker, request, what), group in groupby(windows, lambda one: (one.worker, one.request, one.what)):
@@ -99,7 +97,7 @@ def judge(told: Mapping[str, Sequence[bytes]]) -> int:
 
 
 def _reuse(windows: Sequence[Window], first: Whole, second: Whole) -> list[str]:
-    """What is not as it should be of the blocks that the second request has in common with the first."""
+    """List what is wrong about the blocks that the second request has in common with the first."""
     shared = BLOCK * sum(a == b for a, b in zip(first.keys, second.keys, strict=False))
     begun = next(window.start for window in windows if window.request == 1)
     agree = {"start": begun == shared, "photograph": second.sequence.image_spans[0, 1] <= shared}

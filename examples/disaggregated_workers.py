@@ -1,21 +1,138 @@
-"""The workers of disaggregated.py: processor, prefill and decode. Each knows of the others what messages say."""
+"""The workers of disaggregated.py, their messages, and a stand-in for a model: q and k, rotated."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
+from math import factorial, pi
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from disaggregated_messages import Array, Witness, receive, send, tensor
-from disaggregated_model import IMAGES, embed, embed_text, next_token, rotate
+import numpy.typing as npt
+from google.protobuf.message import Message
+from numpy.polynomial.polynomial import polyval
 
 import mmpos
-from mmpos import InterleavedSequence, PositionTable, SequenceBuilder
-from mmpos.rpc.sequences import put_sequence
-from mmpos.rpc.tensors import get_tensor
-from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
+from mmpos import ImageProcessor, InterleavedSequence, PositionTable, SequenceBuilder
+from mmpos.rotary import Rotary
+from mmpos.rpc.positions import put_result
+from mmpos.rpc.queries import PositionsResult
+from mmpos.rpc.sequences import get_sequence, put_sequence
+from mmpos.rpc.tensors import get_tensor, put_tensor
+from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
+
+Array = npt.NDArray[Any]
+M = TypeVar("M", bound=Message)
+
+
+def send(to: Connection, message: Message) -> None:
+    """Send the bytes of a message, and nothing else."""
+    to.send_bytes(message.SerializeToString())
+
+
+def receive(source: Connection, kind: type[M]) -> M:
+    """The next message, of this kind."""
+    return kind.FromString(source.recv_bytes())
+
+
+def tensor(array: Array) -> tensor_pb2.Tensor:
+    """An array as a message."""
+    message = tensor_pb2.Tensor()
+    put_tensor(message, array)
+    return message
+
+
+@dataclasses.dataclass
+class Witness:
+    """Tells the judge what a worker has made of a window.
+
+    Args:
+        judge: compares it with the whole.
+        forgets: whether this worker forgets the delta, to see that the judge notices.
+    """
+
+    judge: Connection
+    forgets: bool
+
+    def sequence(self, message: sequences_pb2.Sequence) -> InterleavedSequence:
+        """The sequence of a message, as this worker understands it."""
+        sequence = get_sequence("sequence", message)
+        return dataclasses.replace(sequence, positions=_without_delta(sequence.positions)) if self.forgets else sequence
+
+    def tell(self, what: str, request: int, start: int, window: PositionTable, ids: Array, turned: Array) -> None:
+        """Report a window of a request: its positions and delta, its token ids, and its rotated q and k."""
+        positions = positions_pb2.Positions()
+        put_result(positions, PositionsResult.of(window))
+        send(self.judge, sequences_pb2.Part(text=what))
+        send(self.judge, positions_pb2.Window(documents=[request], starts=[start], lengths=[window.num_tokens]))
+        send(self.judge, positions)
+        send(self.judge, tensor(ids))
+        send(self.judge, tensor(turned))
+
+    def tell_end(self, request: int, generated: Array, k: Array, keys: list[bytes]) -> None:
+        """Report what there is of a request in the end: tokens after the prompt, all rotated k, all block keys."""
+        send(self.judge, sequences_pb2.Part(text="end"))
+        send(self.judge, positions_pb2.Window(documents=[request]))
+        for array in (generated, k, np.frombuffer(b"".join(keys), np.uint8)):
+            send(self.judge, tensor(array))
+
+
+def _without_delta(positions: PositionTable) -> PositionTable:
+    """The mistake of systems that lose the delta on the way: the next position is the number of tokens."""
+    documents = positions.documents.copy()
+    documents[2:] = [[positions.num_tokens], [0]]
+    return PositionTable.from_arrays(
+        positions.table, documents, positions.num_tokens, fractional=positions.fractional, scheme=positions.scheme
+    )
+
+
+HEADS, HEAD_DIM = 2, 16
+IMAGES = ImageProcessor(backend="pillow", order="merged", max_tokens=48)
+ROTARY = Rotary(head_dim=HEAD_DIM, axes=2)
+
+_RANDOM = np.random.default_rng(0)
+_WORDS = _RANDOM.standard_normal((259, 2, HEADS, HEAD_DIM), np.float32)
+_PIXELS = _RANDOM.integers(-3, 4, (4 * 14 * 14 * 3, 2 * HEADS * HEAD_DIM))
+_COS = [(-1) ** n / factorial(2 * n) for n in range(14)]
+_SIN = [(-1) ** n / factorial(2 * n + 1) for n in range(14)]
+
+
+def embed_text(ids: Array) -> Array:
+    """(tokens, 2, heads, head_dim) q and k of text, before rotation."""
+    return _WORDS[ids]
+
+
+def embed(sequence: InterleavedSequence) -> Array:
+    """(tokens, 2, heads, head_dim) q and k of a sequence with its pixels, before rotation."""
+    states = embed_text(sequence.input_ids)
+    assert sequence.patches is not None
+    # Whole numbers, so that a sum has the same bits however the tokens are batched.
+    pixels = sequence.patches.reshape(-1, len(_PIXELS)).astype(np.int64) @ _PIXELS
+    states[sequence.token_type_ids == 1] = (pixels / 2.0**16).reshape(-1, 2, HEADS, HEAD_DIM)
+    return states
+
+
+def rotate(x: Array, ids: Array) -> Array:
+    """Rotate (tokens, 2, heads, head_dim) by (axes, tokens) ids: what apply_rotary does, in numpy.
+
+    The angle is a whole number of 2⁻⁶⁴ turns, and sums and products are all there is to cos and sin: the same bits
+    wherever a window begins, which np.cos does not promise.
+    """
+    turn = ids.astype(np.int64).view(np.uint64)[ROTARY.pair_axis].T * ROTARY.turns
+    angle = turn.view(np.int64) * (2 * pi * 2.0**-64)
+    cos, sin = polyval(angle**2, _COS), angle * polyval(angle**2, _SIN)
+    cos, sin = (part.astype(np.float32)[:, None, None] for part in (cos, sin))
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def next_token(k: Array) -> int:
+    """The token after those whose rotated k this is: another one if a single bit of them differs."""
+    return zlib.crc32(k.tobytes()) % 256
+
 
 BLOCK = 16
 """Tokens of a block of the cache."""

@@ -81,7 +81,7 @@ class TinyVLM(nn.Module):
         return words.masked_scatter(batch["mm_token_type_ids"][..., None] == 1, features)
 
     def forward(self, batch: Any, labels: Tensor | None = None) -> Any:
-        """What the language model gives for a batch of the processor."""
+        """Run the language model on a batch of the processor."""
         return self.language(
             inputs_embeds=self.embed(batch),
             attention_mask=batch["attention_mask"],
@@ -100,14 +100,14 @@ class TinyVLM(nn.Module):
         """
         table = batch["positions"] if positions is None else positions
         mask = batch["attention_mask"]
-        found: Tensor = self.language.generate(
+        generated: Tensor = self.language.generate(
             inputs_embeds=self.embed(batch),
             attention_mask=mask,
             mm_position_ids=table,
             max_new_tokens=tokens,
             do_sample=False,
         )
-        return found
+        return generated
 
     @torch.no_grad()
     def answer_without_cache(self, batch: Any, tokens: int = 40) -> Tensor:
@@ -136,7 +136,7 @@ def ask(processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) 
 
 
 def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Tensor:
-    """What an answer costs, given the photos, or given nothing: the mean over chats, in nats."""
+    """Compute the loss of an answer, with the photos or without: the mean over chats, in nats."""
     batch = processor.apply_chat_template(
         [chat(shown, see=see, answered=True) for shown in chats],
         tokenize=True,

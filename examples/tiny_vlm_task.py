@@ -1,4 +1,4 @@
-"""What the tiny model is to learn: photos with captions, and chats about one or two of them."""
+"""The task of the tiny model: photos with captions, and chats about one or two of them."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict
 
 
 def answer_of(shown: Shown) -> str:
-    """What is right to say of these photos."""
+    """The right answer about these photos."""
     return " ".join(photo.caption for photo in shown)

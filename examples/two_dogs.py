@@ -26,7 +26,7 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Findings:
-    """How far apart outputs are that are equal where attention does not know positions, as the largest difference.
+    """The largest differences between outputs that are equal where attention does not know positions.
 
     Args:
         dogs: of the two dogs, every word seeing every word.
@@ -58,7 +58,7 @@ def block(encoding: Encoding, *, causal: bool, seq: int = len(SENTENCE), seed: i
 
 
 def find(encoding: Encoding) -> Findings:
-    """What a block with this encoding makes of the sentence."""
+    """Run a block with this encoding on the sentence."""
     full, causal = block(encoding, causal=False), block(encoding, causal=True)
     x, exchanged = embeddings(), list(EARLIER_EXCHANGED)
 
@@ -74,7 +74,7 @@ def find(encoding: Encoding) -> Findings:
 
 
 def without_positions() -> dict[str, float]:
-    """How far apart outputs of attention without an encoding are when the words before the last are exchanged."""
+    """The largest difference that exchanging the words before the last makes to attention without an encoding."""
     full, causal, second = (block(NoPE(), causal=c, seed=s) for c, s in ((False, 1), (True, 1), (True, 2)))
     x, exchanged = embeddings(), list(EARLIER_EXCHANGED)
     moved = x[:, exchanged]

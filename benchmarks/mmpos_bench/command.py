@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
 from mmpos.support.program import console
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import to_json
+from mmpos_bench.results import UNITS, Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json
 from mmpos_bench.suites import SUITES, Watch, run
-from mmpos_bench.tables import print_report
 
 app = typer.Typer(
     name="mmpos bench",
@@ -69,17 +69,17 @@ def bench(
 
         picture_path(plot)
     with _watch() as watch:
-        found = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+        report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
-        typer.echo(to_json([found]), nl=False)
+        typer.echo(to_json([report]), nl=False)
     else:
-        print_report(console(), found)
+        print_report(console(), report)
     if json not in (None, "-"):
-        write_text(Path(json), to_json([found]))
+        write_text(Path(json), to_json([report]))
     if plot is not None:
         from mmpos_bench.plot import plot_report
 
-        plot_report(found, plot)
+        plot_report(report, plot)
 
 
 @contextmanager
@@ -104,3 +104,72 @@ def _watch() -> Iterator[Watch]:
 def _say(title: str, done: int, rounds: int) -> None:
     if done == 0:
         print(title, file=sys.stderr, flush=True)
+
+
+_BELOW = ", one plain call over as many bytes; below 1×: faster than that call"
+
+
+def print_report(out: Console, report: Report) -> None:
+    """Machine, command, one table per group, and the peers that were missing."""
+    out.print(f"{report.machine}\n{report.machine.versions}\n", soft_wrap=True)
+    out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
+    if report.quick:
+        out.print("quick: every path once, the figures mean nothing")
+    for group in report.groups:
+        measurements = report.group(group)
+        out.print(f"\n{group}")
+        _print_group(out, measurements)
+    for name, why in report.missing.items():
+        out.print(f"\nmissing: {name} ({why})", soft_wrap=True)
+
+
+def spread_text(entry: Entry) -> str:
+    """The range of a timing, in the unit of its median."""
+    size, _ = next(((s, u) for s, u in UNITS if entry.timing.median >= s), UNITS[-1])
+    low, high = entry.timing.p20 / size, entry.timing.p80 / size
+    digits = 0 if low >= 100 else 1 if low >= 10 else 2
+    return f"{low:,.{digits}f}–{high:,.{digits}f}"
+
+
+def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
+    """A line per contestant under the name of each case: names are too long for a column of a table."""
+    units = list(dict.fromkeys(m.unit for m in measurements))
+    limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
+    peers = any(e.role == "peer" for m in measurements for e in m.entries)
+    per = f"per {units[0].removesuffix('s')}" if len(units) == 1 else "per unit"
+    head = ["", "median", "p20–p80", per, "of limit" if limits else "", "faster than" if peers else ""]
+    rows = [[cells for e in m.entries for cells in _cells(m, e)] for m in measurements]
+    every = [head, *(row for case in rows for row in case)]
+    widths = [max(len(cells[i]) for cells in every) for i in range(len(head))]
+    out.out(_line(head, widths))
+    for measurement, case in zip(measurements, rows, strict=True):
+        out.print(Text(measurement.name, style="bold"))
+        for cells in case:
+            out.out(_line(cells, widths), highlight=False)
+        for name, value in measurement.facts.items():
+            out.out(f"  {name}: {number_text(value)}", highlight=False)
+    if limits:
+        below = any((m.of_limit(e) or 1) < 1 for m in measurements for e in m.entries)
+        out.print(f"limit: {', '.join(limits)}{_BELOW if below else ''}", soft_wrap=True)
+
+
+def _cells(measurement: Measurement, entry: Entry) -> Iterator[list[str]]:
+    """The line of a contestant, and one more for each further peer."""
+    each = measurement.per_unit(entry)
+    over = [f"{ratio_text(ratio)} {name}" for name, ratio in measurement.over_peers(entry).items()]
+    yield [
+        f"  {entry.name}",
+        seconds_text(entry.timing.median),
+        spread_text(entry),
+        "" if each is None else seconds_text(each),
+        "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry)),
+        over[0] if over else "",
+    ]
+    yield from (["", "", "", "", "", peer] for peer in over[1:])
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    """Names flush left, numbers flush right, peers flush left."""
+    name, *numbers, over = cells
+    middle = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True)]
+    return "  ".join([f"{name:<{widths[0]}}", *middle, over]).rstrip()

@@ -13,8 +13,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary import DevicePositions, Rotary
 from mmpos.segments.table import SegmentTable
 from mmpos_bench.proofs import holds
-from mmpos_bench.reference import loop_ids
-from mmpos_bench.workloads import Document, workload
+from mmpos_bench.workloads import Document, loop_ids, workload
 
 __all__ = ["ROUNDING", "SHAPES", "Layer", "Pair", "Shape", "interleaved"]
 

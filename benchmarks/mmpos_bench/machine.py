@@ -39,7 +39,7 @@ _SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run was made.
+    """The machine of a run, and what is installed on it.
 
     Args:
         cpu: the model, as the machine names it.
@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def versions(self) -> str:
-        """What is installed."""
+        """The versions of what is installed."""
         return ", ".join(f"{name} {found}" for name, found in self.packages.items())
 
 
@@ -109,7 +109,7 @@ def set_malloc(setting: str) -> None:
 
 
 def stamp(malloc: str) -> Machine:
-    """This machine, now.
+    """Describe this machine, now.
 
     Args:
         malloc: the setting that `set_malloc` was called with.
@@ -126,7 +126,7 @@ def stamp(malloc: str) -> Machine:
         malloc=malloc,
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        packages={name: found for name in _PACKAGES if (found := version_of(name))},
+        packages={name: known for name in _PACKAGES if (known := version_of(name))},
     )
 
 
@@ -159,7 +159,7 @@ def _commit() -> str | None:
 
 
 def _said(program: str, *arguments: str) -> str | None:
-    """What a program prints, or None where there is none, or it fails."""
+    """The output of a program, or None where there is none, or it fails."""
     if shutil.which(program) is None:
         return None
     try:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, line_style, picture_path
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, Style, canvas, in_axes, line_style, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError
-from mmpos_bench.results import Entry, Measurement, Report
+from mmpos_bench.results import UNITS, Entry, Measurement, Report, ratio_text, seconds_text
 from mmpos_bench.suites import SUITES
-from mmpos_bench.words import UNITS, ratio_text, seconds_text
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
     from mmpos.analysis.plot.picture import Picture
 
 __all__ = ["plot_report"]
@@ -67,7 +69,7 @@ def plot_report(report: Report, path: str | PathLike[str] | None = None) -> Pict
             left = column * _COLUMN
             start, wide = (_CURVE, _CURVE_WIDTH) if panel.curve else (_DOTS, _DOTS_WIDTH)
             axes = figure.add_axes(((left + start) / width, bottom / height, wide / width, panel.height / height))
-            name: dict[str, Any] = {"fontsize": 11, "color": INK, "fontweight": "bold"}
+            name: Style = {"fontsize": 11, "color": INK, "fontweight": "bold"}
             figure.text((left + _MARGIN) / width, (bottom + panel.height + 0.14) / height, panel.title, **name)
             (_draw_curve if panel.curve else _draw_dots)(axes, panel)
     return figure
@@ -126,14 +128,15 @@ def _layout(panels: list[_Panel], top: float) -> tuple[list[tuple[int, float]], 
     return [(column, height - below) for column, below in places], height
 
 
-def _head(figure: Any, report: Report, dots: bool) -> None:
-    """What was measured and where; whether it is to be believed; and how to read the dots."""
+def _head(figure: Picture, report: Report, dots: bool) -> None:
+    """Write the suite, the machine, a warning on quick runs, and how to read the dots."""
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
 
     def write(inches: float, text: str, **style: Any) -> None:
-        figure.text(_MARGIN / width, 1 - inches / height, text, **{"fontsize": 9, "color": _GREY} | style)
+        grey: Style = {"fontsize": 9, "color": _GREY}
+        figure.text(_MARGIN / width, 1 - inches / height, text, **(grey | style))
 
     write(0.38, f"mmpos bench {report.suite}", fontsize=15, color=INK, fontweight="bold")
     write(0.63, SUITES.get(report.suite, ""), fontsize=10.5, color=INK)
@@ -141,34 +144,36 @@ def _head(figure: Any, report: Report, dots: bool) -> None:
     write(1.04, report.command)
     if report.quick:
         words = "quick: toy sizes, every path once; the figures mean nothing"
-        box = {"boxstyle": "square,pad=0.35", "facecolor": COLOURS[1], "edgecolor": "none"}
+        box: Style = {"boxstyle": "square,pad=0.35", "facecolor": COLOURS[1], "edgecolor": "none"}
         write(1.33, f" {words} ", fontsize=10, color="white", fontweight="bold", bbox=box)
     if dots:
         roles = dict.fromkeys(e.role for m in report.measurements for e in m.entries if e.role in _ROLES)
         handles = [_dot(Line2D([], []), role) for role in _ROLES if role in roles]
         label = "1×: the limit, one plain call; left of it: faster than that call"
         handles.append(Line2D([], [], color=FAINT, linestyle="--", linewidth=1, label=label))
-        place = {
+        place: Style = {
             "loc": "upper left",
             "bbox_to_anchor": ((_MARGIN - 0.08) / width, 1 - (1.14 + (_QUICK if report.quick else 0)) / height),
         }
         figure.legend(handles=handles, ncols=4, frameon=False, fontsize=9, borderaxespad=0, columnspacing=1.4, **place)
 
 
-def _dot(line: Any, role: str) -> Any:
+def _dot(line: Line2D, role: str) -> Line2D:
     """A line as the mark of a role, with its label."""
     label, colour, marker = _ROLES[role]
     line.set(color=colour, marker=marker, markersize=6, markeredgewidth=0, linestyle="", label=label)
     return line
 
 
-def _draw_dots(axes: Any, panel: _Panel) -> None:
+def _draw_dots(axes: Axes, panel: _Panel) -> None:
     """A line for each contestant: its name, a dot with the range behind it, its time and its ratio."""
     ratios = [0.8, 2.5]  # at least so far: the axis of an even race is as easily read as its neighbours'
     indent = 0.15 if any(shown is None for _, shown in panel.lines) else 0.0
-    text = {"va": "center", "fontsize": 9, "transform": axes.get_yaxis_transform(), "clip_on": False, "zorder": 4}
+    inch, _ = in_axes(axes, 1)
+    text: Style = {"va": "center", "fontsize": 9, "clip_on": False, "zorder": 4}
+    text["transform"] = axes.get_yaxis_transform()
     for i, (name, shown) in enumerate(panel.lines):
-        left = -_inches(axes, _DOTS - _MARGIN)
+        left = -inch * (_DOTS - _MARGIN)
         if shown is None:
             # A long one lies over the axes, and covers their lines.
             axes.text(left, i, name, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, **text)
@@ -181,9 +186,9 @@ def _draw_dots(axes: Any, panel: _Panel) -> None:
         axes.axhline(i, color="#eeeeee", linewidth=0.8, zorder=0.5)
         axes.plot([low, high], [i, i], color=_ROLES[entry.role][1], linewidth=2, alpha=0.45)
         _dot(axes.plot([middle], [i], zorder=3)[0], entry.role)
-        axes.text(left + _inches(axes, indent), i, name, color=_GREY if indent else INK, **text)
-        axes.text(1 + _inches(axes, 0.72), i, seconds_text(timing.median), ha="right", color=_GREY, **text)
-        axes.text(1 + _inches(axes, 1.35), i, ratio_text(middle), ha="right", color=INK, **text)
+        axes.text(left + inch * indent, i, name, color=_GREY if indent else INK, **text)
+        axes.text(1 + 0.72 * inch, i, seconds_text(timing.median), ha="right", color=_GREY, **text)
+        axes.text(1 + 1.35 * inch, i, ratio_text(middle), ha="right", color=INK, **text)
     _log_axis(axes.xaxis, min(ratios) / 1.15, max(ratios) * 1.15, "×")
     limits = dict.fromkeys(m.limit.name for m in panel.group if m.limit)
     _finish(axes, f"times as long as {', '.join(limits)}")
@@ -193,27 +198,24 @@ def _draw_dots(axes: Any, panel: _Panel) -> None:
     axes.spines[["left", "right", "top"]].set_visible(False)
 
 
-def _inches(axes: Any, inches: float) -> float:
-    """Inches as a fraction of the width of the axes."""
-    return float(inches / (axes.get_position().width * axes.figure.get_figwidth()))
-
-
-def _draw_curve(axes: Any, panel: _Panel) -> None:
+def _draw_curve(axes: Axes, panel: _Panel) -> None:
     """Time per unit of work over what grows, with the range of each point behind it."""
     group = panel.group
     size, unit = _unit(group)
-    drawn, times = [], []
+    ends: dict[Line2D, float] = {}
+    times: list[float] = []
     for name, look in _looks(group).items():
-        found = [(m.point[1], m.per_unit(m[name]), m[name].timing) for m in group if m.point and _has(m, name)]
-        points = [(x, each / size, t.p20 / t.median, t.p80 / t.median) for x, each, t in found if each]
+        timed = [(m.point.value, m.per_unit(m[name]), m[name].timing) for m in group if m.point and _has(m, name)]
+        points = [(x, each / size, t.p20 / t.median, t.p80 / t.median) for x, each, t in timed if each]
         if not points:
             continue
         x, y, low, high = zip(*points, strict=True)
-        drawn += axes.plot(x, y, label=name, markersize=4.5, markeredgewidth=0, linewidth=1.6, **look)
+        (line,) = axes.plot(x, y, label=name, markersize=4.5, markeredgewidth=0, linewidth=1.6, **look)
+        ends[line] = y[-1]
         below, above = ([a * b for a, b in zip(y, side, strict=True)] for side in (low, high))
         axes.fill_between(x, below, above, color=look["color"], alpha=0.15, linewidth=0)
         times += below + above
-    counts = sorted({m.point[1] for m in group if m.point})
+    counts = sorted({m.point.value for m in group if m.point})
     if min(counts) <= 0:
         axes.set_xscale("symlog", linthresh=1)
     elif max(counts) > 10:
@@ -222,27 +224,26 @@ def _draw_curve(axes: Any, panel: _Panel) -> None:
     axes.set_xticks([], minor=True)
     _log_axis(axes.yaxis, min(times) / 1.2, max(times) * 1.2, "")
     axes.set_ylabel(f"{unit} per {group[0].unit.removesuffix('s')}", fontsize=9)
-    # In the order of the lines where they end.
-    drawn.sort(key=lambda line: -line.get_ydata()[-1])
+    drawn = sorted(ends, key=lambda line: -ends[line])
     axes.legend(
         handles=drawn, loc="upper left", bbox_to_anchor=(1.03, 1.02), frameon=False, fontsize=9, borderaxespad=0
     )
-    _finish(axes, group[0].point[0] if group[0].point else "")
+    _finish(axes, group[0].point.axis if group[0].point else "")
 
 
-def _looks(group: Group) -> dict[str, dict[str, Any]]:
+def _looks(group: Group) -> dict[str, Style]:
     """Colour, dashes and marker of every contestant: no two have all three, and a limit is a faint line."""
     roles = {e.name: e.role for m in group for e in m.entries}
-    found: dict[str, dict[str, Any]] = {}
+    looks: dict[str, Style] = {}
     counts: dict[str, int] = {"peer": 0, "ours": 0}
     for name, role in roles.items():
         if role == "limit":
-            found[name] = {"color": FAINT, "linestyle": "--", "marker": ""}
+            looks[name] = {"color": FAINT, "linestyle": "--", "marker": ""}
             continue
         side = "peer" if role == "peer" else "ours"
-        found[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
+        looks[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
         counts[side] += 1
-    return found
+    return looks
 
 
 def _has(measurement: Measurement, name: str) -> bool:
@@ -283,9 +284,7 @@ def _short(count: float) -> str:
     return f"{float(f'{count / size:.2g}'):g}{unit}" if unit else f"{count:g}"
 
 
-def _finish(axes: Any, label: str) -> None:
-    axes.grid(color="#e8e8e8", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, colors="#444444", labelsize=8.5, which="both")
-    axes.spines[:].set_color("#bbbbbb")
+def _finish(axes: Axes, label: str) -> None:
+    quiet_axes(axes)
+    axes.tick_params(labelsize=8.5, which="both")
     axes.set_xlabel(label, fontsize=9, color=_GREY)

@@ -16,7 +16,7 @@ class NotEqualError(MmposError):
 
 
 def equal(got: Any, want: Any) -> None:
-    """Every value of two arrays or tensors is the same; their dtypes may differ.
+    """Check that every value of two arrays or tensors is the same; their dtypes may differ.
 
     Args:
         got: what a contestant gives.
@@ -29,7 +29,7 @@ def equal(got: Any, want: Any) -> None:
 
 
 def close(got: Any, want: Any, at_most: float) -> None:
-    """No value is further from its counterpart than this; NaN equals nothing.
+    """Check that no value is further from its counterpart than this; NaN equals nothing.
 
     Args:
         got: what a contestant gives.
@@ -39,18 +39,18 @@ def close(got: Any, want: Any, at_most: float) -> None:
     Raises:
         NotEqualError: naming the first difference.
     """
-    found, wanted = np.asarray(got), np.asarray(want)
-    if found.shape != wanted.shape:
-        raise NotEqualError(f"got shape {found.shape}, want {wanted.shape}")
-    same = found == wanted if at_most == 0 else np.abs(found - wanted.astype(np.float64)) <= at_most
+    values, wanted = np.asarray(got), np.asarray(want)
+    if values.shape != wanted.shape:
+        raise NotEqualError(f"got shape {values.shape}, want {wanted.shape}")
+    same = values == wanted if at_most == 0 else np.abs(values - wanted.astype(np.float64)) <= at_most
     if not same.all():
         place = tuple(int(i) for i in np.argwhere(~same)[0])
         within = f" within {at_most:g}" if at_most else ""
-        raise NotEqualError(f"{list(place)}: got {found[place]}, want {wanted[place]}{within}")
+        raise NotEqualError(f"{list(place)}: got {values[place]}, want {wanted[place]}{within}")
 
 
 def holds(fact: bool, got: object, want: object) -> None:
-    """Something is so.
+    """Check a fact.
 
     Raises:
         NotEqualError: it is not.

@@ -1,4 +1,4 @@
-"""What a run found: frozen, with the machine that it ran on, and the same after a trip through JSON."""
+"""The figures of a run as data, as JSON, and as people read them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from mmpos.errors import InvalidInputError
 from mmpos_bench.machine import Machine
 from mmpos_bench.timing import Timing
-
-__all__ = ["FORMAT", "Entry", "Measurement", "Report", "from_json", "to_json"]
 
 FORMAT = 1
 """Of the JSON text; grows when a reader of the one before would misread it."""
@@ -35,15 +33,28 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Point:
+    """A place on a curve.
+
+    Args:
+        axis: what grows along the curve: "tokens", "images", "pixels of an image".
+        value: how many.
+    """
+
+    axis: str
+    value: float
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """One case: see `mmpos_bench.Case` for group, name, work, unit, point (axis and value) and facts."""
+    """One case; see `mmpos_bench.Case` and `mmpos_bench.Lineup` for the fields."""
 
     group: str
     name: str
     entries: tuple[Entry, ...]
     work: dict[str, int]
     unit: str
-    point: tuple[str, float] | None = None
+    point: Point | None = None
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Entry:
@@ -59,11 +70,11 @@ class Measurement:
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
     def of_limit(self, entry: Entry) -> float | None:
-        """How many times as long as the limit a contestant takes: 1 is all that the machine can do."""
+        """The time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Entry) -> dict[str, float]:
-        """How many times as fast as each peer a contestant is; only ours are compared."""
+        """The speed of a contestant as a multiple of each peer's; only ours are compared."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
@@ -117,11 +128,11 @@ def from_json(text: str) -> tuple[Report, ...]:
         InvalidInputError: not JSON, another format, or fields that do not fit.
     """
     try:
-        found = json.loads(text)
-        got = found.get("format")
+        content = json.loads(text)
+        got = content.get("format")
         if got != FORMAT:
             raise InvalidInputError(f"format: got {got!r}, want {FORMAT}")
-        return tuple(_report(values) for values in found["reports"])
+        return tuple(_report(values) for values in content["reports"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, InvalidInputError):
             raise
@@ -143,7 +154,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
     row: dict[str, Any] = {"group": measurement.group, "name": measurement.name, "work": measurement.work}
     row["unit"] = measurement.unit
     if measurement.point is not None:
-        row["point"] = list(measurement.point)
+        row["point"] = [measurement.point.axis, measurement.point.value]
     if measurement.facts:
         row["facts"] = {name: float(f"{value:.{_DIGITS}g}") for name, value in measurement.facts.items()}
     row["entries"] = [
@@ -168,6 +179,43 @@ def _report(values: dict[str, Any]) -> Report:
 
 def _measurement(row: dict[str, Any]) -> Measurement:
     entries = tuple(Entry(name, role, Timing(*numbers)) for name, role, *numbers in row["entries"])
-    point = row.get("point")
-    place = None if point is None else (point[0], point[1])
-    return Measurement(row["group"], row["name"], entries, row["work"], row["unit"], place, row.get("facts", {}))
+    point = Point(*row["point"]) if "point" in row else None
+    return Measurement(row["group"], row["name"], entries, row["work"], row["unit"], point, row.get("facts", {}))
+
+
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+"""Units of time and their seconds, the longest first."""
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with three significant digits.
+
+    >>> seconds_text(0.0012345), seconds_text(7.2e-7), seconds_text(0.0), seconds_text(0.009996), seconds_text(0.9999)
+    ('1.23 ms', '720 ns', '0 ns', '10.0 ms', '1.00 s')
+    """
+    rounded = float(f"{seconds:.3g}")
+    size, unit = next(((s, u) for s, u in UNITS if rounded >= s), UNITS[-1])
+    return f"{_three(seconds / size)} {unit}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A ratio with two or three significant digits, or nothing.
+
+    >>> ratio_text(0.4567), ratio_text(9.996), ratio_text(1234.5), ratio_text(None)
+    ('0.46×', '10.0×', '1,234×', '')
+    """
+    return "" if ratio is None else f"{_three(ratio)}×"
+
+
+def _three(value: float) -> str:
+    rounded = float(f"{value:.3g}")
+    return f"{value:,.{0 if rounded >= 100 or rounded == 0 else 1 if rounded >= 10 else 2}f}"
+
+
+def number_text(value: float) -> str:
+    """A number beside times, without an exponent where it is large.
+
+    >>> number_text(122975.4), number_text(0.99634)
+    ('122,975', '0.9963')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

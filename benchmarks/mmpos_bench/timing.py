@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 
-__all__ = ["Budget", "Call", "Tick", "Timer", "Timing", "compare"]
+__all__ = ["Budget", "Call", "Tick", "Timer", "Timing", "by_events", "compare", "in_turns", "one_thread"]
 
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
-"""Told after every round: how many are done, and how many there are."""
+"""Receives after every round how many are done, and how many there are."""
 
 _SHORTEST = 2e-4  # seconds that a turn is made to last while it is found out how long a call takes
 _FEWEST = 3  # turns of a contestant that takes more time than it has
+_FLUSH = 256 << 20  # bytes: more than the caches of GPUs hold
+_WARM = 10  # rounds on a GPU that do not count
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to measure.
+    """The time for a measurement.
 
     Args:
         seconds: time for each contestant; one call of a slow contestant may take more.
@@ -50,7 +53,7 @@ class Timing:
 
     @classmethod
     def of(cls, values: list[float]) -> Timing:
-        """The middle and the range of measurements, at least two.
+        """Take the middle and the range of measurements, at least two.
 
         >>> Timing.of([3.0, 1.0, 2.0]).median
         2.0
@@ -58,14 +61,9 @@ class Timing:
         cuts = statistics.quantiles(values, n=10, method="inclusive")
         return cls(statistics.median(values), cuts[1], cuts[7], len(values))
 
-    @property
-    def micros(self) -> str:
-        """Median microseconds, and the range from the 20th to the 80th percentile."""
-        return f"{self.median * 1e6:,.1f} ({self.p20 * 1e6:,.1f}–{self.p80 * 1e6:,.1f})"
-
 
 Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
-"""What times contestants: `compare`, or a suite's own, for devices and other processes."""
+"""Times contestants: `compare`, or a suite's own, for devices and other processes."""
 
 
 def _quiet(done: int, rounds: int) -> None:
@@ -81,7 +79,7 @@ def compare(calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = _
     Args:
         calls: what to time, by name.
         budget: how long.
-        tick: told after every round.
+        tick: called after every round.
 
     Returns:
         The timing of each, in the same order.
@@ -120,3 +118,60 @@ def _turn(call: Call, count: int) -> float:
     for _ in repeat(None, count):
         call()
     return (time.perf_counter() - begin) / count
+
+
+def in_turns(
+    calls: Mapping[str, Call], rounds: int, warm: int, seconds: Callable[[Call], float], tick: Tick
+) -> dict[str, Timing]:
+    """Time contestants that have a turn of one call in every round.
+
+    Args:
+        calls: what to time, by name.
+        rounds: that count.
+        warm: rounds before them.
+        seconds: makes a call and says how long it took.
+        tick: called after every round that counts.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for done in range(1 - warm, rounds + 1):
+        for name, call in calls.items():
+            took = seconds(call)
+            if done > 0:
+                spent[name].append(took)
+        if done > 0:
+            tick(done, rounds)
+    return {name: Timing.of(values) for name, values in spent.items()}
+
+
+def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
+    """Time what a GPU does, by its own clock, with a cold cache before every call.
+
+    While the cache is flushed the host gets ahead, so that launches do not count where they are shorter than that.
+    """
+    import torch
+
+    flush = torch.empty(_FLUSH, dtype=torch.int8, device="cuda")
+
+    def seconds(call: Call) -> float:
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), seconds, tick)
+
+
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """Give torch one thread while inside; gives how many it would take."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
-"""The command line: every command is a door to one thing the library does."""
+"""The command line: every command calls one thing that the library does."""
 
-from mmpos.cli import check, compare, plot, preprocess, remote  # their commands join the app
+from mmpos.cli import analysis, preprocess, remote  # their commands join the app
 from mmpos.cli.commands import app
 
-__all__ = ["app", "check", "compare", "plot", "preprocess", "remote"]
+__all__ = ["analysis", "app", "preprocess", "remote"]

@@ -1,26 +1,33 @@
-"""The commands of the program and their help, each a few calls into the library."""
+"""The program, and its commands that place documents and describe what is installed."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from mmpos.cli import report
-from mmpos.cli.scheme_options import DEFAULT, Axes, SchemeName, make_scheme
-from mmpos.cli.specs import Document, Specs, read_specs
+from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
-from mmpos.segments.table import SegmentTable
+from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support import info as installation
 from mmpos.support.extras import needed_for
 from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
+
+if TYPE_CHECKING:
+    from mmpos.images import ImageProcessor
+    from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
 _ORDER = (
     "demo",
@@ -36,7 +43,6 @@ _ORDER = (
     "preprocess",
     "bench",
 )
-
 
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
 """Commands of packages that know this one: the module of each, and the extra that it needs."""
@@ -110,9 +116,36 @@ def demo(
     scheme: SchemeName = None,
 ) -> None:
     """Two photographs in a sentence: the sequence, its ids, and a picture of them."""
-    from mmpos.cli.demo import run_demo
+    from mmpos.analysis.plot import plot_positions
+    from mmpos.images import ImageProcessor
+    from mmpos.sequence.builder import SequenceBuilder
+    from mmpos.sequence.tokenizers import ByteTokenizer
 
-    run_demo(console(), make_scheme(DEFAULT if scheme is None else scheme), output)
+    out = console()
+    processor = ImageProcessor(backend="pillow", max_tokens=128)
+    builder = SequenceBuilder(
+        ByteTokenizer(), images=processor, scheme=make_scheme(DEFAULT if scheme is None else scheme)
+    )
+    photos = resources.files("mmpos") / "photos"
+    coffee, cat = ((photos / name).read_bytes() for name in ("coffee.jpg", "chelsea.jpg"))
+    sequence = builder.build(["A photo of a coffee: ", coffee, " and one of a cat: ", cat, "."])
+
+    placed = sequence.positions
+    plot_positions(placed, output, pictures=list(_pixels(sequence, processor)))
+
+    texts, kinds = list(_texts(builder, sequence)), sequence.segments.kind
+    names = [text.strip() if kind == GRID else repr(text) for text, kind in zip(texts, kinds, strict=True)]
+    _line(out, "Sequence", "".join(texts))
+    out.print()
+    _line(out, "Ids", report.heading(placed, 0))
+    out.print()
+    report.show(out, report.segment_table(sequence.segments, placed, 0, names))
+    out.print()
+    if placed.resumable.all():
+        (following,), (delta,) = placed.next_positions.tolist(), placed.deltas.tolist()
+        _line(out, "Next", f"position {following} on every axis: there the answer begins")
+        _line(out, "Delta", f"{delta}: while decoding, a token's id is its index plus this")
+    _line(out, "Picture", str(output))
 
 
 @app.command(help=f"Print the ids of documents.\n\n{SPECS}\n\n{JSON_FILE}")
@@ -169,11 +202,21 @@ def schemes() -> None:
 def info() -> None:
     """Print versions, and whether the extension in C was built."""
     with warnings.catch_warnings(record=True) as caught:
-        found = installation.info()
-    for name, value in found.items():
+        facts = installation.info()
+    for name, value in facts.items():
         typer.echo(f"{name:12} {value}")
     for warning in caught:
         typer.echo(f"mmpos: warning: {warning.message}", err=True)
+
+
+@app.command()
+def serve() -> None:
+    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
+
+
+@app.command()
+def bench() -> None:
+    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
 
 
 def _complete_command(incomplete: str) -> list[str]:
@@ -220,3 +263,31 @@ def scheme_words(specs: Specs, scheme: str | None, axes: int | None) -> tuple[st
     if scheme is not None or specs.scheme is None:
         return scheme, axes
     return specs.scheme, specs.axes if axes is None else axes
+
+
+def _line(out: Console, name: str, text: str) -> None:
+    out.print(f"{name:<10}", style="bold", end="")
+    out.print(text, soft_wrap=True)
+
+
+def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[str]:
+    """Each segment in words."""
+    stops = np.cumsum(sequence.segments.lengths)
+    for s, stop in enumerate(stops.tolist()):
+        _, height, width = sequence.segments.extents[:, s].tolist()
+        if sequence.segments.kind[s] == GRID:
+            yield f" {height}×{width} patches "
+        else:
+            yield builder.tokenizer.decode(sequence.input_ids[stop - width : stop].tolist())
+
+
+def _pixels(sequence: InterleavedSequence, processor: ImageProcessor) -> Iterator[npt.NDArray[np.uint8]]:
+    """(height, width, 3) each image as the model sees it, put together from its patches."""
+    patches: npt.NDArray[Any] = np.zeros(0) if sequence.patches is None else sequence.patches
+    side, merge = processor.patch_size, processor.spatial_merge_size
+    done = 0
+    for _, height, width in sequence.grid_thw.tolist():
+        rows, columns = height * merge, width * merge
+        image = patches[done : done + rows * columns].reshape(rows, columns, side, side, 3)
+        done += rows * columns
+        yield image.swapaxes(1, 2).reshape(rows * side, columns * side, 3)

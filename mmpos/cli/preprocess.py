@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.scheme_options import DEFAULT, SchemeName, did_you_mean, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
@@ -34,14 +34,14 @@ _PAUSE = 5.0  # seconds between two lines
 
 
 class Engine(StrEnum):
-    """Where the work is done."""
+    """The engine that does the work."""
 
     LOCAL = "local"
     RAY = "ray"
 
 
 class OnError(StrEnum):
-    """What becomes of a record that cannot be used."""
+    """The treatment of a record that cannot be used."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -145,8 +145,8 @@ def _callable(name: str, options: Sequence[str], images_from: Path | None, build
         )
     if images_from is not None and not images_from.is_dir():
         raise InvalidInputError(f"--images-from: got {str(images_from)!r}, want a folder")
-    found = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
-    return Preprocess(found, builder)
+    records = _assigned("--format-option", FORMATS[name](images=Images(images_from)), options)
+    return Preprocess(records, builder)
 
 
 def _builder(tokenizer: str, image_options: Sequence[str], markers: Sequence[str], scheme: str) -> SequenceBuilder:
@@ -212,7 +212,7 @@ def _value(name: str, kind: Any, value: str) -> Any:
 
 @contextmanager
 def _reporting() -> Iterator[Callable[[Progress], None]]:
-    """What is told of progress: a bar on a terminal, else a line now and then."""
+    """Show progress: a bar on a terminal, else a line now and then."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield _Lines()

@@ -12,8 +12,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import Documents, Start, app, scheme_words
-from mmpos.cli.scheme_options import Axes, make_scheme, scheme_option
-from mmpos.cli.specs import IMAGE_SUFFIXES, read_specs
+from mmpos.cli.options import IMAGE_SUFFIXES, Axes, make_scheme, read_specs, scheme_option
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import console
@@ -47,16 +46,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _HERE = "localhost:50051"
 _TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
-
-
-@app.command()
-def serve() -> None:
-    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
-
-
-@app.command()
-def bench() -> None:
-    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
 
 
 @remote.callback()
@@ -93,18 +82,18 @@ def info(
 ) -> None:
     """Print the server's version, profiles and limits."""
     with _asking(server, None, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
-        found = client.info()
+        description = client.info()
     out = console()
-    out.print(f"mmpos {found.version} at {server}, rotations on {found.device or 'no device'}\n")
+    out.print(f"mmpos {description.version} at {server}, rotations on {description.device or 'no device'}\n")
     profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
-    for profile in found.profiles:
+    for profile in description.profiles:
         row = "-" if profile.row_token_id is None else profile.row_token_id
         ids = (profile.begin_token_id, profile.end_token_id, profile.patch_token_id, row)
         sizes = (profile.patch_size, profile.spatial_merge_size)
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)
     limits = report.new_table("limit of a request", "at most", right=("at most",))
-    for name, value in asdict(found.limits).items():
+    for name, value in asdict(description.limits).items():
         limits.add_row(name, f"{value:,}")
     out.print()
     report.show(out, limits)
@@ -154,9 +143,9 @@ def build(
     tls_key: TlsKey = None,
 ) -> None:
     """Build the sequence of texts and images, and print its segments and ids."""
-    given = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
+    read = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
     with _asking(server, profile, timeout, token_file, tls_ca, tls_cert, tls_key) as client:
-        sequence = client.build(given)
+        sequence = client.build(read)
     out = console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)

@@ -1,4 +1,4 @@
-"""What the commands say: tables for people, at most 100 columns wide, and one JSON object for programs."""
+"""The output of the commands: tables for people, at most 100 columns wide, and one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmpos.cli.specs import Document, to_json
+from mmpos.cli.options import Document, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.place import ids_consumed
 from mmpos.positions.rows import DELTA, NEXT_POSITION, axis_names
@@ -127,7 +127,7 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
     if positions.num_tokens > _MAX_JSON_TOKENS:
         raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
     known = positions.resumable.all()
-    found: dict[str, Any] = {
+    batch: dict[str, Any] = {
         "scheme": scheme,
         "axes": positions.axes,
         "documents": to_json(documents),
@@ -137,13 +137,13 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
         "cu_seqlens": positions.cu_seqlens.tolist(),
     }
     if positions.fractional:
-        found["exact_position_ids"] = [[str(value) for value in axis] for axis in zip(*exact(positions), strict=True)]
-    return json_lines(found)
+        batch["exact_position_ids"] = [[str(value) for value in axis] for axis in zip(*exact(positions), strict=True)]
+    return json_lines(batch)
 
 
-def json_lines(found: Mapping[str, Any]) -> str:
+def json_lines(values: Mapping[str, Any]) -> str:
     """A JSON object with one key per line, for programs and for eyes."""
-    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()) + "}"
+    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"
 
 
 def save_ids(path: Path, positions: PositionTable) -> None:
@@ -161,9 +161,9 @@ def save_ids(path: Path, positions: PositionTable) -> None:
 
 def npy(positions: PositionTable) -> bytes:
     """The dense ids of a batch as the bytes of a .npy file."""
-    found = BytesIO()
-    np.save(found, positions.dense())
-    return found.getvalue()
+    file = BytesIO()
+    np.save(file, positions.dense())
+    return file.getvalue()
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:

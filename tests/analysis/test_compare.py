@@ -10,9 +10,9 @@ from itertools import combinations
 from math import cos, log2, sin
 from typing import Any, ClassVar
 
-import compared
 import numpy as np
 import pytest
+import record
 from record import QUOTING
 from tolerance import cos_sin, gamma
 
@@ -107,16 +107,16 @@ def values(matrix: Matrix, *left_out: str) -> dict[str, list[Any]]:
 
 
 def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
-    assert values(compared.schemes()) == by_hand(SCHEMES)
-    assert list(compared.schemes().rows) == list(by_hand(SCHEMES))
+    assert values(record.schemes()) == by_hand(SCHEMES)
+    assert list(record.schemes().rows) == list(by_hand(SCHEMES))
 
 
 def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> None:
-    assert values(compared.encodings(), "separation") == by_hand(ENCODINGS)
+    assert values(record.encodings(), "separation") == by_hand(ENCODINGS)
 
 
 def test_separation_is_that_of_the_nearest_two_positions() -> None:
-    found = {name: compared.encodings()[name, "separation"].value for name in compared.encodings().rows}
+    found = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
     assert found["integer"] == found["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
@@ -132,7 +132,7 @@ def why(matrix: Matrix) -> dict[tuple[str, str], str]:
 
 
 def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
-    said = why(compared.schemes())
+    said = why(record.schemes())
     holds = "; holds for {} of 144 images, those with {}"
     odd, even = holds.format(36, "h and w odd"), holds.format(72, "h and w both odd or both even")
     line = holds.format(23, "h = 1 or w = 1")
@@ -160,7 +160,7 @@ def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
 
 
 def test_encodings_have_counterexamples_too() -> None:
-    said = why(compared.encodings())
+    said = why(record.encodings())
     expected = {
         ("integer", "bounded"): "512 has 512, the first 64 positions at most 63",
         ("normalised", "length-independent"): "1 has 0.06667 among 16 positions and 0.003922 among 256",
@@ -434,8 +434,8 @@ class Wordless(Encoding):
             "encodings: got Halved(dim=1), want a list of names or Encoding objects",
         ),
         (lambda: measure_encodings([Wordless()]), "encoding: got <"),
-        (lambda: compared.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
-        (lambda: compared.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
+        (lambda: record.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
+        (lambda: record.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
         (lambda: Finding(False), "Finding.why: got '' for False, want the reason"),
         (lambda: Finding(True, "since"), "Finding.why: got 'since' for True, want none"),
     ],
@@ -455,16 +455,16 @@ def test_every_property_says_what_it_is() -> None:
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
 def test_pages_tell_what_is_measured(page: Any) -> None:
     text = page.read_text(encoding="utf-8")
-    assert compared.fill_in(text) == text
+    assert record.fill_in_properties(text) == text
 
 
 def test_pages_quote_everything_and_nothing_else() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
-    assert all(f"<!-- compare: {name} -->" in pages for name in compared.QUOTES)
+    assert all(f"<!-- compare: {name} -->" in pages for name in record.QUOTES)
     with pytest.raises(SystemExit, match="compare: got 'colours', want one of schemes, "):
-        compared.fill_in("<!-- compare: colours -->\n<!-- /compare -->")
+        record.fill_in_properties("<!-- compare: colours -->\n<!-- /compare -->")
     changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
-    assert compared.fill_in(changed).splitlines()[1] == (
+    assert record.fill_in_properties(changed).splitlines()[1] == (
         "| encoding | axes | unique | separation | bounded | length-independent | linear shift | relative "
         "| extrapolates | deterministic |"
     )

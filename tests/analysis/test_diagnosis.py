@@ -14,9 +14,8 @@ from oracle import settled
 
 import mmpos
 from mmpos.analysis.diagnosis import Diagnosis
-from mmpos.analysis.diagnosis.case import Case
-from mmpos.analysis.diagnosis.suspects import SUSPECTS
-from mmpos.cli.specs import read_documents
+from mmpos.analysis.diagnosis.mistakes import SUSPECTS, Case
+from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, get_scheme
 from mmpos.segments.table import SegmentTable
@@ -35,7 +34,7 @@ SCHEMES = st.sampled_from([name for name in mmpos.SCHEMES if name != "grid-2d"])
 
 
 def table(*specs: str) -> SegmentTable:
-    return SegmentTable.from_documents(read_documents(specs))
+    return SegmentTable.from_documents(read_specs(specs).documents)
 
 
 def ids_of(*specs: str, **options: Any) -> Ids:

@@ -22,7 +22,7 @@ from mmpos.analysis.plot import (
     plot_phase_error,
     plot_positions,
 )
-from mmpos.analysis.plot.plane import read_plane
+from mmpos.analysis.plot.positions import read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES

@@ -11,7 +11,7 @@ from pictures import texts
 from tolerance import gamma, printed
 
 from mmpos.analysis.plot import PhaseErrors, phase_errors, plot_phase_error
-from mmpos.analysis.plot.precision import exact_turns, float32_angles, true_turns, turns_rest
+from mmpos.analysis.plot.curves import exact_turns, float32_angles, true_turns, turns_rest
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Llama3, Rotary
 

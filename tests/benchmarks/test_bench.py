@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from mmpos_bench import (
     Case,
     Contestant,
     Entry,
+    Lineup,
     Measurement,
     NotEqualError,
+    Point,
     Report,
     Role,
     Timing,
@@ -35,12 +38,12 @@ from mmpos_bench import (
     plot,
     run,
 )
+from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
 from mmpos_bench.peers import Peers
 from mmpos_bench.plot import plot_report
-from mmpos_bench.reference import loop_ids
 from mmpos_bench.results import from_json, to_json
-from mmpos_bench.tables import print_report
+from mmpos_bench.workloads import loop_ids
 
 MACHINE = Machine(
     "AMD EPYC", 2, None, "Linux x86_64", "3.11.7", "0.1.0", "abc", True, "tuned", {}, 0.5, {"numpy": "2.4"}
@@ -82,9 +85,7 @@ def test_an_inequality_stops_before_anything_is_timed() -> None:
     def unequal() -> None:
         equal([[1, 2], [3, 5]], [[1, 2], [3, 4]])
 
-    case = Case(
-        "ids",
-        "a",
+    lineup = Lineup(
         (
             Contestant("fill", limit, Role.LIMIT),
             Contestant("right", right, proof=lambda: equal([1], [1])),
@@ -92,6 +93,7 @@ def test_an_inequality_stops_before_anything_is_timed() -> None:
         ),
         {"tokens": 4},
     )
+    case = Case("ids", "a", lambda: lineup)
     with pytest.raises(NotEqualError) as caught:
         case.measure(Budget(0.0, 2), lambda done, rounds: None)
     assert str(caught.value) == "ids: a, wrong: [1, 1]: got 5, want 4"
@@ -119,11 +121,11 @@ def test_only_a_limit_may_go_unproved(role: Role) -> None:
 def test_a_case_has_names_that_differ_one_limit_and_its_unit() -> None:
     fill = Contestant("fill", Calls(), Role.LIMIT)
     with pytest.raises(InvalidInputError, match="want names that differ"):
-        Case("g", "n", (fill, fill), {"tokens": 1})
+        Lineup((fill, fill), {"tokens": 1})
     with pytest.raises(InvalidInputError, match="got several limits"):
-        Case("g", "n", (fill, replace(fill, name="copy")), {"tokens": 1})
-    with pytest.raises(InvalidInputError, match=re.escape("got work ['bytes'], want 'tokens' among it")):
-        Case("g", "n", (fill,), {"bytes": 1})
+        Lineup((fill, replace(fill, name="copy")), {"tokens": 1})
+    with pytest.raises(InvalidInputError, match=re.escape("g: n: got work ['bytes'], want 'tokens' among it")):
+        Case("g", "n", lambda: Lineup((fill,), {"bytes": 1})).measure(Budget(0.0, 2), lambda done, rounds: None)
 
 
 def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None:
@@ -161,7 +163,7 @@ def test_ours_are_compared_with_the_limit_and_with_peers_and_parts_with_the_limi
 
 
 def test_reports_survive_json() -> None:
-    curve = replace(MEASUREMENT, name="8", point=("tokens", 8), facts={"fill": 0.996})
+    curve = replace(MEASUREMENT, name="8", point=Point("tokens", 8), facts={"fill": 0.996})
     reports = (REPORT, replace(REPORT, suite="images", measurements=(MEASUREMENT, curve), missing={}))
     assert from_json(to_json(reports)) == reports
     assert from_json(to_json([replace(REPORT, measurements=())])) == (replace(REPORT, measurements=()),)
@@ -201,11 +203,11 @@ def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytes
 
 def test_missing_peers_are_told_and_those_not_wanted_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers(wanted=True)
-    assert peers.get("loop per image", "engine_loop").engine_loop
-    assert peers.get("Nonsense", "nonsense") is None
-    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'mmpos_bench.peers.nonsense'"}
+    assert peers.get("a peer", lambda: 7) == 7
+    assert peers.get("Nonsense", lambda: import_module("no.such.project")) is None
+    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'no'"}
     unwanted = Peers(wanted=False)
-    assert unwanted.get("loop per image", "engine_loop") is None
+    assert unwanted.get("a peer", lambda: 7) is None
     assert unwanted.missing == {}
 
 
@@ -275,7 +277,7 @@ def test_paths_are_checked_before_anything_is_measured(option: str, monkeypatch:
 
 
 def test_a_picture_needs_a_curve_or_a_limit(tmp_path: Path) -> None:
-    curve = replace(MEASUREMENT, group="curve", point=("tokens", 8))
+    curve = replace(MEASUREMENT, group="curve", point=Point("tokens", 8))
     plot_report(replace(REPORT, measurements=(MEASUREMENT, curve)), tmp_path / "both.svg")
     drawn = (tmp_path / "both.svg").read_text()
     assert all(word in drawn for word in ("times as long as fill", "ns per token", "a: one", "loop"))
@@ -336,7 +338,8 @@ def test_axes_have_numbers_where_the_figures_are(
         for time, count in zip(times, counts, strict=True)
     ]
     curve = [
-        replace(case, point=("tokens", count), work={"tokens": 1}) for case, count in zip(cases, counts, strict=True)
+        replace(case, point=Point("tokens", count), work={"tokens": 1})
+        for case, count in zip(cases, counts, strict=True)
     ]
     plot_report(replace(REPORT, measurements=tuple(curve)), tmp_path / "a.svg")
     assert [word for word in texts(tmp_path / "a.svg") if re.fullmatch(r"[0-9.,]+[kM]?", word)] == ticks

@@ -13,12 +13,11 @@ import torch
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
 from mmpos.rotary import apply_rotary
-from mmpos_bench import Budget, NotEqualError, Options, layers, packing
-from mmpos_bench.examples import evenly, mix
+from mmpos_bench import Budget, NotEqualError, Options, data, layers
+from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers import Peers
-from mmpos_bench.peers.collate_loop import collate_loop
-from mmpos_bench.peers.eager_rotation import rotate
+from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.serving.h2load import H2Load
 from mmpos_bench.serving.loads import Turn, by_cpu, by_latency, by_rate
 from mmpos_bench.serving.processes import ServerProcess
@@ -37,7 +36,7 @@ def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
     q, k = apply_rotary(*before, layer.table, layer.rotary)
     assert k is not None
     layer.judge((q, k), before)
-    layer.judge(rotate(layer)(*before), before, rounded=True)
+    layer.judge(by_formula(layer)(*before), before, rounded=True)
     for x in (q, k):
         for place in ((0, 0, 0, 0), (0, -1, -1, -1)):
             kept = x[place].item()
@@ -59,7 +58,7 @@ def test_gradients_turn_backwards(layer: Layer) -> None:
 
 def test_positions_of_another_document_are_no_rotation_of_this_one(layer: Layer) -> None:
     other = Layer(layer.shape, interleaved(16, 1), torch.float32, "cpu")
-    found: Pair = rotate(other)(layer.q, layer.k)
+    found: Pair = by_formula(other)(layer.q, layer.k)
     with pytest.raises(NotEqualError):
         layer.judge(found, (layer.q, layer.k))
 
@@ -74,7 +73,7 @@ def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     peers = Peers(True)
-    assert peers.get("Liger", "liger_rotation") is None
+    assert peers.get("Liger", ROTATIONS["Liger"]) is None
     assert peers.missing == {"Liger": "ImportError: its kernel needs a GPU"}
 
 
@@ -97,15 +96,15 @@ def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
     split_text: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = list(mix(30))
-    packing._prove(examples, 4096, split_text)
+    data._prove_packs(examples, 4096, split_text)
     for wrong, match in ((Forgets, "tokens lost, want the"), (Overfills, "want at most 4096")):
-        monkeypatch.setattr(packing, "Packer", wrong)
+        monkeypatch.setattr(data, "Packer", wrong)
         with pytest.raises(NotEqualError, match=match):
-            packing._prove(examples, 4096, split_text)
+            data._prove_packs(examples, 4096, split_text)
 
 
 def test_the_fill_in_order_of_arrival_counts_what_is_cut_off() -> None:
-    assert packing._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
+    assert data._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
 
 
 def test_the_plain_loop_puts_documents_side_by_side() -> None:

@@ -11,8 +11,7 @@ from record import RESULTS
 from mmpos.errors import ServiceError
 from mmpos_bench import NotEqualError, run
 from mmpos_bench.results import Report, from_json
-from mmpos_bench.serving.clients import Clients
-from mmpos_bench.serving.orders import Order
+from mmpos_bench.serving.orders import Clients, Order
 from mmpos_bench.serving.processes import echo, started
 
 WORKLOADS = ["a", "b", "c", "d"]

@@ -6,14 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import neighbours
-import neighbours_page
 import numpy as np
 import pytest
 import torch
-from neighbours_model import Shape
-from neighbours_page import Found
-from neighbours_task import DIRECTIONS, Batch, Sizes, Task, draw_batch
-from neighbours_training import NONE, Outcome, Setup, answers, model_for, train
+from neighbours import Results
+from neighbours_training import (
+    DIRECTIONS,
+    NONE,
+    Batch,
+    Outcome,
+    Setup,
+    Shape,
+    Sizes,
+    Task,
+    answers,
+    draw_batch,
+    model_for,
+    train,
+)
 from tolerance import assert_within, printed, rounding
 
 import mmpos
@@ -27,11 +37,11 @@ def drawn(sizes: Sizes, count: int = 40, seed: int = 0) -> Batch:
     return draw_batch(TASK, sizes, count, np.random.default_rng(seed))
 
 
-def kept() -> list[Found]:
+def kept() -> list[Results]:
     """What every machine has found."""
-    paths = sorted(neighbours_page.RESULTS.glob(neighbours_page.KEPT))
+    paths = sorted(neighbours.RESULTS.glob(neighbours.KEPT))
     assert paths
-    return [Found.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    return [Results.from_json(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def images(batch: Batch) -> list[tuple[int, list[list[int]]]]:
@@ -135,14 +145,14 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
     for name in ("RESULTS", "PAGE", "PICTURE"):
         value = {"RESULTS": tmp_path, "PAGE": page, "PICTURE": tmp_path / "page.png"}[name]
         monkeypatch.setattr(neighbours, name, value)
-    monkeypatch.setattr(neighbours_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(neighbours, "RESULTS", tmp_path)
     for _ in range(2):
-        for path in tmp_path.glob(neighbours_page.KEPT):
+        for path in tmp_path.glob(neighbours.KEPT):
             path.unlink()
-        page.write_text(f"above\n{neighbours_page.BEGIN}{neighbours_page.END}\nbelow\n", encoding="utf-8")
+        page.write_text(f"above\n{neighbours.BEGIN}{neighbours.END}\nbelow\n", encoding="utf-8")
         neighbours.main("none,vrope", seeds=2, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
-        (path,) = tmp_path.glob(neighbours_page.KEPT)
-        found.append(Found.from_json(path.read_text(encoding="utf-8")))
+        (path,) = tmp_path.glob(neighbours.KEPT)
+        found.append(Results.from_json(path.read_text(encoding="utf-8")))
     assert found[0].outcomes == found[1].outcomes
     assert [(one.scheme, one.seed) for one in found[0].outcomes] == [
         ("none", 0),
@@ -153,11 +163,13 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
     assert found[0].setup["steps"] == 2
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     neighbours.main("vrope,rows", seeds=1, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
-    went_on = Found.from_json(path.read_text(encoding="utf-8")).outcomes
+    went_on = Results.from_json(path.read_text(encoding="utf-8")).outcomes
     assert went_on[:-1] == found[1].outcomes  # what was there is not trained again
     assert [(one.scheme, one.seed) for one in went_on[len(found[1].outcomes) :]] == [("rows", 0)]
     neighbours.main("vrope", seeds=1, steps=1, jobs=1, quick=True, keep=True, only_tables=False)
-    assert len(Found.from_json(path.read_text(encoding="utf-8")).outcomes) == 1  # those of other steps are not its own
+    assert (
+        len(Results.from_json(path.read_text(encoding="utf-8")).outcomes) == 1
+    )  # those of other steps are not its own
     head, *_, end = page.read_text(encoding="utf-8").splitlines()
     assert (head, end) == ("above", "below")
 
@@ -176,17 +188,17 @@ def test_a_cell_is_the_mean_and_the_range_over_seeds() -> None:
         Outcome(scheme, seed, 0.5, {"inside": {"right": right, "below": below}}, 1.0)
         for scheme, seed, right, below in (("a", 0, 10, 20), ("b", 0, 1, 2), ("a", 1, 13, 20), ("a", 2, 16, 26))
     ]
-    assert neighbours_page.table(Found("", {}, {}, {"inside": 12.5}, outcomes)) == [
+    assert neighbours.table(Results("", {}, {}, {"inside": 12.5}, outcomes)) == [
         ["scheme", "seeds", "inside, right", "inside, below"],
         ["a", "3", "13 (10–16)", "22 (20–26)"],
         ["b", "1", "1 (1–1)", "2 (2–2)"],
-        [neighbours_page.GUESS, "", "12", "12"],
+        [neighbours.GUESS, "", "12", "12"],
     ]
 
 
 def test_the_guess_knows_the_patches_and_no_places() -> None:
     two = replace(SMALL, trained=Sizes((2, 2), (2, 2)), outside={"strips": Sizes((2, 2), (3, 3))})
-    assert neighbours_page.guess(two) == {"inside": 33.33, "strips": 20.0}
+    assert neighbours.guess(two) == {"inside": 33.33, "strips": 20.0}
 
 
 def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
@@ -212,7 +224,7 @@ def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
 
 
 def test_the_page_quotes_the_figures_that_are_kept() -> None:
-    page = neighbours_page.PAGE.read_text(encoding="utf-8")
-    assert neighbours_page.BEGIN in page
-    assert neighbours_page.fill_in(page) == page
+    page = neighbours.PAGE.read_text(encoding="utf-8")
+    assert neighbours.BEGIN in page
+    assert neighbours.fill_in(page) == page
     assert all(found.setup == Setup().to_dict() for found in kept())

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
-from mmpos.cli.specs import read_documents, to_json
+from mmpos.cli.options import read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text
@@ -294,7 +294,7 @@ def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
 
 
 def test_specs_become_documents() -> None:
-    assert read_documents(["3,2x3,2", "4x2x3", "1, 2×3"]) == [
+    assert read_specs(["3,2x3,2", "4x2x3", "1, 2×3"]).documents == [
         [Text(3), Grid(2, 3), Text(2)],
         [Grid(2, 3, frames=4)],
         [Text(1), Grid(2, 3)],
@@ -304,7 +304,7 @@ def test_specs_become_documents() -> None:
 def test_json_files_become_documents(tmp_path: Path) -> None:
     parts = [{"text": 3}, {"grid": [2, 3], "row_separator": True}, {"grid": [4, 2, 3], "seconds_per_frame": 0.5}]
     (tmp_path / "batch.JSON").write_text(json.dumps({"documents": [parts, [{"text": 1}]], "scheme": "ignored"}))
-    documents = read_documents(["batch.JSON"])
+    documents = read_specs(["batch.JSON"]).documents
     assert documents == [
         [Text(3), Grid(2, 3, row_separator=True), Grid(2, 3, frames=4, seconds_per_frame=0.5)],
         [Text(1)],
@@ -313,7 +313,7 @@ def test_json_files_become_documents(tmp_path: Path) -> None:
 
 
 def test_image_files_become_documents() -> None:
-    assert read_documents([str(PHOTOS / "chelsea.jpg")]) == [[Text(1), Grid(8, 11), Text(1)]]
+    assert read_specs([str(PHOTOS / "chelsea.jpg")]).documents == [[Text(1), Grid(8, 11), Text(1)]]
 
 
 def test_the_photographs_are_small_and_their_licences_beside_them() -> None:
@@ -434,9 +434,9 @@ def test_a_broken_image_is_named(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_errors_of_specs_are_of_the_librarys_tree() -> None:
     with pytest.raises(InvalidInputError, match=r"part 1: Text\.length: got 99999999999, want <= 2147483647"):
-        read_documents(["99999999999"])
+        read_specs(["99999999999"])
     with pytest.raises(LimitExceededError, match="got 4000000000000 tokens"):
-        SegmentTable.from_documents(read_documents(["2000000x2000000"]))
+        SegmentTable.from_documents(read_specs(["2000000x2000000"]).documents)
 
 
 @pytest.mark.parametrize("missing", ["typer", "matplotlib"])

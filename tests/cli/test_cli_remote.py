@@ -16,7 +16,7 @@ import pytest
 from waiting import without_torch
 
 from mmpos.__main__ import main
-from mmpos.cli.scheme_options import make_scheme
+from mmpos.cli.options import make_scheme
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 

@@ -19,7 +19,7 @@ from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 
 pytest.importorskip("typer")
 
-from mmpos.cli.scheme_options import make_scheme
+from mmpos.cli.options import make_scheme
 
 OWN = '''
 from dataclasses import dataclass

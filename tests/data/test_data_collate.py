@@ -24,7 +24,7 @@ from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, c
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.rotary.device import DevicePositions
-from mmpos_bench.examples import labelled
+from mmpos_bench.data import labelled
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
 SECOND = labelled("b", [[7, 8, 9]])

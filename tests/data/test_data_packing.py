@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from mmpos import Grid, InvalidInputError
 from mmpos.data.examples import Example, RecordError
 from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
-from mmpos_bench.examples import labelled, mix
-from mmpos_bench.packing import packed_counts
+from mmpos_bench.data import labelled, mix, packed_counts
 
 Parts = list[int | tuple[int, int]]
 """A document: the lengths of its texts and the sides of its images."""
@@ -246,7 +245,7 @@ def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], opti
 
 @pytest.mark.parametrize(("split_text", "least"), [(False, 0.99), (True, 0.998)])
 def test_packs_of_a_realistic_mix_are_full(split_text: bool, least: float) -> None:
-    """The mix of mmpos_bench.examples: log-normal text, 0 to 8 images of 64 to 1024 tokens; 8,192 a pack."""
+    """The mix of mmpos_bench.data: log-normal text, 0 to 8 images of 64 to 1024 tokens; 8,192 a pack."""
     counts, held = packed_counts(list(mix(3000)), 8192, split_text)
     assert counts.packs > 500
     assert counts.fill >= least

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmpos.cli.specs import read_documents
+from mmpos.cli.options import read_specs
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
@@ -17,7 +17,7 @@ from mmpos.segments.table import SegmentTable
 
 def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
     """The documents of these specs under a scheme."""
-    return place(SegmentTable.from_documents(read_documents(specs)), scheme)
+    return place(SegmentTable.from_documents(read_specs(specs).documents), scheme)
 
 
 def texts(path: Path) -> list[str]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from disaggregated_model import HEAD_DIM, HEADS, ROTARY, rotate
-from disaggregated_workers import BLOCK, BUILDER, CHUNK, REQUESTS
+from disaggregated_workers import BLOCK, BUILDER, CHUNK, HEAD_DIM, HEADS, REQUESTS, ROTARY, rotate
 from tolerance import EXACT, assert_within, rotations
 
 from mmpos.rotary import apply_rotary

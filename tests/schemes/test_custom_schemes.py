@@ -17,7 +17,7 @@ from mmpos import (
     diagnose,
     place,
 )
-from mmpos.analysis.plot.plane import read_plane
+from mmpos.analysis.plot.positions import read_plane
 from mmpos.cli.report import heading
 from mmpos.schemes import Grid2D, Grids, Placement
 

@@ -31,10 +31,10 @@ class _Echo(grpc.GenericRpcHandler):
     """New bytes for each answer, as a service's are."""
 
     def service(self, handler_call_details: Any) -> Any:
-        found = _METHOD.fullmatch(handler_call_details.method)
-        if found is None:
+        method = _METHOD.fullmatch(handler_call_details.method)
+        if method is None:
             return None
-        size = int(found[2])
+        size = int(method[2])
 
         async def once(request: bytes, context: Any) -> bytes:
             return bytes(size)
@@ -43,7 +43,7 @@ class _Echo(grpc.GenericRpcHandler):
             async for _ in requests:
                 yield bytes(size)
 
-        if found[1] == "Stream":
+        if method[1] == "Stream":
             return grpc.stream_stream_rpc_method_handler(each)
         return grpc.unary_unary_rpc_method_handler(once)
 

@@ -377,5 +377,6 @@ def _main() -> None:
 
 if __name__ == "__main__":
     # Its classes are those of the module that is imported, which the other process knows.
+    from mmpos_bench.serving import flood as module
 
-    _main()
+    module._main()

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mmpos_bench.serving.clients import Clients
-from mmpos_bench.serving.orders import Order
+from mmpos_bench.serving.orders import Clients, Order
 from mmpos_bench.serving.processes import ServerProcess
-from mmpos_bench.timing import Budget, Call, Tick, Timer, Timing
+from mmpos_bench.timing import Budget, Call, Tick, Timer, Timing, in_turns
 
 __all__ = ["Load", "Turn", "by_cpu", "by_latency", "by_rate"]
 
@@ -61,17 +60,13 @@ class Load:
 def _by(seconds: Callable[[Turn], float]) -> Timer:
     """A timer of loads, whose turns tell their seconds themselves; the first turn of each warms up."""
 
+    def turn(call: Call) -> float:
+        made = call()
+        assert isinstance(made, Turn)
+        return seconds(made)
+
     def timer(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-        spent: dict[str, list[float]] = {name: [] for name in calls}
-        for done in range(budget.rounds + 1):
-            for name, call in calls.items():
-                turn = call()
-                assert isinstance(turn, Turn)
-                if done:
-                    spent[name].append(seconds(turn))
-            if done:
-                tick(done, budget.rounds)
-        return {name: Timing.of(values) for name, values in spent.items()}
+        return in_turns(calls, budget.rounds, 1, turn, tick)
 
     return timer
 

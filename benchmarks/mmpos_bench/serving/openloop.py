@@ -25,7 +25,7 @@ __all__ = ["Arrivals", "Sent", "send"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What to send and when.
+    """Calls to send, and when.
 
     Args:
         address: HOST:PORT.
@@ -66,8 +66,8 @@ def send(arrivals: Arrivals) -> list[Sent]:
     done = subprocess.run(words, input=pickle.dumps(arrivals), stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise ServiceError(f"client process: got exit code {done.returncode}, want what it sent")
-    found: list[Sent] = pickle.loads(done.stdout)
-    return found
+    sent: list[Sent] = pickle.loads(done.stdout)
+    return sent
 
 
 async def _send(arrivals: Arrivals) -> list[Sent]:
@@ -75,7 +75,7 @@ async def _send(arrivals: Arrivals) -> list[Sent]:
     options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     channels = [grpc.aio.insecure_channel(arrivals.address, options=options) for _ in range(arrivals.connections)]
     calls: list[Any] = [channel.unary_unary(arrivals.path) for channel in channels]
-    found: list[Sent] = []
+    sent: list[Sent] = []
 
     async def one(number: int, due: float, counts: bool) -> None:
         status = "OK"
@@ -84,7 +84,7 @@ async def _send(arrivals: Arrivals) -> list[Sent]:
         except grpc.aio.AioRpcError as error:
             status = error.code().name
         if counts:
-            found.append(Sent(status, perf_counter() - due))
+            sent.append(Sent(status, perf_counter() - due))
 
     for number in range(len(calls)):
         await one(number, perf_counter(), counts=False)
@@ -99,7 +99,7 @@ async def _send(arrivals: Arrivals) -> list[Sent]:
     await asyncio.gather(*tasks)
     for channel in channels:
         await channel.close()
-    return found
+    return sent
 
 
 def _main() -> None:
@@ -114,5 +114,6 @@ def _main() -> None:
 
 if __name__ == "__main__":
     # Its classes are those of the module that is imported, which the other process knows.
+    from mmpos_bench.serving import openloop
 
-    _main()
+    openloop._main()

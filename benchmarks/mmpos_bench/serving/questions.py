@@ -1,4 +1,4 @@
-"""What the service is asked, each answer compared with what the same question gives in process."""
+"""Requests to the service, each answer compared with the result of the same question in process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from mmpos_server.config import load
 from mmpos_server.inference import open_inference_pb2
 from mmpos_server.profiles import Profiles
 
-__all__ = ["Asking", "Question"]
+__all__ = ["PHOTOGRAPHS", "Asking", "Question"]
 
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
-_PHOTOS = Path(mmpos.__file__).parent / "photos"
+
+_FOLDER = Path(mmpos.__file__).parent / "photos"
+PHOTOGRAPHS = tuple((_FOLDER / name).read_bytes() for name in ("chelsea.jpg", "coffee.jpg"))
+"""The bytes of a JPEG file of a cat, and of one of a cup."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Question:
 
     @property
     def stream(self) -> bool:
-        """Whether it is an item of a stream."""
+        """True for an item of a stream."""
         return "/Stream" in self.path
 
     @property
@@ -135,7 +138,7 @@ class Asking:
 
     def photographs(self, documents: int) -> Question:
         """Sequences of so many documents with two photographs, pixels wanted."""
-        cat, cup = ((_PHOTOS / f"{name}.jpg").read_bytes() for name in ("chelsea", "coffee"))
+        cat, cup = PHOTOGRAPHS
         return self._build("with 2 photographs", [["A cat: ", cat, " and a cup: ", cup]] * documents, patches=True)
 
     def _build(self, what: str, documents: list[list[Any]], *, patches: bool = False) -> Question:
@@ -151,10 +154,7 @@ class Asking:
             for result, want in zip(results, wanted, strict=True):
                 _same("sequence", get_sequence("sequence", result.sequence), want)
 
-        name, tokens = (
-            f"Build, {counted(len(documents), 'document')} {what}",
-            sum(want.input_ids.size for want in wanted),
-        )
+        name, tokens = f"Build, {counted(len(documents), 'document')} {what}", sum(w.input_ids.size for w in wanted)
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(

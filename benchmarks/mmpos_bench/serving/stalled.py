@@ -31,7 +31,7 @@ _PATH = "/mmpos.rpc.v1.PositionService/StreamPlace"
 
 @dataclass(frozen=True)
 class Stalled:
-    """What so many stalled streams cost.
+    """The memory that so many stalled streams cost.
 
     Args:
         streams: how many.
@@ -49,7 +49,7 @@ class Stalled:
 
 
 def stalled(counts: tuple[int, ...], seconds: float, malloc: str, documents: int = 64) -> Iterator[Stalled]:
-    """So many streams, for so long, each time on a new server."""
+    """Open so many streams, for so long, each time on a new server."""
     item = _item(documents)
     for count in counts:
         with started(service(malloc, "--log-level", "warning")) as (server,):

@@ -1,8 +1,7 @@
-"""Which scheme and which encoding has which property: measured, with the smallest counterexample, and never listed."""
+"""Measure which scheme and which encoding has which property, with the smallest counterexample."""
 
 from mmpos.analysis.compare.encodings import ENCODING_PROPERTIES, measure_encodings
-from mmpos.analysis.compare.finding import Finding, Property
-from mmpos.analysis.compare.matrix import Matrix
+from mmpos.analysis.compare.matrix import Finding, Matrix, Property
 from mmpos.analysis.compare.schemes import SCHEME_PROPERTIES, measure
 
 __all__ = [

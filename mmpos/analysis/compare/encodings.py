@@ -1,32 +1,219 @@
-"""The properties of encodings, and the door to measuring them."""
+"""The properties of encodings, and the function that measures them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
 
-from mmpos.analysis.compare import encoded
-from mmpos.analysis.compare.finding import Property
-from mmpos.analysis.compare.matrix import Matrix, measured
-from mmpos.analysis.compare.vectors import Known
-from mmpos.encodings import ENCODINGS, Encoding
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.analysis.compare.matrix import Finding, Matrix, Property, measured
+from mmpos.encodings import ENCODINGS, AdditiveTable, AttentionBias, Encoding, Rotation
 from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import label
-from mmpos.support.checks import one_of
+from mmpos.support.checks import IntArray, one_of
 
-__all__ = ["ENCODING_PROPERTIES", "measure_encodings"]
+Float64Array = npt.NDArray[np.float64]
+Known = AdditiveTable | AttentionBias | Rotation
+"""The kinds of encodings."""
+
+
+def first_positions(encoding: Known, most: int) -> IntArray:
+    """(n,) 0, 1, …, as many as asked for, or as the encoding has."""
+
+    def refused(last: int) -> bool:
+        try:
+            vectors(encoding, np.array([last]))
+        except InvalidInputError:
+            return True
+        return False
+
+    return np.arange(bisect_left(range(most), True, key=refused))
+
+
+def vectors(encoding: Known, positions: Any) -> Float64Array:
+    """Give the vector of each position: rows of a table, a vector of ones that was turned, or the biases of all
+    heads for a query at the position and a key at 0.
+
+    Args:
+        encoding: of any kind.
+        positions: (n,); (axes, n) for rotations with several axes.
+
+    Returns:
+        (n, channels).
+    """
+    if isinstance(encoding, AdditiveTable):
+        return encoding.table(positions)
+    if isinstance(encoding, Rotation):
+        return encoding.rotate(np.ones((np.shape(positions)[-1], encoding.rotary.head_dim)), positions)
+    return encoding.bias(positions, [0])[..., 0].T
+
+
+def scores(encoding: Known, positions: Any) -> Float64Array:
+    """Give the score of each pair of positions: the products of rows of a table, the score of one query and one key
+    that were turned, or the bias.
+
+    Args:
+        encoding: of any kind.
+        positions: (n,).
+
+    Returns:
+        (heads, n, n), one head where the encoding knows of none.
+    """
+    if isinstance(encoding, AdditiveTable):
+        rows = encoding.table(positions)
+        return (rows @ rows.T)[None]
+    if isinstance(encoding, Rotation):
+        # Any query and key do that are nothing special.
+        q, k = np.random.default_rng(0).standard_normal((2, 1, encoding.rotary.head_dim)).repeat(len(positions), axis=1)
+        return (encoding.rotate(q, positions) @ encoding.rotate(k, positions).T)[None]
+    return encoding.bias(positions, positions)
+
+
+_FIRST = 256
+_FAR = [2**k for k in range(9, 21)]
+_SHIFTS = (1, 7, 100)
+_TOLERANCE = 1e-9
+
+
+def axes(encoding: Known) -> Finding:
+    """The numbers in a position: more than one where pictures and videos have a place of their own."""
+    return Finding(encoding.axes if isinstance(encoding, Rotation) else 1)
+
+
+def unique(encoding: Known) -> Finding:
+    """No two of about 256 positions, the first ones on every axis, have the same vector, up to 1e-9 of the largest
+    distance between two.
+
+    Of a bias: a query tells any two of 256 keys apart, its own and those before it.
+    """
+    share, (p, q) = _nearest(encoding)
+    if share > _TOLERANCE:
+        return Finding(True)
+    what = "keys {} and {} before a query have the same bias" if isinstance(encoding, AttentionBias) else "{} is as {}"
+    return Finding(False, what.format(p, q))
+
+
+def separation(encoding: Known) -> Finding:
+    """How far apart the two nearest of the same positions are, as a share of the two farthest."""
+    return Finding(_nearest(encoding)[0])
+
+
+def bounded(encoding: Known) -> Finding:
+    """No number of a far position, up to 2^20, is more than twice the largest of the first 64 positions."""
+    limit = 2 * np.abs(vectors(encoding, first_positions(encoding, 64))).max()
+    for p in _FAR:
+        try:
+            largest = np.abs(vectors(encoding, np.array([p]))).max()
+        except InvalidInputError:
+            break
+        if largest > limit:
+            return Finding(False, f"{p} has {largest:.4g}, the first 64 positions at most {limit / 2:.4g}")
+    return Finding(True)
+
+
+def length_independent(encoding: Known) -> Finding:
+    """A position is encoded alike in a sequence of 16 tokens and in one of 256."""
+    positions = first_positions(encoding, _FIRST)
+    short, long = vectors(encoding, positions[:16]), vectors(encoding, positions)[:16]
+    differs = (np.abs(short - long) > _TOLERANCE * np.abs(long).max(initial=1)).any(axis=1)
+    if not differs.any():
+        return Finding(True)
+    p = int(differs.argmax())
+    among = f"{short[p, 0]:.4g} among {len(short)} positions and {long[p, 0]:.4g} among {len(positions)}"
+    return Finding(False, f"{p} has {among}")
+
+
+def linear_shift(encoding: Known) -> Finding:
+    """One matrix M_k and one vector b_k take every position to the one k further, PE(p + k) = M_k·PE(p) + b_k: by
+    least squares over the first 256 positions, or more where there are more channels, to 1e-9 of the largest number.
+    """
+    if isinstance(encoding, AttentionBias):
+        return Finding(None, "a bias belongs to two positions: there is no vector to shift")
+    channels = vectors(encoding, [0]).shape[1]
+    rows = vectors(encoding, first_positions(encoding, max(_FIRST, 4 * channels)))
+    shifts = [k for k in _SHIFTS if len(rows) - k >= 2 * (channels + 1)]
+    if not shifts:
+        return Finding(None, f"{len(rows)} positions are too few to tell: a matrix of {channels} channels fits any")
+    kept = len(rows) - shifts[-1]
+    known = np.column_stack([rows[:kept], np.ones(kept)])
+    wanted = np.stack([rows[k : k + kept] for k in shifts], axis=1)
+    fitted = known @ np.linalg.lstsq(known, wanted.reshape(kept, -1))[0]
+    errors = np.abs(fitted.reshape(wanted.shape) - wanted).max(axis=(0, 2)) / np.abs(rows).max()
+    for k, error in zip(shifts, errors.tolist(), strict=True):
+        if error > _TOLERANCE:
+            return Finding(False, f"k = {k}: the best matrix is off by {error:.2g} of the largest number")
+    return Finding(True)
+
+
+def relative(encoding: Known) -> Finding:
+    """What attention sees of two positions stays, to 1e-9 of the most, when both are raised by the same k: the product
+    of their rows of a table, the bias, or the score of a query and a key that were turned.
+    """
+    positions = first_positions(encoding, 32 + _SHIFTS[-1])
+    for k in _SHIFTS:
+        near, far = (scores(encoding, moved) for moved in (positions[:-k][:32], positions[k:][:32]))
+        differs = (np.abs(near - far) > _TOLERANCE * np.abs(near).max()).any(axis=0)
+        if differs.any():
+            p, q = np.argwhere(differs)[0].tolist()
+            moved = f"{p + k} and {q + k} give {far[0, p, q]:.4g}"
+            return Finding(False, f"{p} and {q} give {near[0, p, q]:.4g}, {moved}")
+    return Finding(True)
+
+
+def extrapolates(encoding: Known) -> Finding:
+    """There is an encoding for positions up to 2^20. Whether a model is any good where it was not trained is another
+    question.
+    """
+    for p in _FAR:
+        try:
+            vectors(encoding, np.array([p]))
+        except InvalidInputError as error:
+            return Finding(False, str(error))
+    return Finding(True)
+
+
+def deterministic(encoding: Known) -> Finding:
+    """All follows from a formula: there are no weights to learn."""
+    known: tuple[Field[Any], ...] = fields(encoding) if is_dataclass(encoding) else ()
+    for field in known:
+        value = getattr(encoding, field.name)
+        if isinstance(value, np.ndarray):
+            return Finding(False, f"{field.name}: {'×'.join(map(str, value.shape))} numbers to learn")
+    return Finding(True)
+
+
+def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
+    """The distance of the two nearest positions as a share of that of the two farthest, and which two they are."""
+    count = encoding.axes if isinstance(encoding, Rotation) else 1
+    places = np.indices((round(_FIRST ** (1 / count)),) * count).reshape(count, -1)
+    if count == 1:
+        places = places[:, : len(first_positions(encoding, _FIRST))]
+    rows = vectors(encoding, places if count > 1 else places[0])
+    distances = np.zeros((len(rows), len(rows)))
+    for channel in rows.T:
+        np.maximum(distances, np.abs(channel[:, None] - channel), out=distances)
+    largest = distances.max()
+    np.fill_diagonal(distances, np.inf)
+    p, q = (", ".join(map(str, places[:, i].tolist())) for i in divmod(int(distances.argmin()), len(rows)))
+    return float(distances.min() / largest) if largest else 0.0, (p, q)
+
 
 ENCODING_PROPERTIES = (
-    Property("axes", "axes", encoded.axes),
-    Property("unique", "unique", encoded.unique),
-    Property("separation", "separation", encoded.separation),
-    Property("bounded", "bounded", encoded.bounded),
-    Property("length-independent", "length-independent", encoded.length_independent),
-    Property("linear-shift", "linear shift", encoded.linear_shift),
-    Property("relative", "relative", encoded.relative),
-    Property("extrapolates", "extrapolates", encoded.extrapolates),
-    Property("deterministic", "deterministic", encoded.deterministic),
+    Property("axes", "axes", axes),
+    Property("unique", "unique", unique),
+    Property("separation", "separation", separation),
+    Property("bounded", "bounded", bounded),
+    Property("length-independent", "length-independent", length_independent),
+    Property("linear-shift", "linear shift", linear_shift),
+    Property("relative", "relative", relative),
+    Property("extrapolates", "extrapolates", extrapolates),
+    Property("deterministic", "deterministic", deterministic),
 )
-"""What is measured of every encoding, in the order of the table."""
+"""The properties of every encoding, in the order of the table."""
 
 
 def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matrix:
@@ -40,8 +227,8 @@ def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matr
     """
     if encodings is not None and (isinstance(encodings, str) or not isinstance(encodings, Iterable)):
         raise InvalidInputError(f"encodings: got {encodings!r}, want a list of names or Encoding objects")
-    found = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
-    return measured("encoding", ((label(each), each) for each in found), ENCODING_PROPERTIES)
+    chosen = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
+    return measured("encoding", ((label(each), each) for each in chosen), ENCODING_PROPERTIES)
 
 
 def _encoding(each: str | Encoding) -> Known:

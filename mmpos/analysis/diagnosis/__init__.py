@@ -1,6 +1,5 @@
-"""What is wrong with the position ids of a pipeline, and since which token."""
+"""Find what is wrong with the position ids of a pipeline, and since which token."""
 
-from mmpos.analysis.diagnosis.comparing import diagnose
-from mmpos.analysis.diagnosis.result import Diagnosis
+from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 
 __all__ = ["Diagnosis", "diagnose"]

@@ -1,4 +1,4 @@
-"""The picture of attention kernels: a map of the image as its patch sees it, and curves towards the text around."""
+"""The attention kernel of a patch by its position alone, and its picture: a map of the image, and curves to text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,140 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import INK, canvas, line_style, picture_path, picture_title, quiet_axes
-from mmpos.analysis.plot.kernel import Cosines, Kernel
+from mmpos.analysis.plot.canvas import INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.support.checks import instance
+from mmpos.positions.table import PositionTable
+from mmpos.rotary import Rotary
+from mmpos.support.checks import IntArray, counted, instance, integer
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
     from mmpos.analysis.plot.picture import Picture
+
+
+MAX_TOKENS = 2**16
+"""Most tokens of a document whose kernel is computed."""
+
+Cosines = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The scores that a patch gives by position alone: of a query and a key whose content is the same in all pairs.
+
+    Args:
+        label: what it is drawn under.
+        query: row and column of the patch, from 0.
+        patches: (height, width) towards the patches of its own frame; 1 at the query.
+        before: (tokens,) towards the run of text before the image, nearest first.
+        after: (tokens,) towards the run of text after it, nearest first.
+    """
+
+    label: str
+    query: tuple[int, int]
+    patches: Cosines
+    before: Cosines
+    after: Cosines
+
+
+def attention_kernel(
+    positions: PositionTable, rotary: Rotary, token: int | None = None, label: str | None = None
+) -> Kernel:
+    """Compute the mean cosine over pairs from the phase of a patch to those of its image and of the text around it:
+    Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs.
+
+    >>> from mmpos.positions.place import place
+    >>> from mmpos.segments import Grid, SegmentTable, Text
+    >>> placed = place(SegmentTable.from_documents([[Text(2), Grid(3, 3), Text(2)]]))
+    >>> kernel = attention_kernel(placed, Rotary(head_dim=64))
+    >>> kernel.query, bool(np.allclose(kernel.before, kernel.after))
+    ((1, 1), True)
+
+    Args:
+        positions: one document.
+        rotary: frequencies and their axes; taken exactly, and without the attention factor.
+        token: the patch, as an index into the document; None is the middle of the first image, in its middle frame
+            (the later one of two middles).
+        label: of the kernel; None is the scheme and, with several axes, the allocation.
+
+    Raises:
+        InvalidInputError: more than one document, other axes than rotary's, no image, one that is cut, or a token
+            that is no patch.
+        LimitExceededError: more than 65,536 tokens.
+    """
+    instance("positions", positions, PositionTable, "mmpos.place")
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
+    if positions.num_documents != 1:
+        raise InvalidInputError(f"positions: got {counted(positions.num_documents, 'document')}, want 1")
+    if positions.num_tokens > MAX_TOKENS:
+        raise LimitExceededError(f"positions: got {counted(positions.num_tokens, 'token')}, want at most {MAX_TOKENS}")
+    if positions.axes != rotary.axes:
+        raise InvalidInputError(f"positions: got {counted(positions.axes, 'axis')}, want {rotary.axes} as in rotary")
+    token, segment = _query(positions, token)
+    height, width = int(positions.height[segment]), int(positions.width[segment])
+    frame, index = divmod(token - int(positions.offset[segment]), height * width)
+    first = int(positions.offset[segment]) + frame * height * width
+    cosines = _cosines(positions.dense(dtype=np.float64), rotary, token)
+    before, after = _runs(positions, segment)
+    return Kernel(
+        _label(positions, rotary) if label is None else label,
+        divmod(index, width),
+        cosines[first : first + height * width].reshape(height, width),
+        cosines[before][::-1],
+        cosines[after],
+    )
+
+
+def _query(positions: PositionTable, token: int | None) -> tuple[int, int]:
+    """The token and its segment."""
+    is_grid = positions.is_grid
+    if not is_grid.any():
+        raise InvalidInputError("positions: got no image, want one to look from")
+    segment = int(is_grid.argmax())
+    if token is not None:
+        token = integer("token", token, minimum=0, maximum=positions.num_tokens - 1)
+        segment = int(np.searchsorted(positions.offset, token, side="right")) - 1
+        if not is_grid[segment]:
+            raise InvalidInputError(f"token: got {token}, which is text, want a patch of an image")
+    first, height, width = (int(row[segment]) for row in (positions.offset, positions.height, positions.width))
+    frames, cut = divmod(int(positions.segment_lengths[segment]), height * width)
+    if positions.skip[segment] or cut:
+        raise InvalidInputError(f"positions: got an image at token {first} that is cut, want a whole one")
+    if token is None:
+        token = first + (frames // 2 * height + height // 2) * width + width // 2
+    return token, segment
+
+
+def _cosines(ids: npt.NDArray[np.float64], rotary: Rotary, token: int) -> Cosines:
+    """(tokens,) means over pairs, from (axes, tokens) ids."""
+    difference = (ids[:, [token]] - ids)[rotary.pair_axis]
+    means: Cosines = np.cos(difference * rotary.inv_freq_array[:, None]).mean(axis=0)
+    return means
+
+
+def _runs(positions: PositionTable, segment: int) -> tuple[slice, slice]:
+    """The tokens of the text segments that touch an image, before and after it."""
+    text = ~(positions.is_grid | positions.is_padding)
+    first = last = segment
+    while first and text[first - 1]:
+        first -= 1
+    while last + 1 < positions.num_segments and text[last + 1]:
+        last += 1
+    stops: IntArray = positions.offset + positions.segment_lengths
+    here = int(positions.offset[segment]), int(stops[segment])
+    return slice(int(positions.offset[first]), here[0]), slice(here[1], int(stops[last]))
+
+
+def _label(positions: PositionTable, rotary: Rotary) -> str:
+    if positions.axes == 1:
+        return positions.scheme
+    name = rotary.allocation if isinstance(rotary.allocation, str) else "own allocation"
+    return f"{positions.scheme}, {name}"
+
 
 _MAX_KERNELS = 6
 # Inches: of the page; of the maps, their margins, and the bar of colours; of the curves.
@@ -85,7 +211,7 @@ def _layout(kernels: Sequence[Kernel]) -> _Layout:
     return _Layout(columns, width, tall, height, curves)
 
 
-def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
+def _maps(figure: Picture, kernels: Sequence[Kernel], layout: _Layout) -> None:
     """All maps, row by row, and the bar of their colours at the end of the first row."""
     low = min(float(kernel.patches.min()) for kernel in kernels)
     width, tall, height = layout.width, layout.tall, layout.height
@@ -103,14 +229,14 @@ def _maps(figure: Any, kernels: Sequence[Kernel], layout: _Layout) -> None:
     _colour_bar(figure, image, add_axes(_LEFT + layout.columns * (width + _GAP) - _GAP + 0.12, 0, 0.13))
 
 
-def _titles(figure: Any, title: str | None, height: float) -> None:
+def _titles(figure: Picture, title: str | None, height: float) -> None:
     heading = title or "What a patch sees by its position alone"
     figure.text(0.12 / _WIDTH, 1 - 0.3 / height, heading, fontsize=13, color=INK)
     words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
     figure.text(0.12 / _WIDTH, 1 - 0.54 / height, words, fontsize=9, color="#555555")
 
 
-def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
+def _map(axes: Axes, kernel: Kernel, low: float, *, first: bool) -> Any:
     """The patches in colours from the least cosine of all kernels to 1, and a mark on the query."""
     from matplotlib.ticker import MaxNLocator
 
@@ -129,7 +255,7 @@ def _map(axes: Any, kernel: Kernel, low: float, *, first: bool) -> Any:
     return image
 
 
-def _colour_bar(figure: Any, image: Any, axes: Any) -> None:
+def _colour_bar(figure: Picture, image: AxesImage, axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure.colorbar(image, cax=axes)
@@ -142,7 +268,7 @@ def _key_lines(kernels: Sequence[Kernel]) -> int:
     return -(-len(kernels) // 3) if len(kernels) > 1 else 0
 
 
-def _curves(figure: Any, kernels: Sequence[Kernel], height: float) -> None:
+def _curves(figure: Picture, kernels: Sequence[Kernel], height: float) -> None:
     """Left the text before, which ends at the image; right the text after; one scale of cosines."""
     counts = [max(getattr(kernel, side).size for kernel in kernels) for side in ("before", "after")]
     band = _BAND if all(counts) else 0.0
@@ -161,21 +287,21 @@ def _curves(figure: Any, kernels: Sequence[Kernel], height: float) -> None:
             left += width
         if side == "before" and band:
             middle = (left + band / 2) / _WIDTH
-            words = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": "#555555"}
+            words: Style = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": "#555555"}
             figure.text(middle, (_FOOT + _CURVES / 2) / height, "the image", **words)
             left += band
     if len(kernels) > 1:
         handles, labels = axes.get_legend_handles_labels()
-        place = {"loc": "lower left", "bbox_to_anchor": (_LEFT / _WIDTH, (_FOOT + _CURVES + 0.04) / height)}
+        place: Style = {"loc": "lower left", "bbox_to_anchor": (_LEFT / _WIDTH, (_FOOT + _CURVES + 0.04) / height)}
         figure.legend(handles, labels, **place, ncols=3, frameon=False, fontsize=9, borderaxespad=0, handlelength=3.2)
 
 
-def _side(axes: Any, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
+def _side(axes: Axes, kernels: Sequence[Kernel], side: str, count: int, bounds: tuple[float, float]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for i, kernel in enumerate(kernels):
         values: Cosines = getattr(kernel, side)
-        style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
+        style: Style = {**line_style(i), "linewidth": 1.6, "markersize": 4.5, "markeredgewidth": 0}
         # Markers of curves that meet lie beside each other.
         every = max(1, count // 8)
         axes.plot(np.arange(1, values.size + 1), values, label=kernel.label, markevery=(i * every // 6, every), **style)

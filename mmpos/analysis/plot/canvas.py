@@ -1,4 +1,4 @@
-"""What all pictures share: where they go, their colours, and a style that no reader's settings change."""
+"""The common ground of all pictures: files, colours, and a style that no reader's settings change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from mmpos.support.extras import needed_for
 from mmpos.support.files import whole_file
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from mmpos.analysis.plot.picture import Picture
 
+Style = dict[str, Any]
+"""Keyword arguments of matplotlib."""
+
 SUFFIXES = (".png", ".svg")
-"""What a picture's file may end in."""
+"""The suffixes that a picture's file may have."""
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -27,7 +32,7 @@ _MARKERS = "osD^vPX"
 
 
 def picture_path(path: str | PathLike[str] | None) -> Path | None:
-    """The path, if a picture can have it; None is no file.
+    """Check the path of a picture; None is no file.
 
     Raises:
         InvalidInputError: another suffix than .png or .svg.
@@ -41,7 +46,7 @@ def picture_path(path: str | PathLike[str] | None) -> Path | None:
 
 
 def picture_title(title: str | None) -> str | None:
-    """The title, if it can be drawn and stand in an .svg.
+    """Check a title, and escape it for matplotlib.
 
     Raises:
         InvalidInputError: no text, a lone surrogate, or a control character.
@@ -55,8 +60,8 @@ def picture_title(title: str | None) -> str | None:
     return title.replace("$", r"\$")  # or matplotlib reads what stands between two of them as a formula
 
 
-def line_style(i: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the i-th curve; where the colour is gone, dashes and marker still tell it apart.
+def line_style(i: int) -> Style:
+    """Choose colour, dashes and marker of the i-th curve; without colour, dashes and marker still tell it apart.
 
     >>> line_style(1)["color"], line_style(1)["marker"]
     ('#D55E00', 's')
@@ -68,17 +73,22 @@ def line_style(i: int) -> dict[str, Any]:
     }
 
 
-def quiet_axes(axes: Any) -> None:
-    """Faint lines behind the data, and no ticks: what all panels have in common."""
+def quiet_axes(axes: Axes) -> None:
+    """Draw faint lines behind the data, and no ticks, as all panels have them."""
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors="#444444", which="both")
     axes.spines[:].set_color("#bbbbbb")
 
 
+def in_axes(axes: Axes, inches: float) -> tuple[float, float]:
+    """Convert inches to fractions of the width and of the height of the axes."""
+    return inches * axes.figure.dpi / axes.bbox.width, inches * axes.figure.dpi / axes.bbox.height
+
+
 @contextmanager
 def canvas(target: Path | None, width: float, height: float) -> Iterator[Picture]:
-    """A figure to draw on, which is written when the block ends without an error.
+    """Open a figure to draw on, which is written when the block ends without an error.
 
     Args:
         target: of `picture_path`; None writes nothing.

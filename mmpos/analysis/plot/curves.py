@@ -1,21 +1,189 @@
-"""Pictures on two logarithmic scales: errors of phases over ids, and ids consumed over the size of an image."""
+"""Errors of phases over ids, and ids consumed over the size of an image: the numbers and their pictures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from mmpos.analysis.plot.canvas import COLOURS, INK, canvas, line_style, picture_path, picture_title, quiet_axes
-from mmpos.analysis.plot.growth import Growth
-from mmpos.analysis.plot.precision import PhaseErrors
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.checks import IntArray, instance
+from mmpos.analysis.plot.canvas import COLOURS, INK, Style, canvas, line_style, picture_path, picture_title, quiet_axes
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.positions.place import ids_consumed
+from mmpos.rotary import Rotary
+from mmpos.rotary.frequencies import Exact, Float32Array, Float64Array, UInt64Array, fixed_point_turns
+from mmpos.schemes import SCHEMES, Scheme, get_scheme
+from mmpos.segments.kinds import Grid
+from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from mmpos.analysis.plot.picture import Picture
+
+
+_WINDOW = 512
+_MASK = 2**32 - 1
+_TURN = 2 * np.pi
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseErrors:
+    """The largest errors up to each id, in rad, over all pairs; angles that are whole turns apart are the same.
+
+    Args:
+        ids: (points,) ascending.
+        float32: (points,) of frequencies that are right to the last bit of float32, times ids in float32.
+        hf: (points,) of the operations of Transformers: frequencies made in float32, times ids in float32.
+        exact: (points,) of the turns that mmpos takes: 32 bits, from frequencies of 64 bits.
+    """
+
+    ids: IntArray
+    float32: Float64Array
+    hf: Float64Array
+    exact: Float64Array
+
+
+def phase_errors(rotary: Rotary, ids: npt.ArrayLike | None = None, window: int = _WINDOW) -> PhaseErrors:
+    """Measure the largest errors of phases up to each id, by trying the ids right below it.
+
+    Args:
+        rotary: the frequencies; ids are integers, so axes and allocation play no part.
+        ids: (points,) ascending, 0 to 2³¹ − 1; None is ten to a decade, and the last of them.
+        window: how many ids below each are tried, where errors are largest; those between are not.
+
+    Raises:
+        InvalidInputError: no ids, or ids outside the bounds or not ascending.
+    """
+    points = _decades() if ids is None else int_array("ids", ids, (None,))
+    first_bad("ids", points, minimum=0, maximum=INT32_MAX)
+    if not points.size or (np.diff(points) < 0).any():
+        raise InvalidInputError(f"ids: got {points.tolist()}, want ascending ids, at least one")
+    rounded, rest = rotary.inv_freq_array.astype(np.float32), turns_rest(rotary)
+    largest = np.empty((3, points.size))
+    for i, top in enumerate(points.tolist()):
+        near = np.arange(max(0, top - window + 1), top + 1)
+        truth = true_turns(near, rotary.turns, rest)
+        largest[:, i] = (
+            _angle_errors(float32_angles(near, rounded), truth).max(),
+            _angle_errors(float32_angles(near, rotary.inv_freq_float32), truth).max(),
+            _turn_errors(exact_turns(near, rotary.turns), truth).max(),
+        )
+    return PhaseErrors(points, *np.maximum.accumulate(largest, axis=1))
+
+
+def _decades() -> IntArray:
+    return np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_MAX)
+
+
+def turns_rest(rotary: Rotary) -> IntArray:
+    """(pairs,) what rounding to the 64 bits of ``rotary.turns`` left, either sign, in units of 2⁻⁹⁶ turn."""
+    with Exact().context():
+        finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
+    return finer.astype(np.uint32).view(np.int32).astype(np.int64)
+
+
+def true_turns(ids: IntArray, turns: UInt64Array, rest: IntArray) -> UInt64Array:
+    """(ids, pairs) angles in units of 2⁻⁶⁴ turn, modulo one turn, within 1.25 units for ids within int32."""
+    rows = ids[:, None]
+    angles: UInt64Array = rows.astype(np.uint64) * turns + ((rows * rest) >> 32).astype(np.uint64)
+    return angles
+
+
+def exact_turns(ids: IntArray, turns: UInt64Array) -> IntArray:
+    """(ids, pairs) angles in units of 2⁻³² turn: I·hi + ⌊I·lo/2³²⌋, as ``mmpos.rotary.reference.turns`` has them."""
+    hi, lo = (turns >> np.uint64(32)).astype(np.int64), (turns & np.uint64(_MASK)).astype(np.int64)
+    rows = ids[:, None]
+    angles: IntArray = (rows * hi + ((rows * lo) >> 32)) & _MASK
+    return angles
+
+
+def float32_angles(ids: IntArray, inv_freq: Float32Array) -> Float32Array:
+    """(ids, pairs) float32 products of ids and frequencies, as ``mmpos.rotary.reference.cos_sin_as_hf`` has them."""
+    return ids.astype(np.float32)[:, None] * inv_freq
+
+
+def _angle_errors(angles: Float32Array, truth: UInt64Array) -> Float64Array:
+    """In rad, from float32 angles in rad; float64 is wide enough to compare them."""
+    turns = angles.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64
+    errors: Float64Array = np.abs(turns - np.rint(turns)) * _TURN
+    return errors
+
+
+def _turn_errors(turns: IntArray, truth: UInt64Array) -> Float64Array:
+    """In rad, from turns in units of 2⁻³²; the difference is an integer."""
+    units = ((turns.astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
+    errors: Float64Array = np.abs(units.astype(np.float64)) * (_TURN * 2.0**-64)
+    return errors
+
+
+# Between the powers of two lie odd and even sides, which rope-tie-lcm tells apart.
+_SIDES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """The ids that one image consumes: by how much text goes on from before it to after it.
+
+    Args:
+        schemes: their names, with the parameters that are not the defaults.
+        sides: (sizes,) n, of squares n×n and strips 1×n² of as many patches.
+        squares: (schemes, sizes) ids that n×n consumes.
+        strips: (schemes, sizes) ids that 1×n² consumes.
+    """
+
+    schemes: tuple[str, ...]
+    sides: IntArray
+    squares: IntArray
+    strips: IntArray
+
+    @property
+    def patches(self) -> IntArray:
+        """(sizes,) patches of an image."""
+        return self.sides**2
+
+    @property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the schemes, those that consume the same for every image together."""
+        groups: dict[bytes, list[int]] = {}
+        for i in range(len(self.schemes)):
+            groups.setdefault(self.squares[i].tobytes() + self.strips[i].tobytes(), []).append(i)
+        return tuple(map(tuple, groups.values()))
+
+
+def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLike = _SIDES) -> Growth:
+    """Count the ids that squares and strips consume under each scheme.
+
+    >>> id_growth(["rope-tie", "mrope"], [2, 24]).squares.tolist()
+    [[8, 624], [2, 24]]
+
+    Args:
+        schemes: names or objects; None is every scheme that has a next position.
+        sides: (sizes,) sides of the squares, 1 to 1024.
+
+    Raises:
+        InvalidInputError: unknown scheme, or a side outside the bounds.
+        UnsupportedError: a scheme without a next position.
+    """
+    lengths = int_array("sides", sides, (None,))
+    first_bad("sides", lengths, minimum=1, maximum=1024)
+    chosen = [get_scheme(scheme) for scheme in (SCHEMES if schemes is None else schemes)]
+    squares = [Grid(side, side) for side in lengths.tolist()]
+    strips = [Grid(1, side * side) for side in lengths.tolist()]
+    counts = []
+    for scheme in chosen:
+        try:
+            counts.append((scheme.label, *(ids_consumed(scheme, images) for images in (squares, strips))))
+        except UnsupportedError:
+            if schemes is not None:
+                raise
+    names, of_squares, of_strips = zip(*counts, strict=True)
+    return Growth(tuple(names), lengths, np.stack(of_squares), np.stack(of_strips))
+
 
 _WIDTH = 8.0
 
@@ -71,11 +239,11 @@ def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = Non
     return figure
 
 
-def _note(axes: Any, ids: IntArray, values: Float64Array, at: int) -> None:
+def _note(axes: Axes, ids: IntArray, values: Float64Array, at: int) -> None:
     """The value at one id in figures, where it is a point of the curve."""
     for i in np.flatnonzero(ids == at)[:1].tolist():
         axes.plot([at], [values[i]], "o", color=INK, markersize=4.5, zorder=5)
-        words = {"textcoords": "offset points", "fontsize": 9, "color": INK, "xytext": (3, -14)}
+        words: Style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "xytext": (3, -14)}
         last = i == ids.size - 1
         words |= {"ha": "right", "xytext": (4, 8)} if last else {}
         value = f"{values[i]:.2g}".replace("e-0", "e-")
@@ -119,7 +287,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
             axes.set_ylim(*limits)
             for k, group in enumerate(growth.alike):
                 # Curves that meet: the later, narrower one lies on the earlier, wider one.
-                style = {**line_style(k), "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
+                style: Style = {**line_style(k), "linewidth": 3.4 - 0.35 * k, "markersize": 4.5, "markeredgewidth": 0}
                 every = max(1, growth.sides.size // 7)
                 axes.plot(growth.patches, values[group[0]], label=labels[k], markevery=(k % every, every), **style)
             axes.set_xlabel("patches of the image")
@@ -128,7 +296,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
             else:
                 axes.set_ylabel("ids consumed")
         handles, names = axes.get_legend_handles_labels()
-        place: dict[str, Any] = {
+        place: Style = {
             "loc": "lower left",
             "bbox_to_anchor": (0.2 / _WIDTH, 0.05 / height),
             "borderaxespad": 0,
@@ -137,7 +305,7 @@ def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: 
     return figure
 
 
-def _log_log(axes: Any) -> None:
+def _log_log(axes: Axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")

@@ -16,7 +16,7 @@ DPI = 200
 """Pixels per inch of a file."""
 
 METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-"""What is left out of each kind of file, so that the same data gives the same bytes."""
+"""The metadata to leave out of each kind of file, so that the same data gives the same bytes."""
 
 # Fixed element ids, likewise; the text of an SVG stays text.
 _STYLE: dict[Any, Any] = {

@@ -1,21 +1,41 @@
-"""Tar shards to batches of Transformers' patches: a plain dataset and collate function in torch's DataLoader."""
+"""Patches by Transformers' fast Qwen2-VL processor: of single JPEG files, and of tar shards in torch's DataLoader."""
 
 from __future__ import annotations
 
+import io
 import tarfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchvision.io import ImageReadMode, decode_image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from mmpos_bench.peers.qwen_images import by_torchvision
+__all__ = ["by_pillow", "by_torchvision", "loader"]
 
-__all__ = ["loader"]
+_PROCESSOR: Any = Qwen2VLImageProcessor()
 
 Record = tuple[str, Tensor, Tensor]
+
+
+def by_pillow(data: bytes) -> Any:
+    """Process a Pillow image, as users of Hugging Face datasets do."""
+    photo: Image.Image = Image.open(io.BytesIO(data))
+    return _PROCESSOR([photo], return_tensors="pt")["pixel_values"].numpy()
+
+
+def by_torchvision(data: bytes) -> Any:
+    """Process a decoded tensor, as the processor's own loading of files does."""
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchvision would rather have torchcodec decode
+        tensor = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+    return _PROCESSOR([tensor], return_tensors="pt")["pixel_values"].numpy()
 
 
 class _Pairs(IterableDataset[Any]):
@@ -27,8 +47,7 @@ class _Pairs(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Record]:
         worker = get_worker_info()
-        mine = self._paths if worker is None else self._paths[worker.id :: worker.num_workers]
-        for path in mine:
+        for path in self._paths if worker is None else self._paths[worker.id :: worker.num_workers]:
             with tarfile.open(path) as tar:
                 members: dict[str, bytes] = {}
                 for member in tar:
@@ -47,7 +66,7 @@ def _collate(records: list[Record]) -> tuple[list[str], Tensor, Tensor]:
 
 
 def loader(paths: list[Path], batch: int, workers: int) -> DataLoader[Any]:
-    """Batches of keys, patches and tokens, with no position ids at all.
+    """Load batches of keys, patches and tokens, with no position ids at all.
 
     Args:
         paths: of tar shards of JPEG files and captions.

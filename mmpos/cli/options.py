@@ -1,20 +1,147 @@
-"""Documents as a command line names them: a short spec such as ``3,2x3,2``, a JSON file, an image file, or ``-``."""
+"""Documents and schemes as a command line names them: ``3,2x3,2`` or a file; ``v2pe,stride=16`` or a class."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mmpos.errors import InvalidInputError
+import typer
+
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
 
-__all__ = ["IMAGE_SUFFIXES", "Document", "Specs", "read_documents", "read_specs", "to_json"]
+DEFAULT = "rope-tie"
+
+
+def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
+    """Names that begin so, each with the first line of its documentation."""
+    return [
+        (name, (scheme.__doc__ or "").partition("\n")[0])
+        for name, scheme in SCHEMES.items()
+        if name.startswith(incomplete)
+    ]
+
+
+def scheme_option(default: str, also: str = "") -> Any:
+    """The option that names a scheme, with words for its default, and what else is to be said."""
+    return typer.Option(
+        "--scheme",
+        "-s",
+        metavar="NAME[,PARAMETER=VALUE...]",
+        help=f"{also}One of {', '.join(SCHEMES)}, or package.module:Class of your own.",
+        show_default=default,
+        autocompletion=complete_scheme,
+    )
+
+
+SchemeName = Annotated[str | None, scheme_option(DEFAULT)]
+Axes = Annotated[
+    int | None,
+    typer.Option(help="2 or 3 for the Tie schemes; 3 has a frame axis, for videos.", show_default="the scheme's own"),
+]
+
+
+def make_scheme(words: str, axes: int | None = None) -> Scheme:
+    """The scheme that words such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3`` name.
+
+    Args:
+        words: a name, or a module and its class or object, then parameters; or the label of a scheme, as
+            ``v2pe(stride=16)``, which a shell wants in quotes.
+        axes: replaces the scheme's own where it has a choice.
+
+    Raises:
+        InvalidInputError: naming what came and what was wanted.
+    """
+    if words.endswith(")"):
+        words = words[:-1].replace("(", ",", 1)
+    head, *assignments = (word.strip() for word in words.split(","))
+    parameters = dict(map(_parameter, assignments))
+    scheme = _made(_own(head) if ":" in head else _known(head), head, parameters)
+    if axes in (None, scheme.axes):
+        return scheme
+    if "axes" not in _names(scheme):
+        raise InvalidInputError(f"--axes: got {axes}, want {scheme.axes} for scheme {scheme.name!r}")
+    return _made(scheme, head, {"axes": axes})
+
+
+def did_you_mean(word: str, names: Any) -> str:
+    """The name that is most like a mistyped one, as a remark in brackets; nothing if none is."""
+    from difflib import get_close_matches
+
+    likely = get_close_matches(word, names, n=1)
+    return f" (did you mean {likely[0]!r}?)" if likely else ""
+
+
+def _known(name: str) -> type[Scheme]:
+    if name not in SCHEMES:
+        raise InvalidInputError(
+            f"--scheme: got {name!r}{did_you_mean(name, SCHEMES)}, want one of {', '.join(SCHEMES)}, "
+            "or package.module:Class of your own"
+        )
+    return SCHEMES[name]
+
+
+def _own(words: str) -> Any:
+    """The class or object of a module, which may lie in the current folder, as for ``python -m``."""
+    module, _, name = words.partition(":")
+    try:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
+        return getattr(import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever the module does as it is imported
+        raise _refused(words, error) from error
+
+
+def _made(scheme: Any, words: str, parameters: dict[str, Any]) -> Scheme:
+    """An object of a scheme's class, or an object with other parameters."""
+    known = _names(scheme)
+    for name in parameters.keys() - set(known):
+        raise InvalidInputError(f"--scheme: got {name!r} of {words!r}, want {' or '.join(known) or 'no parameter'}")
+    try:
+        if isinstance(scheme, Scheme):
+            made: Any = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
+        else:
+            made = scheme(**parameters) if callable(scheme) else scheme
+    except MmposError:
+        raise
+    except Exception as error:  # whatever a class of the caller's own does
+        raise _refused(words, error) from error
+    if not isinstance(made, Scheme):
+        raise InvalidInputError(f"--scheme: got {words!r}, which is {type(made).__name__}, want a Scheme")
+    return made
+
+
+def _names(scheme: Any) -> list[str]:
+    return [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
+
+
+def _refused(words: str, error: BaseException) -> InvalidInputError:
+    got = f"{type(error).__name__}: {error}"
+    return InvalidInputError(f"--scheme: got {words!r} ({got}), want package.module:Class of a Scheme that is made so")
+
+
+def _parameter(assignment: str) -> tuple[str, Any]:
+    name, equals, value = (word.strip() for word in assignment.partition("="))
+    if not (name and equals and value):
+        raise InvalidInputError(f"--scheme: got {assignment!r}, want PARAMETER=VALUE after the comma")
+    for read in (int, float, Fraction):
+        try:
+            return name, read(value)
+        except (ValueError, ZeroDivisionError):
+            continue
+    return name, {"None": None, "True": True, "False": False}.get(value, value.strip("'\""))
+
 
 Document = list[Text | Grid]
 
@@ -39,17 +166,11 @@ class Specs:
     axes: int | None = None
 
 
-def read_documents(arguments: Sequence[str]) -> list[Document]:
-    """The documents of ``read_specs`` alone.
-
-    >>> read_documents(["3,2x3"])
-    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
-    """
-    return read_specs(arguments).documents
-
-
 def read_specs(arguments: Sequence[str]) -> Specs:
-    """The documents that command-line arguments name, in order, and the scheme that JSON files name.
+    """Read the documents that command-line arguments name, in order, and the scheme that JSON files name.
+
+    >>> read_specs(["3,2x3"]).documents
+    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
 
     Args:
         arguments: each a spec (one document), a .json file (its documents), an image file (one document: a marker,
@@ -70,7 +191,7 @@ def read_specs(arguments: Sequence[str]) -> Specs:
 
 
 def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
-    """The documents as the value of "documents" in a JSON file."""
+    """Convert documents to the value of "documents" in a JSON file."""
     return [[_part_to_json(part) for part in document] for document in documents]
 
 
@@ -135,15 +256,15 @@ def _json(path: str, data: bytes) -> Specs:
     if not isinstance(documents, list):
         got = "no list of documents" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
         raise InvalidInputError(f"{path}: got {got}, want {_WANT_FILE}")
-    found = []
+    read = []
     for d, parts in enumerate(documents):
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
-        found.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+        read.append([_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
     scheme, axes = content.get("scheme"), content.get("axes")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
-    return Specs(found, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
+    return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
 def _part(name: str, part: Any) -> Text | Grid:
@@ -173,12 +294,12 @@ def _part_to_json(part: Text | Grid) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"text": part.length}
     sides = [part.frames, part.height, part.width]
-    found: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
+    written: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
     if part.row_separator:
-        found["row_separator"] = True
+        written["row_separator"] = True
     if part.seconds_per_frame is not None:
-        found["seconds_per_frame"] = float(part.seconds_per_frame)
-    return found
+        written["seconds_per_frame"] = float(part.seconds_per_frame)
+    return written
 
 
 def _named(name: str, make: Any, *values: Any, **options: Any) -> Any:

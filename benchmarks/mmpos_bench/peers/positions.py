@@ -1,0 +1,60 @@
+"""Position ids as other projects compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.segments.kinds import Grid
+from mmpos_bench.workloads import Document
+
+IntArray = npt.NDArray[np.int64]
+
+RopeIndex = Callable[[IntArray, int, IntArray], Callable[[], IntArray]]
+"""From (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging to a call that gives
+(3, batch · seq) ids, row after row."""
+
+
+def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
+    """Compute M-RoPE ids as serving engines do: a Python loop with one np.indices per image.
+
+    Returns:
+        (3, tokens) ids of packed documents, and the delta of each.
+    """
+    packed, deltas = [], []
+    for document in documents:
+        blocks: list[IntArray] = []
+        cursor = tokens = 0
+        for part in document:
+            if isinstance(part, Grid):
+                blocks.append(np.indices((part.frames, part.height, part.width)).reshape(3, -1) + cursor)
+            else:
+                blocks.append(np.broadcast_to(np.arange(part.length), (3, part.length)) + cursor)
+            cursor = int(blocks[-1].max()) + 1
+            tokens += blocks[-1].shape[1]
+        packed.append(np.concatenate(blocks, axis=1))
+        deltas.append(cursor - tokens)
+    return np.concatenate(packed, axis=1), deltas
+
+
+def load_rope_index() -> RopeIndex:
+    """Load the method of Transformers' Qwen2-VL, which is given a configuration, merging by 2, and no weights."""
+    import torch
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    model.get_vision_position_ids = Qwen2VLModel.get_vision_position_ids.__get__(model)
+    # The annotations of Transformers name tensors of one dtype each, which torch's own functions do not return.
+    method: Any = partial(Qwen2VLModel.get_rope_index, model)
+
+    def rope_index(input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray) -> Callable[[], IntArray]:
+        ids, grids = torch.from_numpy(input_ids), torch.from_numpy(image_grid_thw)
+        kinds = (ids == image_token_id).int()  # what Transformers' processor hands on costs the method nothing here
+        return lambda: method(ids, kinds, grids)[0].reshape(3, -1).numpy()
+
+    return rope_index

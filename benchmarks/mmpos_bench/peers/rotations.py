@@ -1,0 +1,211 @@
+"""Rotations of other projects: a function for each imports it, and gives what drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from mmpos_bench.layers import Layer, Pair
+
+__all__ = ["NORMS", "ROTATIONS", "Rotate", "Rotation", "by_formula"]
+
+Rotate = Callable[[Tensor, Tensor], Pair]
+Make = Callable[[Layer], Rotate | None]
+"""Gives what turns the q and k of a layer by the cos and sin that it has; None for a layer that it does not take."""
+
+NormRotate = Callable[[Layer, Pair, float], Rotate]
+"""Likewise with a norm before, from the layer, the weights for q and k, and epsilon."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The ways in which a project rotates.
+
+    Args:
+        fresh: into new tensors.
+        inplace: in the tensors that come.
+        training: for a backward pass; None is as fresh.
+    """
+
+    fresh: Make | None = None
+    inplace: Make | None = None
+    training: Make | None = None
+
+
+def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """q and k (batch, seq, heads, head_dim) turned by cos and sin (batch, seq, head_dim), as models do it layer by
+    layer: four passes over q, and four over k.
+    """
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    half = q.shape[-1] // 2
+    turned_q = torch.cat((-q[..., half:], q[..., :half]), dim=-1)
+    turned_k = torch.cat((-k[..., half:], k[..., :half]), dim=-1)
+    return q * cos + turned_q * sin, k * cos + turned_k * sin
+
+
+def by_formula(layer: Layer) -> Rotate:
+    """Rotate by the formula as it stands."""
+    cos, sin = layer.tables
+    return lambda q, k: formula(q, k, cos, sin)
+
+
+def load_compiled() -> Rotation:
+    """Load torch.compile, if it can compile here."""
+    torch.compile(torch.neg)(torch.zeros(1))
+
+    def rotate(layer: Layer) -> Rotate:
+        torch.compiler.reset()  # what was compiled for other shapes would count against a limit
+        cos, sin = layer.tables
+        compiled = torch.compile(formula, dynamic=False)
+        return lambda q, k: compiled(q, k, cos, sin)
+
+    return Rotation(rotate)
+
+
+def load_transformers() -> Rotation:
+    """Load the functions of Transformers' Qwen2-VL, for its language model and for its vision encoder."""
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
+
+    def rotate(layer: Layer) -> Rotate:
+        cos, sin = layer.tables
+        if layer.shape.allocation != "axial":
+            return lambda q, k: apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+
+        def encoder(q: Tensor, k: Tensor) -> Pair:  # has no batch, and computes in float32
+            turned: Any = apply_rotary_pos_emb_vision(q[0], k[0], cos[0], sin[0])
+            return turned[0][None], turned[1][None]
+
+        return encoder
+
+    return Rotation(rotate)
+
+
+def load_torchtitan() -> Rotation:
+    """Load torchtitan's rotation of halves, which is given its cache in float32 for the tokens of the layer alone."""
+    from torchtitan.models.common.rope import CosSinRoPE
+
+    def rotate(layer: Layer) -> Rotate:
+        cos, sin = layer.angles.cos(), layer.angles.sin()
+        cache = torch.cat((cos, cos, sin, sin), dim=-1).float()[None, :, None]
+        return lambda q, k: CosSinRoPE.apply_rotary_emb(q, k, cache)
+
+    return Rotation(rotate)
+
+
+def load_liger() -> Rotation:
+    """Load Liger's kernel, which writes into the q and k that it is given, also in training."""
+    _need_gpu()
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    def rotate(layer: Layer) -> Rotate:
+        cos, sin = layer.tables
+
+        def call(q: Tensor, k: Tensor) -> Pair:  # it takes heads before tokens, in memory that has tokens first
+            turned: Any = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+        return call
+
+    return Rotation(inplace=rotate, training=rotate)
+
+
+def load_flash_attention() -> Rotation:
+    """Load flash-attention's kernel, which is given half of cos and sin: a launch for q and one for k."""
+    _need_gpu()
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    def rotate(layer: Layer, inplace: bool) -> Rotate:
+        half = layer.shape.head_dim // 2
+        cos, sin = (table[0, :, :half].contiguous() for table in layer.tables)
+        turn: Any = partial(apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
+        return lambda q, k: (turn(q), turn(k))
+
+    return Rotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
+
+
+def load_flashinfer() -> Rotation:
+    """Load flashinfer's kernel, which is given a cache of cos and sin in float32 with a row for every token."""
+    _need_gpu()
+    from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
+
+    def rotate(layer: Layer, inplace: bool) -> Rotate | None:
+        if layer.dtype == torch.float32:
+            return None
+        cache = torch.cat((layer.angles.cos(), layer.angles.sin()), dim=-1).float()
+        rows = torch.arange(layer.tokens, device=layer.device)
+        options = {"positions": rows, "head_size": layer.shape.head_dim, "cos_sin_cache": cache, "is_neox": True}
+
+        def call(q: Tensor, k: Tensor) -> Pair:
+            flat = {"query": q.view(layer.tokens, -1), "key": k.view(layer.tokens, -1)}
+            if inplace:
+                apply_rope_with_cos_sin_cache_inplace(**flat, **options)
+                return q, k
+            turned: Any = apply_rope_with_cos_sin_cache(**flat, **options)
+            return turned[0].view_as(q), turned[1].view_as(k)
+
+        return call
+
+    return Rotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
+
+
+def load_compiled_norm() -> NormRotate:
+    """Load torch's norm and the formula, compiled together, if torch can compile here."""
+    torch.compile(torch.neg)(torch.zeros(1))
+
+    def norm_rotate(layer: Layer, weights: Pair, eps: float) -> Rotate:
+        torch.compiler.reset()
+        cos, sin = layer.tables
+
+        def both(q: Tensor, k: Tensor) -> Pair:
+            q, k = (rms_norm(x, x.shape[-1:], w, eps) for x, w in zip((q, k), weights, strict=True))
+            return formula(q, k, cos, sin)
+
+        return torch.compile(both, dynamic=False)
+
+    return norm_rotate
+
+
+def load_liger_norm() -> NormRotate:
+    """Load Liger's norm and then its rotation, which writes into what the norm made: three launches."""
+    rotation = load_liger().inplace
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def norm_rotate(layer: Layer, weights: Pair, eps: float) -> Rotate:
+        turn: Any = rotation and rotation(layer)
+
+        def call(q: Tensor, k: Tensor) -> Pair:
+            q, k = (
+                LigerRMSNormFunction.apply(x, w, eps, 0.0, "gemma", False) for x, w in zip((q, k), weights, strict=True)
+            )
+            return turn(q, k)
+
+        return call
+
+    return norm_rotate
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ImportError("its kernel needs a GPU")  # before seconds are spent on importing it
+
+
+ROTATIONS: Mapping[str, Callable[[], Rotation]] = {
+    "eager formula": lambda: Rotation(by_formula),
+    "torch.compile": load_compiled,
+    "Transformers": load_transformers,
+    "torchtitan": load_torchtitan,
+    "Liger": load_liger,
+    "flash-attention": load_flash_attention,
+    "flashinfer": load_flashinfer,
+}
+
+NORMS: Mapping[str, Callable[[], NormRotate]] = {
+    "torch.compile, norm too": load_compiled_norm,
+    "Liger, norm too": load_liger_norm,
+}

@@ -1,0 +1,399 @@
+"""Compare the ids of a pipeline with a scheme, find the first difference, and name the mistake that explains it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmpos.analysis.diagnosis.mistakes import SUSPECTS, Case, Flags, Guess
+from mmpos.errors import InvalidInputError
+from mmpos.positions.place import place
+from mmpos.positions.rows import DELTA, NEXT_POSITION
+from mmpos.positions.table import PositionTable, Side
+from mmpos.schemes import Scheme, get_scheme
+from mmpos.segments.table import PAD, SegmentTable
+from mmpos.support.checks import INT32_MIN, IntArray, counted, host_array, integer, one_of, per_document
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of comparing ids with a scheme: equal, or where they first differ and why.
+
+    Args:
+        equal: whether all ids that were compared agree; the fields after num_documents are then empty.
+        scheme: name of the scheme, with the parameters that are not the defaults.
+        num_tokens: tokens that were compared, padding left out.
+        num_documents: their documents.
+        different_tokens: tokens of which an id differs.
+        different_documents: documents with such a token.
+        document: the first document with such a token.
+        token: its first such token, counted from the document's first; of padding, the place in the padded row.
+        what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
+        axis: the first axis on which it differs.
+        got: its ids as they came, one per row of the ids.
+        want: its ids in the scheme, one per axis, exactly.
+        cause: the mistake that explains the difference, if one is known that does.
+        remedy: what to do about that mistake.
+        explained: how many of the different tokens have exactly the ids that the mistake gives.
+    """
+
+    equal: bool
+    scheme: str
+    num_tokens: int
+    num_documents: int
+    different_tokens: int = 0
+    different_documents: int = 0
+    document: int | None = None
+    token: int | None = None
+    what: str | None = None
+    axis: int | None = None
+    got: tuple[int | float, ...] | None = None
+    want: tuple[Fraction, ...] | None = None
+    cause: str | None = None
+    remedy: str | None = None
+    explained: int = 0
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
+        documents = counted(self.num_documents, "document")
+        if self.equal:
+            return (f"All {counted(self.num_tokens, 'token')} of {documents} have the ids of {self.scheme}.",)
+        got, want = _position(self.got or ()), _position(self.want or ())
+        first = (
+            f"documents[{self.document}], token {self.token}, is {self.what}: got {got}, want {want} in {self.scheme}."
+        )
+        count = (
+            f"{self.different_tokens} of {counted(self.num_tokens, 'token')} differ, "
+            f"in {self.different_documents} of {documents}."
+        )
+        if self.cause is None:
+            many = self.different_tokens > 1
+            why = "no known mistake gives the first two differences" if many else "one token alone proves no mistake"
+            return first, count, f"Cause unknown: {why}."
+        part = f" (so {self.explained} of the {self.different_tokens})"
+        cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
+        return first, count, cause, f"To do: {self.remedy}."
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences)
+
+
+def _position(values: Sequence[Fraction | int | float]) -> str:
+    words = [str(int(value)) if value == value // 1 else str(value) for value in values]
+    return words[0] if len(words) == 1 else f"({', '.join(words)})"
+
+
+def diagnose(
+    ids: npt.ArrayLike,
+    documents: SegmentTable | PositionTable,
+    scheme: str | Scheme | None = None,
+    start: npt.ArrayLike = 0,
+    *,
+    attention_mask: npt.ArrayLike | None = None,
+    side: Side = "right",
+    padding_id: int | None = None,
+    tolerance: float = 0.0,
+) -> Diagnosis:
+    """Compare ids with a scheme, find the first token that differs, and name the mistake behind it.
+
+    >>> from mmpos.segments import Grid, SegmentTable, Text
+    >>> segments = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
+    >>> diagnose([[0, 2, 2, 4], [0, 3, 5, 7]], segments).got
+    (2, 3)
+
+    A cause is computed and not guessed: each known mistake is made on these documents, and is named only if it gives
+    the first two differences; the first that gives every id that came is preferred.
+
+    Args:
+        ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes, which stands for all
+            axes; integers or floats, a list, an array or a tensor on the host. Where a shape can be both,
+            it is packed, unless it comes with an attention_mask.
+        documents: what the ids are of; mistakes in placing are found only for a SegmentTable.
+        scheme: for a SegmentTable, a name or a scheme object; "rope-tie" if not given.
+        start: for a SegmentTable, id of each document's first token, one or (documents,).
+        attention_mask: (batch, length) of 0 and 1; else padding is where the table has it, or at the side.
+        side: "left" or "right".
+        padding_id: what padding must have on every axis; None does not compare it.
+        tolerance: how far an id may be from the exact one; 0 is exact up to float64.
+
+    Raises:
+        InvalidInputError: ids that are no numbers, or of another shape than the documents.
+        UnsupportedError, LimitExceededError: as for place.
+    """
+    if (
+        isinstance(tolerance, bool)
+        or not isinstance(tolerance, int | float)
+        or not 0 <= tolerance <= sys.float_info.max
+    ):
+        raise InvalidInputError(f"tolerance: got {tolerance!r}, want a number >= 0")
+    if padding_id is not None:
+        integer("padding_id", padding_id)
+    whole, segments, how = _placed(documents, scheme, start)
+    dump = read_ids(ids, whole, attention_mask, side)
+    positions = _without_padding(whole)
+    first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else _starts(positions)
+    came = np.broadcast_to(dump.ids, (positions.axes, positions.num_tokens))
+    case = Case(came, positions, first_ids, float(tolerance), segments, how, dump.column, dump.length)
+    if case.wrong.any():
+        return _different(case, rows=len(dump.ids))
+    if padding_id is None:
+        return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
+    if (dump.padding != padding_id).any():
+        return _different_padding(dump, positions, padding_id)
+    return Diagnosis(True, positions.scheme, positions.num_tokens + dump.padding.shape[1], positions.num_documents)
+
+
+def _placed(
+    documents: SegmentTable | PositionTable, scheme: str | Scheme | None, start: npt.ArrayLike
+) -> tuple[PositionTable, SegmentTable | None, Scheme | None]:
+    """The table with its padding, the segments without, and the scheme."""
+    if isinstance(documents, PositionTable):
+        if scheme is not None or np.ndim(start) or start != 0:
+            raise InvalidInputError("scheme, start: got one with a PositionTable, which has its own, want none")
+        return documents, None, None
+    if not isinstance(documents, SegmentTable):
+        raise InvalidInputError(f"documents: got {type(documents).__name__}, want a SegmentTable or a PositionTable")
+    how = get_scheme("rope-tie" if scheme is None else scheme)
+    keep = documents.kind != PAD
+    segments = documents
+    if not keep.all():
+        seconds, separator = documents.seconds_per_frame, documents.row_separator
+        segments = SegmentTable(
+            documents.kind[keep],
+            documents.extents[:, keep],
+            np.concatenate([[0], np.cumsum(keep)])[documents.segment_offsets],
+            None if seconds is None else seconds[:, keep],
+            None if separator is None else separator[keep],
+        )
+    return place(documents, how, start), segments, how
+
+
+def _without_padding(positions: PositionTable) -> PositionTable:
+    keep = ~positions.is_padding
+    if keep.all():
+        return positions
+    starts = positions.offset[keep]
+    return positions.take(starts, starts + positions.segment_lengths[keep])
+
+
+def _starts(positions: PositionTable) -> IntArray:
+    """(documents,) first ids, 0 where the scheme has no cursor to tell them by."""
+    header = positions.documents
+    return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
+
+
+def _different(case: Case, rows: int) -> Diagnosis:
+    """The first difference between tokens, and its cause; rows are those of the ids as they came."""
+    token, document = case.first, int(case.document[case.first])
+    numerators, denominators = case.positions.slice(token, token + 1).rationals()
+    verdict = find_cause(case)
+    return Diagnosis(
+        equal=False,
+        scheme=case.positions.scheme,
+        num_tokens=case.positions.num_tokens,
+        num_documents=case.positions.num_documents,
+        different_tokens=int(case.wrong.sum()),
+        different_documents=np.unique(case.document[case.wrong]).size,
+        document=document,
+        token=int(case.index[token]),
+        what=case.positions.describe(token),
+        axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
+        got=tuple(case.came[:rows, token].tolist()),
+        want=tuple(Fraction(value, int(denominators[0])) for value in numerators[:, 0].tolist()),
+        cause=verdict.cause if verdict else None,
+        remedy=verdict.remedy if verdict else None,
+        explained=verdict.explained if verdict else 0,
+    )
+
+
+def _different_padding(dump: Dump, positions: PositionTable, padding_id: int) -> Diagnosis:
+    """The first difference in padding, where all tokens agree."""
+    wrong = (dump.padding != padding_id).any(axis=0)
+    first = int(wrong.argmax())
+    document, place_in_row = dump.places[:, first].tolist()
+    return Diagnosis(
+        equal=False,
+        scheme=positions.scheme,
+        num_tokens=positions.num_tokens + wrong.size,
+        num_documents=positions.num_documents,
+        different_tokens=int(wrong.sum()),
+        different_documents=np.unique(dump.places[0, wrong]).size,
+        document=document,
+        token=place_in_row,
+        what="padding",
+        axis=int((dump.padding[:, first] != padding_id).argmax()),
+        got=tuple(dump.padding[:, first].tolist()),
+        want=(Fraction(padding_id),) * positions.axes,
+        cause="all tokens have their ids, and padding has others than it should",
+        remedy="nothing, if padding is masked; or write the id that padding should have",
+        explained=int(wrong.sum()),
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A mistake, what to do about it, and how many of the different tokens have exactly the ids that it gives."""
+
+    cause: str
+    remedy: str
+    explained: int
+
+
+def find_cause(case: Case) -> Verdict | None:
+    """The first mistake that gives every id that came; else the one that explains most.
+
+    A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
+    with more tokens than the scheme does, by more than those that it was made to fit.
+    """
+    best, most = None, 0
+    wrong = np.flatnonzero(case.wrong)
+    right = case.wrong.size - wrong.size
+    for suspect in SUSPECTS:
+        for guess in suspect.guesses(case):
+            if not _agrees(case, guess, wrong[:2]).all():
+                continue
+            agrees = _agrees(case, guess, slice(None))
+            beyond = int(agrees.sum()) - right - guess.evidence
+            if beyond > 0 and (beyond > most or agrees.all()):
+                best = Verdict(guess.cause, suspect.remedy, int((agrees & case.wrong).sum()))
+                most = beyond
+                if agrees.all():
+                    return best
+    return best
+
+
+def _agrees(case: Case, guess: Guess, tokens: slice | IntArray) -> Flags:
+    """(tokens,) whether each token has the ids that the mistake gives."""
+    return case.near(case.held(guess.ids[..., tokens]), case.got[:, tokens])
+
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Dump:
+    """Ids of tokens, padding apart.
+
+    Args:
+        ids: (axes, tokens), or (1, tokens) of 1-D ids, without padding.
+        mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
+        padding: (axes or 1, padded places) the ids there.
+        places: (2, padded places) document, and place in its row, of each.
+    """
+
+    ids: Array
+    mask: Flags | None
+    padding: Array
+    places: IntArray
+
+    @property
+    def column(self) -> IntArray | None:
+        """(tokens,) place of every token in its padded row."""
+        return None if self.mask is None else self.mask.nonzero()[1]
+
+    @property
+    def length(self) -> int:
+        """Places of a padded row."""
+        return 0 if self.mask is None else self.mask.shape[1]
+
+
+def read_ids(ids: npt.ArrayLike, positions: PositionTable, attention_mask: npt.ArrayLike | None, side: Side) -> Dump:
+    """Read the ids of the table's tokens from any of the usual shapes.
+
+    Args:
+        ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
+        positions: the table, which may hold padding.
+        attention_mask: (batch, length) of 0 and 1.
+        side: where padding is, if neither a mask nor the table says so.
+
+    Raises:
+        InvalidInputError: no numbers, NaN, or a shape that is not that of the table.
+    """
+    array = _numbers(host_array("ids", ids))
+    one_of("side", side, ("left", "right"))
+    packed, batch = _shapes(array, positions)
+    tokens = positions.per_token(~positions.is_padding).astype(np.bool_)
+    if packed and (attention_mask is None or batch is None):
+        if attention_mask is not None:
+            raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
+        rows = array.reshape(_rows(array, 1), positions.num_tokens)
+        (where,) = (~tokens).nonzero()
+        document = positions.cu_seqlens.searchsorted(where, side="right") - 1
+        places = np.stack([document, where - positions.cu_seqlens[document]])
+        return Dump(rows[:, tokens], None, rows[:, where], places)
+    if batch is None:
+        raise _shape_error(array, positions)
+    mask = _mask(positions, tokens, attention_mask, side, batch)
+    rows = array.reshape(_rows(array, 2), prod(batch))
+    return Dump(rows[:, mask.ravel()], mask, rows[:, ~mask.ravel()], np.stack((~mask).nonzero()))
+
+
+def _numbers(array: Array) -> Array:
+    if array.dtype.kind not in "iuf":
+        raise InvalidInputError(f"ids: got dtype {array.dtype}, want integers or floats (bfloat16: save ids.float())")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        at = ", ".join(map(str, np.argwhere(np.isnan(array))[0].tolist()))
+        raise InvalidInputError(f"ids[{at}]: got nan, want a number")
+    return array.astype(np.float64) if array.dtype == np.longdouble else array  # what JSON and Python have
+
+
+def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:
+    """Read a shape: whether ids can be packed, and their batch and length if they can be padded."""
+    shape, has_axes = array.shape, array.shape[:1] in ((1,), (positions.axes,))
+    packed = shape[-1:] == (positions.num_tokens,) and (
+        array.ndim == 1 or (has_axes and (array.ndim == 2 or (array.ndim == 3 and shape[1] == 1)))
+    )
+    padded = (array.ndim == 2 or (array.ndim == 3 and has_axes)) and (
+        shape[-2] == positions.num_documents and shape[-1] >= positions.max_seqlen
+    )
+    return packed, (shape[-2], shape[-1]) if padded else None
+
+
+def _rows(array: Array, places: int) -> int:
+    """Rows of ids, where the last so many dimensions are places; told, since no ids have any number of rows."""
+    return array.shape[0] if array.ndim > places else 1
+
+
+def _mask(
+    positions: PositionTable, tokens: Flags, attention_mask: npt.ArrayLike | None, side: Side, shape: tuple[int, int]
+) -> Flags:
+    """(batch, length) which places are tokens: as the mask says, as the table does, or by the side."""
+    real = np.add.reduceat(np.append(tokens, np.False_), positions.cu_seqlens[:-1], dtype=np.int64)
+    real[positions.lengths == 0] = 0
+    place = np.arange(shape[1])
+    if attention_mask is not None:
+        flags = host_array("attention_mask", attention_mask)
+        if flags.shape != shape:
+            raise InvalidInputError(f"attention_mask: got shape {flags.shape}, want {shape}")
+        mask = flags != 0
+        if (mask.sum(axis=1) != real).any():
+            d = int((mask.sum(axis=1) != real).argmax())
+            raise InvalidInputError(f"attention_mask[{d}]: got {mask[d].sum()} tokens, want {real[d]}")
+        return mask
+    if not tokens.all():
+        mask = place < positions.lengths[:, None]
+        mask[mask] = tokens
+        return mask
+    return place >= shape[1] - real[:, None] if side == "left" else place < real[:, None]
+
+
+def _shape_error(array: Array, positions: PositionTable) -> InvalidInputError:
+    axes, tokens, documents = positions.axes, positions.num_tokens, positions.num_documents
+    longest = positions.max_seqlen
+    hint = ""
+    patches = int(positions.segment_lengths[positions.is_grid].sum())
+    for side in (2, 3, 4):
+        if patches and array.ndim and array.shape[-1] == tokens + patches * (side * side - 1):
+            hint = f"; these are as many tokens as before merging {side}x{side} patches, and grids are told after it"
+    return InvalidInputError(
+        f"ids: got shape {array.shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
+        f"either without axes for 1-D ids{hint}"
+    )

@@ -1,0 +1,341 @@
+"""The commands that study ids, schemes and encodings: check, compare and plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from tokenize import TokenError  # numpy reads headers with it
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from mmpos.cli import report
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Start, app, place_specs, scheme_words
+from mmpos.cli.options import (
+    DEFAULT,
+    Axes,
+    SchemeName,
+    Specs,
+    complete_scheme,
+    did_you_mean,
+    make_scheme,
+    read_specs,
+    scheme_option,
+)
+from mmpos.errors import InvalidInputError
+from mmpos.positions.table import PositionTable
+from mmpos.schemes import SCHEMES, Scheme
+from mmpos.segments.table import SegmentTable
+from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
+
+if TYPE_CHECKING:
+    from mmpos.analysis.compare import Matrix
+    from mmpos.analysis.diagnosis import Diagnosis
+    from mmpos.analysis.plot.picture import Picture
+
+
+class Padding(StrEnum):
+    """The side of a padded batch on which padding is."""
+
+    LEFT = "left"
+    RIGHT = "right"
+
+
+@app.command(
+    help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
+    f"{SPECS}\n\n{JSON_FILE}\n\n"
+    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
+    f"Exit codes: 0 equal, {DIFFERENT} different."
+)
+def check(
+    ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
+    documents: Annotated[
+        list[str],
+        typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each."),
+    ],
+    scheme: SchemeName = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="config.json|-", help="A model's config, for its scheme.", show_default=False)
+    ] = None,
+    start: Start = 0,
+    axes: Axes = None,
+    padding: Annotated[Padding, typer.Option(help="Where a padded batch has its padding.")] = Padding.RIGHT,
+    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare ids in a file with a scheme."""
+    from mmpos.analysis.diagnosis import diagnose
+
+    specs = read_specs(documents)
+    segments = SegmentTable.from_documents(specs.documents)
+    how = _scheme(specs, scheme, axes, config)
+    diagnosis = diagnose(_read(ids), segments, how, start, side=padding.value, tolerance=tolerance)
+    typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
+    if not diagnosis.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> Scheme:
+    """The scheme that is named, or that of a model."""
+    from mmpos.integrations.models import from_hf_config
+
+    if config is None:
+        name, axes = scheme_words(specs, name, axes)
+        return make_scheme(DEFAULT if name is None else name, axes)
+    if name is not None or axes is not None:
+        raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
+    try:
+        values = json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
+    except OSError as error:
+        got = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        got = f"no valid JSON ({error})"
+    else:
+        return from_hf_config(values).scheme
+    raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
+
+
+def _read(path: Path) -> npt.NDArray[Any]:
+    if path == Path(STDIN):
+        with NamedTemporaryFile() as file:
+            file.write(read_input())
+            file.flush()
+            return _mapped(Path(file.name), "standard input")
+    return _mapped(path, str(path))
+
+
+def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
+    """The array of a file, mapped, so that a header that promises more than the file has costs nothing."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(6)
+        if beginning == b"\x93NUMPY":
+            array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            return array
+        got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
+    except OSError as error:
+        got = error.strerror or str(error)
+    except (ValueError, TypeError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+        got = str(error)
+    raise InvalidInputError(f"{name}: got {got}, want an array saved with numpy.save")
+
+
+def _json(diagnosis: Diagnosis) -> str:
+    """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
+    want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
+    got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
+    return report.json_lines({**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)})
+
+
+def _complete(incomplete: str) -> list[tuple[str, str]]:
+    from mmpos.encodings import ENCODINGS
+
+    return complete_scheme(incomplete) + [(name, "") for name in ENCODINGS if name.startswith(incomplete)]
+
+
+@app.command(
+    help="Measure which scheme and which encoding has which property: ✓ yes, ✗ no, – does not apply.\n\n"
+    f"NAME is a scheme, one of {', '.join(SCHEMES)}, also with parameters (v2pe,stride=16), or package.module:Class of "
+    "your own; or an encoding, such as rope-2d or alibi: without NAME, all are measured."
+)
+def compare(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Only these.", show_default=False, autocompletion=_complete),
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Also the smallest counterexample of every ✗.")] = False,
+    define: Annotated[bool, typer.Option("--define", help="Also what every property means.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, counterexamples included.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in Markdown.")] = False,
+) -> None:
+    """Measure which scheme and which encoding has which property."""
+    matrices = _measured(names or [])
+    if as_json:
+        typer.echo(json.dumps({f"{each.subject}s": each.to_dict() for each in matrices}, ensure_ascii=False, indent=1))
+        return
+    out = console()
+    for i, matrix in enumerate(matrices):
+        if i:
+            out.print()
+        if markdown:
+            typer.echo(matrix.to_markdown(), nl=False)
+        else:
+            out.out(matrix.to_text(out.width), highlight=False)
+        if define:
+            out.print()
+            for each in matrix.properties:
+                out.print(f"{each.title}: {each.definition}", soft_wrap=True)
+        if why:
+            out.print()
+            for name, each, reason in matrix.reasons:
+                out.print(f"{name}, {each.title}: {reason}", soft_wrap=True)
+
+
+def _measured(names: Sequence[str]) -> list[Matrix]:
+    """The matrices of what is named, or of everything."""
+    from mmpos.analysis.compare import measure, measure_encodings
+    from mmpos.analysis.compare.schemes import every_scheme
+    from mmpos.encodings import ENCODINGS
+
+    made = [make_scheme(name) for name in names if "," in name or ":" in name]
+    for name in names:
+        if name not in SCHEMES and name not in ENCODINGS and "," not in name and ":" not in name:
+            known = (*SCHEMES, *ENCODINGS)
+            raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
+    schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names] + made
+    encodings = [name for name in ENCODINGS if not names or name in names]
+    return [
+        *([measure(schemes)] if schemes else []),
+        *([measure_encodings(encodings)] if encodings else []),
+    ]
+
+
+plot = typer.Typer(name="plot", invoke_without_command=True)
+app.add_typer(plot)
+
+Output = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE|-", help="Where to, .png or .svg; - writes a .png to standard output."
+    ),
+]
+SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Give several to compare them. ")]
+Title = Annotated[str | None, typer.Option(help="Above the picture.", show_default="what is drawn")]
+HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two to a pair.")]
+Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
+
+
+def _complete_allocation(incomplete: str) -> list[str]:
+    from mmpos.rotary.allocation import ALLOCATIONS
+
+    return [name for name in ALLOCATIONS if name.startswith(incomplete)]
+
+
+@plot.callback()
+def root(context: typer.Context) -> None:
+    """Draw ids, attention, errors of phases, or growth, as .png or .svg."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")
+def ids(
+    documents: Documents,
+    output: Output,
+    scheme: SchemeNames = None,
+    start: Start = 0,
+    axes: Axes = None,
+    title: Title = None,
+    own_scale: Annotated[
+        bool, typer.Option("--own-scale", help="Every scheme on a scale of its own, not all on one.")
+    ] = False,
+) -> None:
+    """Draw the plane of ids."""
+    from mmpos.analysis.plot import plot_positions
+
+    tables = _tables(documents, scheme, start, axes)
+    drawn = tables[0] if len(tables) == 1 else tables
+    _write(output, lambda path: plot_positions(drawn, path, title, same_scale=not own_scale))
+
+
+@plot.command(
+    help="Draw what one patch sees by its position alone: the mean cosine between its phases and those of every "
+    f"other patch, and of the text before and after the image.\n\n{SPECS}"
+)
+def attention(
+    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="One document.", show_default=False)],
+    output: Output,
+    scheme: SchemeNames = None,
+    axes: Axes = None,
+    token: Annotated[
+        int | None,
+        typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image"),
+    ] = None,
+    head_dim: HeadDim = 128,
+    theta: Theta = 10000.0,
+    allocation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which axis drives a pair, such as interleaved, split, axial or sections; several to compare.",
+            show_default="interleaved",
+            autocompletion=_complete_allocation,
+        ),
+    ] = None,
+    mrope_section: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,N", help="Pairs per axis, for sections and mrope-interleaved.", show_default=False),
+    ] = None,
+    title: Title = None,
+) -> None:
+    """Draw what one patch sees by its position alone."""
+    from mmpos.analysis.plot import attention_kernel, plot_attention
+    from mmpos.rotary import Rotary
+
+    section = None if mrope_section is None else _section(mrope_section)
+    names = allocation or ["interleaved"]
+    kernels = [
+        attention_kernel(
+            table,
+            Rotary(head_dim, theta, table.axes, name, mrope_section=section),
+            token,
+            label=table.scheme if len(names) == 1 else None,
+        )
+        for table in _tables([document], scheme, 0, axes)
+        for name in names
+    ]
+    _write(output, lambda path: plot_attention(kernels, path, title))
+
+
+@plot.command()
+def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0, title: Title = None) -> None:
+    """Draw how far phases are from the truth, over ids: float32 angles, those of Transformers, and integer turns."""
+    from mmpos.analysis.plot import phase_errors, plot_phase_error
+    from mmpos.rotary import Rotary
+
+    errors = phase_errors(Rotary(head_dim, theta, axes=1))
+    _write(output, lambda path: plot_phase_error(errors, path, title))
+
+
+@plot.command()
+def growth(
+    output: Output,
+    scheme: Annotated[
+        list[str] | None, scheme_option("all with a next position", "Give several to compare them. ")
+    ] = None,
+    title: Title = None,
+) -> None:
+    """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
+    from mmpos.analysis.plot import id_growth, plot_growth
+
+    counts = id_growth([make_scheme(words) for words in scheme] if scheme else None)
+    _write(output, lambda path: plot_growth(counts, path, title))
+
+
+def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
+    """Draw into a file and print its name, or write the picture to standard output."""
+    if output == Path(STDIN):
+        write_output(draw(None).png())
+    else:
+        draw(output)
+        typer.echo(output)
+
+
+def _tables(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[PositionTable]:
+    """The documents under every scheme."""
+    specs = read_specs(documents)
+    asked: list[str | None] = [*schemes] if schemes else [None]
+    return [place_specs(specs, words, start, axes).positions for words in asked]
+
+
+def _section(words: str) -> list[int]:
+    try:
+        return [int(word) for word in words.split(",")]
+    except ValueError:
+        raise InvalidInputError(f"--mrope-section: got {words!r}, want numbers such as 16,24,24") from None

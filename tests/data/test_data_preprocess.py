@@ -629,7 +629,11 @@ if __name__ == "__main__":
 def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
     """Press Ctrl-C, which the whole group of a terminal hears, when a program is ready for it; how it ends."""
     pipe: Any = subprocess.PIPE
-    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+    # A program of a shell's background job would never hear it.
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=hear
+    ) as process:
         while not ready(process.pid):
             assert process.poll() is None, process.communicate()
             time.sleep(0.005)

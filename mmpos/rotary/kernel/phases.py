@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.positions import columns
+from mmpos.positions import rows
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.tiling import on
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = (
-    tl.constexpr(row)
-    for row in (columns.OFFSET, columns.SKIP, columns.HEIGHT, columns.WIDTH, columns.DENOMINATOR, columns.AXES)
+    tl.constexpr(row) for row in (rows.OFFSET, rows.SKIP, rows.HEIGHT, rows.WIDTH, rows.DENOMINATOR, rows.AXES)
 )
 ROWS_OF_AXIS = tl.constexpr(4)
 LAST_TOKEN = tl.constexpr(2**31 - 1)

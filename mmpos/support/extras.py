@@ -12,7 +12,7 @@ __all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
 DISTRIBUTION = "multimodal-positions"
 """The name of this package on an index; ``mmpos`` there is a program of other people."""
 
-_OWN = ("mmpos", "mmpos_server")
+_OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 
 
 def pip_install(extra: str) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from mmpos.positions.table import PositionTable
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
     from mmpos.schemes import Scheme
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from mmpos.rpc.fields import optional
+from mmpos.rpc.tensors import optional
 from mmpos.rpc.v1 import info_pb2 as pb
 
 T = TypeVar("T")

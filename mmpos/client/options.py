@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmpos.client.tls import Tls
 from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import AUTHORIZATION, is_loopback
+from mmpos.rpc.errors import AUTHORIZATION, is_loopback
 from mmpos.support.checks import integer
 
 if TYPE_CHECKING:

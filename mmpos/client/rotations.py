@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmpos.positions.table import PositionTable
     from mmpos.rotary import Rotary
     from mmpos.rotary.apply import Layout, TableLayout
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
 
 _TABLES = {
     "pairs": pb.COS_SIN_LAYOUT_PAIRS,
@@ -110,8 +110,7 @@ def apply_rotary(
         UnsupportedError: q or k requires gradients.
         ServiceError: no answer.
     """
-    from mmpos.rpc.memory import aligned
-    from mmpos.rpc.tensors import put_tensor
+    from mmpos.rpc.tensors import aligned, put_tensor
 
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))

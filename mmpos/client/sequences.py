@@ -11,9 +11,8 @@ from mmpos.client.calls import Ask, Call, Errors, Method, trusting
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceError
 from mmpos.rpc.errors import get_error
-from mmpos.rpc.parts import Sent, put_parts
-from mmpos.rpc.schemes import put_scheme
-from mmpos.rpc.sequences import get_sequence
+from mmpos.rpc.positions import put_scheme
+from mmpos.rpc.sequences import Sent, get_sequence, put_parts
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos.sequence.video import part_offsets
 from mmpos.support.checks import boolean, integer, naming, one_of

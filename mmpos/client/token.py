@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import TOKEN_CHARACTERS, file_version, is_token, put_token
+from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, is_token, put_token
 
 Pair = tuple[str, str]
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
-from mmpos.rpc.fields import chosen, enum, path
-from mmpos.rpc.tables import get_table, put_table
-from mmpos.rpc.tensors import get_torch, put_tensor
+from mmpos.rpc.positions import get_table, put_table
+from mmpos.rpc.tensors import chosen, enum, get_torch, path, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}

@@ -33,7 +33,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
 )
 from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
-from mmpos.rpc import errors, parts, positions, rotary, schemes, sequences, tables, tensors
+from mmpos.rpc import errors, positions, rotary, sequences, tensors
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -164,8 +164,8 @@ def test_the_answer_of_every_scheme_travels(name: str, dense: Dense | None) -> N
 
 def test_the_fields_of_segments_travel() -> None:
     message = table_pb2.SegmentTable()
-    tables.put_segments(message, TIMED)
-    found = tables.get_segments("segments", travelled(message))
+    positions.put_segments(message, TIMED)
+    found = positions.get_segments("segments", travelled(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
     for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
         np.testing.assert_array_equal(getattr(found, name), getattr(TIMED, name))
@@ -186,13 +186,13 @@ SCHEME_OBJECTS: list[Scheme] = [
 @pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
 def test_every_scheme_travels_with_its_parameters(scheme: Scheme) -> None:
     message = scheme_pb2.Scheme()
-    schemes.put_scheme(message, scheme)
-    assert schemes.get_scheme("scheme", travelled(message)) == scheme
+    positions.put_scheme(message, scheme)
+    assert positions.get_scheme("scheme", travelled(message)) == scheme
 
 
 def test_every_parameter_of_a_scheme_is_a_field() -> None:
     known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
-    assert {name for scheme in SCHEMES.values() for name in schemes.parameters(scheme)} == known - {"name"}
+    assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
 
 def test_a_scheme_of_ones_own_stays_at_home() -> None:
@@ -200,7 +200,7 @@ def test_a_scheme_of_ones_own_stays_at_home() -> None:
         """Flatten, but another."""
 
     with pytest.raises(UnsupportedError, match=r"scheme: got Own, want one of mmpos\.SCHEMES in a call of a service"):
-        schemes.put_scheme(scheme_pb2.Scheme(), Own())
+        positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
 ROTARIES = [
@@ -274,8 +274,8 @@ def test_parts_travel_and_build_the_same_sequence(tmp_path: Path) -> None:
     tensor = torch.from_numpy(PHOTO).permute(2, 0, 1)
     given = ["é", [1, 2], path, path.read_bytes(), memoryview(path.read_bytes()), PHOTO, palette, tensor, np.array([7])]
     message = sequences_pb2.Document()
-    sent = parts.put_parts(message, given)
-    want, built = BUILDER.build(given), BUILDER.build(parts.get_parts("", travelled(message)))
+    sent = sequences.put_parts(message, given)
+    want, built = BUILDER.build(given), BUILDER.build(sequences.get_parts("", travelled(message)))
     answer = sequences_pb2.Sequence()
     sequences.put_sequence(answer, built)
     found = sequences.get_sequence("sequence", travelled(answer), sent.hashes)
@@ -292,8 +292,10 @@ def test_sizes_and_grids_travel() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
     given = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert parts.put_parts(message, given) == parts.Sent(given=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"])
-    assert parts.get_parts("", travelled(message)) == given
+    assert sequences.put_parts(message, given) == sequences.Sent(
+        given=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
+    )
+    assert sequences.get_parts("", travelled(message)) == given
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given:
     with pytest.raises(MmposError) as want:
         BUILDER.build(given)
     message = sequences_pb2.Document()
-    error = parts.put_parts(message, given).error
+    error = sequences.put_parts(message, given).error
     assert (type(error), str(error)) == (want.type, str(want.value))
     assert [part.text for part in message.parts] == (["a"] if isinstance(given, list) else [])
 
@@ -330,15 +332,15 @@ def tensor(**fields: Any) -> Callable[[], Any]:
 
 
 def table(**fields: Any) -> Callable[[], Any]:
-    return lambda: tables.get_table("table", table_pb2.PositionTable(**fields))
+    return lambda: positions.get_table("table", table_pb2.PositionTable(**fields))
 
 
 def segments(**fields: Any) -> Callable[[], Any]:
-    return lambda: tables.get_segments("segments", table_pb2.SegmentTable(**fields))
+    return lambda: positions.get_segments("segments", table_pb2.SegmentTable(**fields))
 
 
 def part(**fields: Any) -> Callable[[], Any]:
-    return lambda: parts.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
+    return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
 
 def turning(**fields: Any) -> Callable[[], Any]:

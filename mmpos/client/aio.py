@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from mmpos.client import calls, rotations, sequences, streams
-from mmpos.client.aio_streams import Link, results
+from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient, presented
-from mmpos.client.calls import Call, Errors
-from mmpos.client.failures import closed, error_of
+from mmpos.client.calls import Built, Call, Errors
+from mmpos.client.channel import closed, error_of, traced
 from mmpos.client.options import Options
-from mmpos.client.sequences import Built
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Stream, Window
-from mmpos.client.tracing import traced
+from mmpos.client.streams import Stream, TaskLink, Window, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -54,11 +51,11 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     place = _async(calls.place, shares=True)
     query = _async(calls.query, shares=True)
-    build = _async(sequences.build, shares=True)
-    build_batch = _async(sequences.build_batch, shares=True)
-    cos_sin = _async(rotations.cos_sin)
-    angles = _async(rotations.angles)
-    apply_rotary = _async(rotations.apply_rotary, shares=True)
+    build = _async(calls.build, shares=True)
+    build_batch = _async(calls.build_batch, shares=True)
+    cos_sin = _async(calls.cos_sin)
+    angles = _async(calls.angles)
+    apply_rotary = _async(calls.apply_rotary, shares=True)
     info = _async(calls.info)
     healthy = _async(calls.healthy)
 
@@ -165,12 +162,12 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
         window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return results(window, items, lambda: self._link(stream), self._options.timeout)
+        return task_results(window, items, lambda: self._link(stream), self._options.timeout)
 
-    def _link(self, stream: Stream[Any, Any]) -> Link:
+    def _link(self, stream: Stream[Any, Any]) -> TaskLink:
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
-        return Link(opened, traced(self._metadata()))
+        return TaskLink(opened, traced(self._metadata()))
 
 
 def _being_cancelled() -> bool:

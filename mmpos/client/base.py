@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.channel import Channels, channel_options, target
+from mmpos.client.channel import Channels, Reach, channel_options, target
 from mmpos.client.options import Endpoint, Metadata, Options
-from mmpos.client.reach import Reach
 from mmpos.client.shared_memory import Pools
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from mmpos.client.tls import Tls
+    from mmpos.client.options import Tls
 
 C = TypeVar("C")
 

@@ -1,16 +1,28 @@
-"""Channels: their target, their options, and one of them per process, or per event loop, opened when first used."""
+"""Channels of gRPC: their target and options, errors of gRPC as errors of mmpos, when to wait for a server, traces."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import os
+import random
 import socket
+import sys
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.options import Endpoint, host_and_port
-from mmpos.errors import ServiceUnavailableError, UnsupportedError
+import grpc
+
+from mmpos.client.options import Endpoint, Metadata, host_and_port
+from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
+
+if TYPE_CHECKING:
+    from mmpos.client.options import Endpoint
+
+__all__ = ["traced"]
+
 
 C = TypeVar("C")
 
@@ -150,3 +162,158 @@ def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipad
     except (OSError, UnicodeError) as error:
         raise ServiceUnavailableError(f"{name}: got {address!r}, want a host that is known ({error})") from None
     return [(ipaddress.ip_address(entry[4][0]), found[1]) for entry in entries]
+
+
+# What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
+# (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
+_FAILED_WRITE = "Internal error from Core"
+
+# What a server's transport says of a call that it dropped before anything looked at it, as too many were waiting.
+_DROPPED = "CANCELLED"
+
+
+# What grpc says of a connection that TLS does not let be, and what is wrong then.
+_UNTRUSTED = {
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: got a server whose certificate they do not vouch for",
+    "Hostname Verification Check failed": "tls.server_name: got a server whose certificate has other names",
+    "WRONG_VERSION_NUMBER": "tls: got a server that does not encrypt, want tls=None",
+    "Failed to create security handshaker": "tls: got certificates that cannot be used, want PEM",
+    "ls handshake failed": "tls: got no connection",
+}
+
+# What grpc says, as a ValueError, of a call on a channel that another thread has closed meanwhile.
+_CLOSED = "Cannot invoke RPC"
+
+
+class UntrustedError(ServiceUnavailableError):
+    """A connection that TLS does not let be, which waiting does not change."""
+
+
+def closed() -> ServiceError:
+    """What to say of a call whose channel was closed under it."""
+    return ServiceError("CANCELLED: the client was closed")
+
+
+def was_closed(error: ValueError) -> bool:
+    """Whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
+    return str(error).startswith(_CLOSED)
+
+
+def error_of(error: grpc.RpcError) -> MmposError:
+    """The error of a call that failed, of either kind of channel."""
+    failed: Any = error
+    code = failed.code()
+    if code is None:
+        return ServiceError(f"UNKNOWN: {failed.details()}")
+    if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
+        return ServiceUnavailableError("stream: got a connection that broke while a request was written")
+    if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
+        return ServiceOverloadedError("max_pending: got more calls than the server takes, want fewer at once")
+    details, trailing = failed.details() or "", failed.trailing_metadata()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        for sign, wrong in _UNTRUSTED.items():
+            if sign in details:
+                return UntrustedError(f"{wrong} ({details})")
+    needed = _number(trailing, OUTPUT_BYTES)
+    if needed is not None:
+        return OutputError(details, needed)
+    wait = _number(trailing, RETRY_AFTER)
+    return from_status(code.name, details, None if wait is None else wait / 1000)
+
+
+def _number(metadata: Any, name: str) -> int | None:
+    """What a server says in trailing metadata, if it does: a number that is not negative."""
+    for key, value in metadata or ():
+        if key == name:
+            try:
+                return max(int(value), 0)
+            except ValueError:
+                return None
+    return None
+
+
+_PAUSE = 0.3
+
+_BROKEN = ("Socket closed", "Connection reset")
+
+
+class Reach:
+    """Whether the servers of a client have ever answered it.
+
+    A server that did and is gone is being started again: it is worth waiting for. One that never did is not there, or
+    elsewhere: to wait would only hide a wrong address. What is wrong with TLS does not pass, and is never waited for.
+
+    Args:
+        endpoint: where they are.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._answered = endpoint, False
+
+    def answered(self) -> None:
+        """A server has answered."""
+        self._answered = True
+
+    def patience(self, timeout: float) -> Patience:
+        """How long a call that begins now waits."""
+        return Patience(timeout, self)
+
+    def waits(self, error: MmposError) -> bool:
+        """Whether a call that failed so is to be sent again as long as there is time."""
+        absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
+        return absent and self._answered and self._endpoint.attempts > 1
+
+    def explained(self, error: MmposError) -> MmposError:
+        """The error, with what a connection that the server closes at once may mean."""
+        said = str(error)
+        if self._answered or type(error) is not ServiceUnavailableError or not any(word in said for word in _BROKEN):
+            return error
+        tls = self._endpoint.tls
+        if tls is None:
+            hint = "a server that wants TLS does so: tls=Tls(...)"
+        elif tls.certificate is None:
+            hint = "a server that wants a certificate of its clients does so: Tls(..., certificate, key)"
+        else:
+            hint = "a server that does not trust tls.certificate does so"
+        return ServiceUnavailableError(f"{said} ({hint})")
+
+
+class Patience:
+    """The time of one call, or of one answer of a stream.
+
+    Args:
+        timeout: seconds from now.
+        reach: what the client knows.
+    """
+
+    def __init__(self, timeout: float, reach: Reach) -> None:
+        self._end, self._reach = monotonic() + timeout, reach
+
+    @property
+    def left(self) -> float:
+        """Seconds, more than none."""
+        return max(self._end - monotonic(), 0.001)
+
+    def pause(self, error: MmposError) -> float | None:
+        """Seconds to wait before the call that failed so is sent again; None: no longer."""
+        pause = _PAUSE * random.uniform(0.8, 1.2)
+        return pause if self._reach.waits(error) and self.left > pause else None
+
+
+def traced(metadata: Metadata) -> Metadata:
+    """The metadata of a call; inside a span of OpenTelemetry with what tells the server of it.
+
+    Which names that takes is what the process has set up: those of W3C, unless OTEL_PROPAGATORS says otherwise.
+    """
+    # Who has a span has imported this: for all others there is nothing to import, and nothing to do.
+    if "opentelemetry.trace" not in sys.modules:
+        return metadata
+    from opentelemetry import trace
+
+    if not trace.get_current_span().get_span_context().is_valid:
+        return metadata
+    from opentelemetry.propagate import inject
+
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    return (*metadata, *carrier.items())

@@ -1,22 +1,145 @@
-"""What a client is told: where servers are, and how its calls are made; frozen, checked, and picklable."""
+"""Settings of a client: addresses, TLS certificates, token, metadata, timeout; frozen, checked and picklable."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmpos.client.tls import Tls
-from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.errors import AUTHORIZATION, is_loopback
+from mmpos.rpc.errors import AUTHORIZATION, TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
 from mmpos.support.checks import integer
 
 if TYPE_CHECKING:
+    import grpc
+
     from mmpos.client.shared_memory import Lease
+
+
+Pem = bytes | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificates, each as the bytes of a PEM file or as its path; files are read when a channel opens.
+
+    Args:
+        root_certificates: whom to trust; None: what gRPC trusts by itself.
+        certificate: the client's own, where the server wants one.
+        key: its private key.
+        server_name: the name that the server's certificate must hold; None: the host of the first address.
+
+    Raises:
+        InvalidInputError: of the wrong type, or a certificate without its key.
+    """
+
+    root_certificates: Pem | None = None
+    certificate: Pem | None = None
+    key: Pem | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "certificate", "key"):
+            value = getattr(self, name)
+            if not isinstance(value, bytes | str | os.PathLike | None):
+                raise InvalidInputError(f"tls.{name}: got {type(value).__name__}, want bytes of PEM, or a path")
+        if (self.certificate is None) != (self.key is None):
+            got, want = ("a key", "its certificate") if self.certificate is None else ("a certificate", "its key")
+            raise InvalidInputError(f"tls: got {got}, want {want} too")
+        if not isinstance(self.server_name, str | None):
+            raise InvalidInputError(f"tls.server_name: got {self.server_name!r}, want a name or None")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials for a channel.
+
+        Raises:
+            InvalidInputError: a file that cannot be read.
+        """
+        import grpc
+
+        names = ("root_certificates", "key", "certificate")
+        return grpc.ssl_channel_credentials(*(_read(name, getattr(self, name)) for name in names))
+
+
+def _read(name: str, pem: Any) -> bytes | None:
+    if pem is None or isinstance(pem, bytes):
+        return pem
+    try:
+        return Path(pem).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"tls.{name}: got {os.fspath(pem)!r}, want a file that can be read ({error})") from None
+
+
+Pair = tuple[str, str]
+
+
+@dataclass
+class _Read:
+    """The version of a file that was read, and what it held; together, so that threads cannot mix two."""
+
+    latest: tuple[tuple[int, ...], Pair] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a client shows to be let in; never shown in a repr.
+
+    Args:
+        source: the token, or the path of the file that holds it.
+    """
+
+    source: str | Path = field(repr=False)
+    _read: _Read = field(default_factory=_Read, init=False, repr=False, compare=False)
+
+    @classmethod
+    def checked(cls, source: Any) -> Token | None:
+        """The token, or what is wrong with it; it is not repeated.
+
+        Raises:
+            InvalidInputError: neither a token nor a path.
+        """
+        if source is None:
+            return None
+        if isinstance(source, os.PathLike):
+            return cls(Path(source))
+        if not isinstance(source, str):
+            raise InvalidInputError(f"token: got {type(source).__name__}, want a token, the path of one, or None")
+        if not is_token(source):
+            raise InvalidInputError(f"token: got other characters, want {TOKEN_CHARACTERS}")
+        return cls(source)
+
+    def pair(self) -> Pair:
+        """The metadata of a call that begins now.
+
+        Raises:
+            InvalidInputError: the file held no token that could be read, neither now nor before.
+        """
+        if isinstance(self.source, str):
+            return put_token(self.source)
+        latest = self._read.latest
+        try:
+            # Before it is read: what is written meanwhile is read at the next call.
+            version = file_version(os.stat(self.source))
+            if latest is None or version != latest[0]:
+                text = self.source.read_text(encoding="ascii").strip()
+                if not is_token(text):
+                    raise ValueError("no token in it")
+                self._read.latest = latest = version, put_token(text)
+        except (OSError, ValueError) as error:
+            # One that is being replaced may be gone or empty for a moment.
+            if latest is None:
+                reason = error.strerror if isinstance(error, OSError) else "no token in it"
+                raise InvalidInputError(f"token: got {self.source} ({reason}), want a file with a token") from None
+        return latest[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Token, (self.source,)
+
 
 MAX_ATTEMPTS = 5
 """Most attempts that gRPC makes, whatever it is told."""

@@ -1,18 +1,22 @@
-"""The bounded window of a stream, for both clients: what is asked and not yet answered, and when it is sent again."""
+"""Streams: the window of queries without an answer, read and written by threads or by tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.calls import PLACE, Ask, Errors, Method, ask_positions, serialised
-from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF
-from mmpos.client.failures import UntrustedError
-from mmpos.client.options import Options
-from mmpos.client.sequences import BUILD, BuildSettings, Built
+import grpc
+
+from mmpos.client.calls import BUILD, PLACE, Ask, BuildSettings, Built, Errors, Method, ask_positions, serialised
+from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
+from mmpos.client.options import Metadata, Options
 from mmpos.errors import (
     MmposError,
     ServiceError,
@@ -24,9 +28,10 @@ from mmpos.rpc.errors import get_error
 from mmpos.support.checks import one_of
 
 if TYPE_CHECKING:
-    from mmpos.client.reach import Reach
+    from mmpos.client.channel import Reach
     from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
+
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -175,3 +180,202 @@ class Window(Generic[Q, T]):
 def no_answer(timeout: float) -> ServiceTimeoutError:
     """What to say of a stream that gives no answer."""
     return ServiceTimeoutError(f"stream: got no answer in {timeout:g} seconds, want one")
+
+
+L = TypeVar("L", "ThreadLink", "TaskLink")
+
+_END: Any = object()
+
+
+class ThreadLink:
+    """A stream that is open: requests are written and answers read by threads of its own, so that neither waits."""
+
+    def __init__(self, opened: Any, metadata: Metadata) -> None:
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._call = opened(iter(self._requests.get, None), metadata=metadata)
+        threading.Thread(target=self._read, name="mmpos-stream", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+            self._answers.put(None)
+        except grpc.RpcError as error:
+            self._answers.put(error_of(error))
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``receive`` would not wait."""
+        return not self._answers.empty()
+
+    def send(self, request: bytes) -> None:
+        """Have a request written."""
+        self._requests.put(request)
+
+    def finish(self) -> None:
+        """No request follows."""
+        self._requests.put(None)
+
+    def receive(self, timeout: float) -> Any:
+        """The next answer, None for the end, or the error that ended the stream."""
+        try:
+            return self._answers.get(timeout=timeout)
+        except Empty:
+            return no_answer(timeout)
+
+    def close(self) -> None:
+        """Cancel the stream, unless it has ended."""
+        self.finish()
+        self._call.cancel()
+
+
+def _opened(connect: Callable[[], L], window: Window[Any, Any], more: bool) -> L:
+    """A new stream on which all that has no answer was sent."""
+    link = connect()
+    for request in window.requests():
+        link.send(request)
+    if not more:
+        link.finish()
+    return link
+
+
+def thread_results(
+    window: Window[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
+) -> Iterator[T]:
+    """The results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    link: ThreadLink | None = None
+    more = True
+    try:
+        while more or len(window):
+            if window.refused:
+                yield window.result()
+            elif more and not window.full and (link is None or not link.ready):
+                item = next(items, _END)
+                more = item is not _END
+                if link is not None and link.ready and not len(window):
+                    link.close()  # it ended while nothing was under way
+                    link = None
+                request = window.add(item) if more else None
+                if link is None:
+                    link = _opened(connect, window, more) if request is not None else None
+                elif request is not None:
+                    link.send(request)
+                elif not more:
+                    link.finish()
+            else:
+                link = link or _opened(connect, window, more)
+                answer = link.receive(timeout)
+                if answer is None or isinstance(answer, MmposError):
+                    link.close()
+                    link = None
+                    time.sleep(window.broken(answer))
+                else:
+                    yield window.result(answer)
+        if link is not None:
+            link.receive(timeout)  # the end, so that the server does not see a stream that was left
+    finally:
+        if link is not None:
+            link.close()
+
+
+class TaskLink:
+    """A stream that is open: requests are written by a task of gRPC, and one answer is always being read."""
+
+    def __init__(self, opened: Any, metadata: Metadata) -> None:
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._call = opened(self._written(), metadata=metadata)
+        self.answer: asyncio.Task[Any] = asyncio.ensure_future(self._read())
+
+    async def _written(self) -> AsyncIterator[bytes]:
+        while (request := await self._requests.get()) is not None:
+            yield request
+
+    async def _read(self) -> Any:
+        try:
+            answer = await self._call.read()
+        except grpc.RpcError as error:
+            return error_of(error)
+        except asyncio.CancelledError:
+            return closed()
+        return None if answer is grpc.aio.EOF else answer
+
+    def send(self, request: bytes) -> None:
+        """Have a request written."""
+        self._requests.put_nowait(request)
+
+    def finish(self) -> None:
+        """No request follows."""
+        self._requests.put_nowait(None)
+
+    def taken(self) -> Any:
+        """The answer that came, None for the end, or the error that ended the stream; the next one is read."""
+        answer = self.answer.result()
+        if answer is not None and not isinstance(answer, MmposError):
+            self.answer = asyncio.ensure_future(self._read())
+        return answer
+
+    async def close(self) -> None:
+        """Cancel the stream, unless it has ended."""
+        self.finish()
+        self._call.cancel()
+        await asyncio.wait([self.answer])
+
+
+async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
+    """The next item, or the mark of the end."""
+    if isinstance(items, AsyncIterator):
+        return await anext(items, _END)
+    return next(items, _END)
+
+
+async def task_results(
+    window: Window[Q, T], source: Iterable[Q] | AsyncIterable[Q], connect: Callable[[], TaskLink], timeout: float
+) -> AsyncIterator[T]:
+    """The results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+    link: TaskLink | None = None
+    pull: asyncio.Task[Q] | None = None
+    more = True
+    try:
+        while more or len(window):
+            if window.refused:
+                yield window.result()
+                continue
+            if pull is None and more and not window.full:
+                pull = asyncio.ensure_future(_pulled(items))
+            if link is None and window.requests():
+                link = _opened(connect, window, more)
+            answered, pulled = await _first(link, pull, timeout if window.requests() else None)
+            if link is not None and (answered or not pulled):
+                answer = link.taken() if answered else no_answer(timeout)
+                if answer is None or isinstance(answer, MmposError):
+                    await link.close()
+                    link = None
+                    await asyncio.sleep(window.broken(answer))
+                else:
+                    yield window.result(answer)
+            elif pull is not None:
+                item, pull = pull.result(), None
+                more = item is not _END
+                request = window.add(item) if more else None
+                if link is not None and request is not None:
+                    link.send(request)
+                elif link is not None and not more:
+                    link.finish()
+        if link is not None:
+            await _first(link, None, timeout)  # the end, so that the server does not see a stream that was left
+    finally:
+        if pull is not None:
+            pull.cancel()
+            await asyncio.wait([pull])
+        if link is not None:
+            await link.close()
+
+
+async def _first(link: TaskLink | None, pull: asyncio.Task[Any] | None, timeout: float | None) -> tuple[bool, bool]:
+    """Whether an answer and an item are there, after waiting for one of them, or for neither within the timeout."""
+    reading = link.answer if link is not None else None
+    tasks: list[asyncio.Task[Any]] = [task for task in (reading, pull) if task is not None]
+    done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    return reading in done, pull in done

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from mmpos.client import calls, rotations, sequences, streams
+from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient, presented
-from mmpos.client.calls import Call, Errors
-from mmpos.client.failures import closed, error_of, was_closed
+from mmpos.client.calls import Built, Call, Errors
+from mmpos.client.channel import closed, error_of, traced, was_closed
 from mmpos.client.options import Options
-from mmpos.client.sequences import Built
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Stream, Window
-from mmpos.client.sync_streams import Link, results
-from mmpos.client.tracing import traced
+from mmpos.client.streams import Stream, ThreadLink, Window, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -54,11 +51,11 @@ class Client(BaseClient[grpc.Channel]):
 
     place = _sync(calls.place, shares=True)
     query = _sync(calls.query, shares=True)
-    build = _sync(sequences.build, shares=True)
-    build_batch = _sync(sequences.build_batch, shares=True)
-    cos_sin = _sync(rotations.cos_sin)
-    angles = _sync(rotations.angles)
-    apply_rotary = _sync(rotations.apply_rotary, shares=True)
+    build = _sync(calls.build, shares=True)
+    build_batch = _sync(calls.build_batch, shares=True)
+    cos_sin = _sync(calls.cos_sin)
+    angles = _sync(calls.angles)
+    apply_rotary = _sync(calls.apply_rotary, shares=True)
     info = _sync(calls.info)
     healthy = _sync(calls.healthy)
 
@@ -159,13 +156,13 @@ class Client(BaseClient[grpc.Channel]):
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
         window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return results(window, iter(items), lambda: self._link(stream), self._options.timeout)
+        return thread_results(window, iter(items), lambda: self._link(stream), self._options.timeout)
 
-    def _link(self, stream: Stream[Any, Any]) -> Link:
+    def _link(self, stream: Stream[Any, Any]) -> ThreadLink:
         method = stream.method
         opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
         try:
-            return Link(opened, traced(self._metadata()))
+            return ThreadLink(opened, traced(self._metadata()))
         except ValueError as error:
             if not was_closed(error):
                 raise

@@ -31,11 +31,10 @@ from waiting import eventually
 
 import mmpos.rotary
 from mmpos import Grid, ImageSize, SegmentTable, SequenceBuilder, Text, place
-from mmpos.client import AsyncClient, Client, Tls, aio_streams, sync_streams
-from mmpos.client.channel import channel_options, target
-from mmpos.client.failures import error_of
+from mmpos.client import AsyncClient, Client, Tls, streams
+from mmpos.client.calls import build, build_batch
+from mmpos.client.channel import channel_options, error_of, target
 from mmpos.client.options import Endpoint, Options
-from mmpos.client.sequences import build, build_batch
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -573,14 +572,14 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
     with replicas(2) as (address, workers), clients_of(address, 4) as clients, ThreadPoolExecutor(32) as pool:
         calls = [pool.submit(clients[i % 4].place, SEGMENTS, "mrope", i) for i in range(24)]
         calls += [pool.submit(clients[i].place, large) for i in range(2)]
-        streams = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
+        answered = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
         time.sleep(0.3)
         workers[0].kill()
         for i, call in enumerate(calls[:24]):
             same(call.result(), place(SEGMENTS, "mrope", i))
         for call in calls[24:]:
             assert call.result().num_tokens == 100_000
-        for stream in streams:
+        for stream in answered:
             got = stream.result()
             assert len(got) == 60
             for g, w in zip(got, want, strict=True):
@@ -666,17 +665,16 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 
 @pytest.fixture
-def links(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The streams that a client has opened."""
     found: list[Any] = []
-    room: Any = sync_streams if kind == "sync" else aio_streams
-    opened = room._opened
+    opened: Any = streams._opened
 
     def kept(*arguments: Any) -> Any:
         found.append(opened(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(room, "_opened", kept)
+    monkeypatch.setattr(streams, "_opened", kept)
     return found
 
 

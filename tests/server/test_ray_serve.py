@@ -18,7 +18,7 @@ import torch
 from waiting import eventually, free_port
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import Client, rotations, sequences
+from mmpos.client import Client
 from mmpos.client import calls as client_calls
 from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
@@ -98,13 +98,13 @@ def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
         return client_calls.place(options, table, rng.choice(["rope-tie", "mrope", "none"]))
     if kind == "Build":
         image = np.full((rng.randint(1, 99), 50, 3), 9, np.uint8)
-        return sequences.build_batch(options, [["a" * rng.randint(1, 9), image], [b"no image"]], "return")
+        return client_calls.build_batch(options, [["a" * rng.randint(1, 9), image], [b"no image"]], "return")
     positions = place(table)
     if kind == "CosSin":
-        return rotations.cos_sin(options, rotary, positions)
+        return client_calls.cos_sin(options, rotary, positions)
     if kind == "Rotate":
         q = torch.tensor([rng.random() for _ in range(8 * positions.num_tokens)]).reshape(-1, 1, 8)
-        return rotations.apply_rotary(options, q, None, positions, rotary)
+        return client_calls.apply_rotary(options, q, None, positions, rotary)
     return client_calls.info(options)
 
 

@@ -18,8 +18,6 @@ from mmpos.support.checks import integer
 if TYPE_CHECKING:
     import grpc
 
-    from mmpos.client.shared_memory import Lease
-
 
 Pem = bytes | str | os.PathLike[str]
 
@@ -198,7 +196,7 @@ class Endpoint:
         Raises:
             InvalidInputError: a token that cannot be read.
         """
-        return options.metadata if self.token is None else (*options.metadata, self.token.pair())
+        return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
 
     def check_metadata(self, options: Options) -> None:
         """See that the token is told once.
@@ -214,28 +212,27 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Options:
-    """How calls are made; memory is the shared memory of the one call that is about to be made, if there is any."""
+    """How calls are made; arguments as for a client.
+
+    Raises:
+        InvalidInputError: naming the argument.
+    """
 
     profile: str | None
     timeout: float
-    metadata: Metadata
+    metadata: Sequence[tuple[str, str | bytes]]
     window: int
-    memory: Lease | None = None
 
-    @classmethod
-    def checked(cls, profile: str | None, timeout: float, metadata: Any, window: int) -> Options:
-        """The options, or what is wrong with them.
-
-        Raises:
-            InvalidInputError: naming the argument.
-        """
-        if not isinstance(profile, str | None):
-            raise InvalidInputError(f"profile: got {profile!r}, want a name or None")
-        number: Any = timeout
+    def __post_init__(self) -> None:
+        if not isinstance(self.profile, str | None):
+            raise InvalidInputError(f"profile: got {self.profile!r}, want a name or None")
+        number: Any = self.timeout
         is_number = isinstance(number, Real) and not isinstance(number, bool)
         if not (is_number and math.isfinite(number) and number > 0):
-            raise InvalidInputError(f"timeout: got {timeout!r}, want seconds above 0")
-        return cls(profile, float(timeout), _metadata(metadata), integer("window", window, minimum=1))
+            raise InvalidInputError(f"timeout: got {number!r}, want seconds above 0")
+        object.__setattr__(self, "timeout", float(number))
+        object.__setattr__(self, "metadata", _metadata(self.metadata))
+        object.__setattr__(self, "window", integer("window", self.window, minimum=1))
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:

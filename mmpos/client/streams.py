@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
-from mmpos.client.calls import BUILD, PLACE, Ask, BuildSettings, Built, Errors, Method, ask_positions, serialised
+from mmpos.client import calls
+from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Call, Errors, Method, Request
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
 from mmpos.client.options import Metadata, Options
 from mmpos.errors import (
@@ -30,7 +31,6 @@ from mmpos.support.checks import one_of
 if TYPE_CHECKING:
     from mmpos.client.channel import Reach
     from mmpos.rpc.queries import PositionsQuery, PositionsResult
-    from mmpos.schemes import Scheme
 
 
 Q = TypeVar("Q")
@@ -39,21 +39,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stream(Generic[Q, T]):
-    """A stream, as data.
+    """A stream of calls, as data.
 
     Args:
-        method: whose twin it is.
-        ask: what asks for one item.
+        method: the method of the stream.
+        call: the call of one item.
         refused: makes a result of the error of one item, or raises it.
     """
 
     method: Method
-    ask: Callable[[Q], Ask[T]]
+    call: Callable[[Q], Call[T]]
     refused: Callable[[Q, MmposError], T]
 
 
-def stream(options: Options, errors: Errors = "raise") -> Stream[PositionsQuery, PositionsResult | MmposError]:
-    """The stream of queries."""
+def stream(profile: str | None, errors: Errors) -> Stream[PositionsQuery, PositionsResult | MmposError]:
+    """Stream of queries; arguments as for ``Client.stream``."""
     one_of("errors", errors, ("raise", "return"))
 
     def refused(query: PositionsQuery, error: MmposError) -> MmposError:
@@ -61,32 +61,28 @@ def stream(options: Options, errors: Errors = "raise") -> Stream[PositionsQuery,
             raise error
         return error
 
-    return Stream(PLACE, lambda query: ask_positions(options, query), refused)
+    return Stream(STREAM_PLACE, lambda query: calls.query(profile, query), refused)
 
 
-def stream_build(
-    options: Options, errors: Errors, scheme: str | Scheme | None, start: int, patches: bool
-) -> Stream[Sequence[Sequence[Any]], Built]:
-    """The stream of batches of documents."""
-    settings = BuildSettings.checked(options, errors, scheme, start, patches)
+def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Sequence[Any]], Built]:
+    """Stream of batches of documents; arguments as for ``Client.stream_build``."""
+    one_of("errors", errors, ("raise", "return"))
 
     def refused(documents: Sequence[Sequence[Any]], error: MmposError) -> Built:
         if errors == "raise" or not isinstance(documents, list | tuple):
             raise error
         return [error] * len(documents)
 
-    return Stream(BUILD, settings.ask, refused)
+    return Stream(STREAM_BUILD, lambda documents: settings.build_batch(documents, errors), refused)
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q, T]):
-    """An item on its way; without a request it was refused here."""
+    """An item on its way: its request, or the error with which it was refused here."""
 
     id: int
     item: Q
-    request: bytes | None = None
-    decode: Callable[[Any], T] | None = None
-    error: MmposError | None = None
+    request: Request[T] | MmposError
 
 
 class Window(Generic[Q, T]):
@@ -116,33 +112,30 @@ class Window(Generic[Q, T]):
     @property
     def refused(self) -> bool:
         """Whether the oldest item was refused here, so that its result needs no answer."""
-        return bool(self._entries) and self._entries[0].request is None
+        return bool(self._entries) and isinstance(self._entries[0].request, MmposError)
 
     def add(self, item: Q) -> bytes | None:
-        """Take an item in; gives the request to send, if it could be made."""
-        request = self._stream.method.stream_request(id=self._next)
-        request.query.SetInParent()
+        """Take an item in; return the request to send, if it could be made."""
+        request: Request[T] | MmposError
         try:
-            decode = self._stream.ask(item)(request.query)
-            entry = _Entry(self._next, item, serialised(request), decode)
+            request = self._stream.call(item).request(self._stream.method.request(id=self._next))
         except MmposError as error:
-            entry = _Entry(self._next, item, error=error)
-        self._entries.append(entry)
+            request = error
+        self._entries.append(_Entry(self._next, item, request))
         self._next += 1
-        return entry.request
+        return None if isinstance(request, MmposError) else request.data
 
     def requests(self) -> list[bytes]:
-        """The requests without an answer, oldest first."""
-        return [entry.request for entry in self._entries if entry.request is not None]
+        """List the requests without an answer, oldest first."""
+        return [entry.request.data for entry in self._entries if not isinstance(entry.request, MmposError)]
 
     def result(self, answer: Any = None) -> T:
         """The result of the oldest item, which leaves: of this answer, or of the refusal here."""
         if not self._entries:
             raise ServiceError("answer: got one more than was asked for")
         entry = self._entries.popleft()
-        if entry.error is not None or entry.decode is None:
-            assert entry.error is not None
-            return self._stream.refused(entry.item, entry.error)
+        if isinstance(entry.request, MmposError):
+            return self._stream.refused(entry.item, entry.request)
         if answer.id != entry.id:
             raise ServiceError(f"answer: got id {answer.id}, want {entry.id}")
         self._broken = 0
@@ -152,7 +145,7 @@ class Window(Generic[Q, T]):
             return self._stream.refused(entry.item, get_error(answer.error))
         if field is None:
             raise ServiceError("answer: got no outcome, want one")
-        return entry.decode(getattr(answer, field))
+        return entry.request.read(answer)
 
     def broken(self, error: MmposError | None) -> float:
         """Seconds to wait before what has no answer is sent again on a new stream.

@@ -1,4 +1,4 @@
-"""The client whose calls are awaited."""
+"""Client whose calls are awaited."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def stream(
         self, queries: Iterable[PositionsQuery] | AsyncIterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> AsyncIterator[PositionsResult | MmposError]:
-        """Answers to queries, in order, while later queries are on their way.
+        """Answer queries, in order, while later queries are on their way.
 
         The queries are read at most ``window`` ahead of the answers. Closing the iterator ends the stream. What a
         broken connection leaves unanswered is sent again.
@@ -135,7 +135,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> AsyncIterator[Built]:
-        """Sequences of batch after batch, in order, while later batches are on their way; see ``stream``.
+        """Build batch after batch, in order, while later batches are on their way; see ``stream``.
 
         Args:
             batches: the documents of each, as for ``build_batch``, from an iterable or an async iterable.
@@ -221,6 +221,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
 
 def _being_cancelled() -> bool:
-    """Whether the running task is cancelled; if not, a cancelled call is one whose channel was closed under it."""
+    """Check whether the running task is cancelled; otherwise the channel of a cancelled call was closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""What both clients are: addresses, options, and channels that stay with their process."""
+"""Base of both clients: addresses, options, and channels that stay with their process."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class BaseClient(Generic[C]):
         timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
         attempts: most times that a call is sent in a row, 1 to 5; with 1, none is sent again, nor waits for a server.
         tls: certificates; None: no transport security.
-        token: what the server knows the client by, sent with every call; a path is that of a file that holds it,
-            which is read again when it changes. Without tls only to servers on this machine.
+        token: the bearer token, sent with every call, or the path of a file that holds it, which is read again when it
+            changes. Without tls only to servers on this machine.
         metadata: pairs of name and value sent with every call.
         window: most requests of a stream that wait for an answer.
         shared_memory: most bytes of shared memory that all calls at work in a process may use for their tensors, and
@@ -83,7 +83,7 @@ class BaseClient(Generic[C]):
         metadata: Sequence[tuple[str, str | bytes]] = _KEEP,
         window: int = _KEEP,
     ) -> Self:
-        """A client with other options on the same channel; closing either closes it for both.
+        """Make a client with other options on the same channel; closing either closes it for both.
 
         Raises:
             InvalidInputError: an option is of the wrong type or out of range.

@@ -191,7 +191,7 @@ def _table(result: PositionsResult) -> PositionTable:
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How documents are built; arguments as for ``Client.build``."""
+    """Settings of building documents; arguments as for ``Client.build``."""
 
     profile: str | None
     scheme: str | Scheme | None = None
@@ -280,10 +280,10 @@ def _sequence(result: Any, sent: Sent, memory: Lease | None) -> InterleavedSeque
         raise sent.error
     with _answer():
         sequence = get_sequence("sequence", result.sequence, sent.hashes, memory)
-        offsets, want = sequence.part_offsets, len(sent.given) + 1
+        offsets, want = sequence.part_offsets, len(sent.origins) + 1
         if offsets.size != want:
             raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
-        return replace(sequence, part_offsets=part_offsets(offsets, sent.given))
+        return replace(sequence, part_offsets=part_offsets(offsets, sent.origins))
 
 
 def _of_part(error: MmposError, names: list[str]) -> MmposError | None:

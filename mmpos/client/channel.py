@@ -53,7 +53,7 @@ _OPTIONS = {
 
 
 class Channels(Generic[C]):
-    """The channels of a client, by process, and by event loop where there is one.
+    """Channels of a client, by process, and by event loop where there is one.
 
     A channel that a parent opened before a fork stays here, unused and unclosed: both would touch its connection.
     """
@@ -62,7 +62,7 @@ class Channels(Generic[C]):
         self._open: dict[tuple[int, Hashable], C] = {}
 
     def get(self, connect: Callable[[], C], close: Callable[[C], object], loop: Hashable = None) -> C:
-        """The channel of this process and event loop, opened now if there is none.
+        """Get the channel of this process and event loop, opened now if there is none.
 
         Raises:
             UnsupportedError: in a forked child of a process that called, where gRPC would hang.
@@ -74,14 +74,14 @@ class Channels(Generic[C]):
                     "fork: got a client that called before the fork, want GRPC_ENABLE_FORK_SUPPORT=1 in the "
                     "environment before grpc is imported, the start method 'spawn', or no call before the fork"
                 )
-            # No lock, which a fork could copy while it is held: who comes second drops what it opened.
+            # No lock, which a fork could copy while it is held: the second of two threads drops the channel it opened.
             opened = connect()
             if self._open.setdefault(key, opened) is not opened:
                 close(opened)
         return self._open[key]
 
     def pop(self, loop: Hashable = None) -> C | None:
-        """The channel of this process and event loop, which is no longer kept."""
+        """Remove the channel of this process and event loop, and return it."""
         return self._open.pop((os.getpid(), loop), None)
 
     def forget(self, dead: Callable[[Any], bool]) -> None:
@@ -95,7 +95,7 @@ def _fork_support() -> bool:
 
 
 def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
-    """What gRPC does by itself: retries, and which server gets a call."""
+    """Make the service config of gRPC: retries, and which server gets a call."""
     retry = {
         "maxAttempts": attempts,
         "initialBackoff": f"{FIRST_BACKOFF}s",
@@ -117,19 +117,19 @@ def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
 
 
 def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
-    """The options of a channel."""
+    """Make the options of a channel."""
     first = endpoint.addresses[0]
     balanced = len(endpoint.addresses) > 1 or first.startswith("dns:")
     options: dict[str, Any] = _OPTIONS | {
         "grpc.service_config": json.dumps(service_config(endpoint.attempts, balanced))
     }
-    found = host_and_port(first)
+    host = host_and_port(first)
     if len(endpoint.addresses) > 1:
         options["grpc.default_authority"] = first
     if endpoint.tls is not None:
         name = endpoint.tls.server_name
-        if name is None and len(endpoint.addresses) > 1 and found is not None:
-            name = found[0]
+        if name is None and len(endpoint.addresses) > 1 and host is not None:
+            name = host.host
         if name is not None:
             options["grpc.ssl_target_name_override"] = name
     if endpoint.token is not None and endpoint.tls is None:
@@ -138,7 +138,7 @@ def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
 
 
 def target(addresses: tuple[str, ...]) -> str:
-    """What gRPC connects to: one address as it is, several as numbers, since it takes no list of names.
+    """Make the target that gRPC connects to: one address as it is, several as numbers, since it takes no list of names.
 
     Raises:
         ServiceUnavailableError: a name that is not known.
@@ -146,22 +146,22 @@ def target(addresses: tuple[str, ...]) -> str:
     if len(addresses) == 1:
         return addresses[0]
     resolved = [_resolve(f"addresses[{i}]", address) for i, address in enumerate(addresses)]
-    if all(any(ip.version == 4 for ip, _ in found) for found in resolved):
-        pairs = [f"{ip}:{port}" for found in resolved for ip, port in found if ip.version == 4]
+    if all(any(ip.version == 4 for ip, _ in each) for each in resolved):
+        pairs = [f"{ip}:{port}" for each in resolved for ip, port in each if ip.version == 4]
         return "ipv4:" + ",".join(dict.fromkeys(pairs))
     # A list is of one family: addresses of version 4 go into one of version 6 in their mapped form.
-    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for found in resolved for ip, port in found]
+    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for each in resolved for ip, port in each]
     return "ipv6:" + ",".join(dict.fromkeys(pairs))
 
 
 def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
-    found = host_and_port(address)
-    assert found is not None
+    server = host_and_port(address)
+    assert server is not None
     try:
-        entries = socket.getaddrinfo(*found, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ServiceUnavailableError(f"{name}: got {address!r}, want a host that is known ({error})") from None
-    return [(ipaddress.ip_address(entry[4][0]), found[1]) for entry in entries]
+    return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
 
 
 # What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
@@ -186,21 +186,21 @@ _CLOSED = "Cannot invoke RPC"
 
 
 class UntrustedError(ServiceUnavailableError):
-    """A connection that TLS does not let be, which waiting does not change."""
+    """Error of a connection that TLS refuses, which waiting does not change."""
 
 
 def closed() -> ServiceError:
-    """What to say of a call whose channel was closed under it."""
+    """Make the error of a call whose channel was closed meanwhile."""
     return ServiceError("CANCELLED: the client was closed")
 
 
 def was_closed(error: ValueError) -> bool:
-    """Whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
+    """Check whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
     return str(error).startswith(_CLOSED)
 
 
 def error_of(error: grpc.RpcError) -> MmposError:
-    """The error of a call that failed, of either kind of channel."""
+    """Convert the error of a call that failed, of either kind of channel."""
     failed: Any = error
     code = failed.code()
     if code is None:
@@ -222,7 +222,7 @@ def error_of(error: grpc.RpcError) -> MmposError:
 
 
 def _number(metadata: Any, name: str) -> int | None:
-    """What a server says in trailing metadata, if it does: a number that is not negative."""
+    """Read a number that is not negative from trailing metadata; None if there is none."""
     for key, value in metadata or ():
         if key == name:
             try:
@@ -238,7 +238,7 @@ _BROKEN = ("Socket closed", "Connection reset")
 
 
 class Reach:
-    """Whether the servers of a client have ever answered it.
+    """Record of whether the servers of a client have ever answered it.
 
     A server that did and is gone is being started again: it is worth waiting for. One that never did is not there, or
     elsewhere: to wait would only hide a wrong address. What is wrong with TLS does not pass, and is never waited for.
@@ -251,20 +251,20 @@ class Reach:
         self._endpoint, self._answered = endpoint, False
 
     def answered(self) -> None:
-        """A server has answered."""
+        """Note that a server has answered."""
         self._answered = True
 
     def patience(self, timeout: float) -> Patience:
-        """How long a call that begins now waits."""
+        """Begin the time of a call."""
         return Patience(timeout, self)
 
     def waits(self, error: MmposError) -> bool:
-        """Whether a call that failed so is to be sent again as long as there is time."""
+        """Check whether a call that failed so is sent again as long as there is time."""
         absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
         return absent and self._answered and self._endpoint.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """The error, with what a connection that the server closes at once may mean."""
+        """Add to the error what a connection that the server closes at once may mean."""
         said = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in said for word in _BROKEN):
             return error
@@ -279,11 +279,11 @@ class Reach:
 
 
 class Patience:
-    """The time of one call, or of one answer of a stream.
+    """Time of one call, or of one answer of a stream.
 
     Args:
         timeout: seconds from now.
-        reach: what the client knows.
+        reach: whether the servers have ever answered.
     """
 
     def __init__(self, timeout: float, reach: Reach) -> None:
@@ -291,7 +291,7 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds, more than none."""
+        """Seconds that are left, more than none."""
         return max(self._end - monotonic(), 0.001)
 
     def pause(self, error: MmposError) -> float | None:
@@ -301,11 +301,11 @@ class Patience:
 
 
 def traced(metadata: Metadata) -> Metadata:
-    """The metadata of a call; inside a span of OpenTelemetry with what tells the server of it.
+    """Add the trace context of the current span of OpenTelemetry to the metadata of a call, if there is one.
 
-    Which names that takes is what the process has set up: those of W3C, unless OTEL_PROPAGATORS says otherwise.
+    The names are those of W3C, unless the process or OTEL_PROPAGATORS sets others.
     """
-    # Who has a span has imported this: for all others there is nothing to import, and nothing to do.
+    # A process without this import has no span: it imports nothing here either.
     if "opentelemetry.trace" not in sys.modules:
         return metadata
     from opentelemetry import trace

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import AUTHORIZATION, TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
@@ -27,7 +27,7 @@ class Tls:
     """Certificates, each as the bytes of a PEM file or as its path; files are read when a channel opens.
 
     Args:
-        root_certificates: whom to trust; None: what gRPC trusts by itself.
+        root_certificates: the authorities to trust; None: those of gRPC.
         certificate: the client's own, where the server wants one.
         key: its private key.
         server_name: the name that the server's certificate must hold; None: the host of the first address.
@@ -78,14 +78,14 @@ Pair = tuple[str, str]
 
 @dataclass
 class _Read:
-    """The version of a file that was read, and what it held; together, so that threads cannot mix two."""
+    """Version of a file that was read, and its token; together, so that threads cannot mix two."""
 
     latest: tuple[tuple[int, ...], Pair] | None = None
 
 
 @dataclass(frozen=True)
 class Token:
-    """What a client shows to be let in; never shown in a repr.
+    """Bearer token of a client; never shown in a repr.
 
     Args:
         source: the token, or the path of the file that holds it.
@@ -96,7 +96,7 @@ class Token:
 
     @classmethod
     def checked(cls, source: Any) -> Token | None:
-        """The token, or what is wrong with it; it is not repeated.
+        """Check a token or the path of one; errors do not repeat it.
 
         Raises:
             InvalidInputError: neither a token nor a path.
@@ -112,7 +112,7 @@ class Token:
         return cls(source)
 
     def pair(self) -> Pair:
-        """The metadata of a call that begins now.
+        """Make the pair of metadata of a call that begins now.
 
         Raises:
             InvalidInputError: the file held no token that could be read, neither now nor before.
@@ -140,7 +140,7 @@ class Token:
 
 
 MAX_ATTEMPTS = 5
-"""Most attempts that gRPC makes, whatever it is told."""
+"""Most attempts that gRPC makes, whatever its configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -151,7 +151,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the servers are and how to reach them; all that makes a channel."""
+    """Addresses of servers and how to reach them: all that makes a channel."""
 
     addresses: tuple[str, ...]
     attempts: int
@@ -168,7 +168,7 @@ class Endpoint:
         token: Any = None,
         shared_memory: int = 0,
     ) -> Endpoint:
-        """The endpoint, or what is wrong with it.
+        """Check the arguments of an endpoint.
 
         Raises:
             InvalidInputError: naming the argument.
@@ -191,7 +191,7 @@ class Endpoint:
         return cls(tuple(addresses), attempts, tls, checked_token, most)
 
     def metadata(self, options: Options) -> Metadata:
-        """What is sent with a call that begins now.
+        """Make the metadata of a call that begins now.
 
         Raises:
             InvalidInputError: a token that cannot be read.
@@ -199,7 +199,7 @@ class Endpoint:
         return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
 
     def check_metadata(self, options: Options) -> None:
-        """See that the token is told once.
+        """Refuse metadata with a second token.
 
         Raises:
             InvalidInputError: metadata has a credential of its own.
@@ -212,7 +212,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Options:
-    """How calls are made; arguments as for a client.
+    """Options of calls; arguments as for a client.
 
     Raises:
         InvalidInputError: naming the argument.
@@ -235,26 +235,33 @@ class Options:
         object.__setattr__(self, "window", integer("window", self.window, minimum=1))
 
 
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Host, without brackets, and port; None if the address is not of that form."""
+class HostPort(NamedTuple):
+    """Host, without brackets, and port."""
+
+    host: str
+    port: int
+
+
+def host_and_port(address: str) -> HostPort | None:
+    """Split an address into host and port; None if it is not of that form."""
     match = _HOST_PORT.fullmatch(address)
-    return (match["six"] or match["host"], int(match["port"])) if match else None
+    return HostPort(match["six"] or match["host"], int(match["port"])) if match else None
 
 
 def _check_address(name: str, address: Any, *, alone: bool) -> None:
     if alone and isinstance(address, str) and re.match(r"(unix|unix-abstract|dns):.", address):
         return
-    found = host_and_port(address) if isinstance(address, str) else None
-    if found is None or not 1 <= found[1] <= 65535:
+    server = host_and_port(address) if isinstance(address, str) else None
+    if server is None or not 1 <= server.port <= 65535:
         want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" for each of several'
         raise InvalidInputError(f"{name}: got {address!r}, want {want}")
 
 
 def _check_clear(addresses: Sequence[str]) -> None:
-    """See that a token reaches these addresses without TLS and without crossing a network."""
+    """Check that a token reaches these addresses without TLS and without crossing a network."""
     for i, address in enumerate(addresses):
-        found = host_and_port(_DNS.sub("", address, count=1))
-        here = found is not None and is_loopback(found[0])
+        server = host_and_port(_DNS.sub("", address, count=1))
+        here = server is not None and is_loopback(server.host)
         if not here and not address.startswith(("unix:", "unix-abstract:")):
             want = "tls=Tls(...), or a server on this machine: others could read the token on its way"
             raise InvalidInputError(f"token: got one for {address!r} (addresses[{i}]) without tls, want {want}")

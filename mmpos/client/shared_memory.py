@@ -31,10 +31,10 @@ LEAST = 65_536
 
 
 class Region:
-    """A POSIX shared memory object, mapped; only its user may open it.
+    """POSIX shared memory object, mapped; only its user may open it.
 
-    It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. Who has opened
-    it meanwhile goes on with what is then no longer anybody else's.
+    It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
+    that has opened it meanwhile keeps its mapping.
 
     Args:
         prefix: how its name begins.
@@ -74,7 +74,7 @@ def _remove(key: str, process: int) -> None:
 
 
 class Regions:
-    """The regions of one process: those in use, and those kept for the next call; threads may share them.
+    """Regions of one process: those in use, and those kept for the next call; threads may share them.
 
     Args:
         prefix: how their names begin.
@@ -94,7 +94,7 @@ class Regions:
         return max(self._budget - self._used, 0)
 
     def take(self, size: int) -> Region:
-        """A region of at least so many bytes.
+        """Take a region of at least so many bytes.
 
         Raises:
             LimitExceededError: beyond the budget, or the machine does not give as many.
@@ -102,12 +102,12 @@ class Regions:
         with self._lock:
             fitting = [region for region in self._idle if size <= region.size <= max(2 * size, 4 * LEAST)]
             if fitting:
-                found = min(fitting, key=lambda region: region.size)
-                self._idle.remove(found)
+                region = min(fitting, key=lambda region: region.size)
+                self._idle.remove(region)
             else:
-                found = self._new(size)
-            self._used += found.size
-        return found
+                region = self._new(size)
+            self._used += region.size
+        return region
 
     def give(self, region: Region, *, keep: bool) -> None:
         """Give a region back.
@@ -144,7 +144,7 @@ class Regions:
 
 
 GUESS = 4 * 2**20
-"""Bytes of an answer about which nothing is known."""
+"""Bytes to allow for an answer before the first of its kind."""
 
 TRIES = 3
 """Most times that a call is made because its answer did not fit: weighed before work is done, then exactly."""
@@ -158,7 +158,7 @@ class Lease:
 
     Args:
         pool: whose regions it takes.
-        needed: bytes of the answer, if an earlier try was told; 0 if not.
+        needed: bytes of the answer, if an earlier try learned them; 0 if not.
         last: whether an answer that does not fit is an error to be raised; otherwise it is noted, and suppressed.
     """
 
@@ -200,7 +200,7 @@ class Lease:
             request.output.key, request.output.byte_size = self._output.key, size
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """A copy of the bytes of a tensor of the answer.
+        """Copy the bytes of a tensor of the answer.
 
         Raises:
             InvalidInputError: they are not where they were to go.
@@ -211,7 +211,7 @@ class Lease:
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Any) -> None:
-        """The answer is there; if an earlier attempt was made, that server may still be at work."""
+        """Note that the answer is there; if an earlier attempt was made, that server may still be at work."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 
@@ -241,7 +241,7 @@ class Pool:
 
     Args:
         budget: most bytes.
-        info: what the server says of itself.
+        info: the info of the server.
 
     Raises:
         UnsupportedError: it takes no shared memory, or this system has none of the kind.
@@ -258,7 +258,7 @@ class Pool:
         self.expected: dict[Any, int] = {}
 
     def leases(self) -> Iterator[Lease]:
-        """Leases for a call, until one of them succeeds or fails."""
+        """Yield leases for a call, until one of them succeeds or fails."""
         needed = 0
         for tried in range(1, TRIES + 1):
             lease = Lease(self, needed, last=tried == TRIES)
@@ -267,7 +267,7 @@ class Pool:
 
 
 class Pools:
-    """The pool of each process; that of a parent stays as it is, and the parent's.
+    """Pools of a client by process: a forked child leaves that of its parent alone.
 
     Args:
         budget: most bytes of each; 0 is none.
@@ -278,11 +278,11 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def get(self) -> Pool | None:
-        """That of this process, if there is one yet."""
+        """Get the pool of this process, if there is one yet."""
         return self._pools.get(os.getpid())
 
     def open(self, info: ServerInfo) -> Pool:
-        """That of this process, from what the server says of itself.
+        """Open the pool of this process from the info of the server.
 
         Raises:
             UnsupportedError: it takes no shared memory.
@@ -290,7 +290,7 @@ class Pools:
         return self._pools.setdefault(os.getpid(), Pool(self.budget, info))
 
     def close(self) -> None:
-        """Remove what that of this process holds."""
+        """Remove the regions of this process."""
         pool = self._pools.pop(os.getpid(), None)
         if pool is not None:
             pool.regions.close()

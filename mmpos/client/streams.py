@@ -86,13 +86,13 @@ class _Entry(Generic[Q, T]):
 
 
 class Window(Generic[Q, T]):
-    """Items in order, those that wait for an answer at most ``size``.
+    """Items of a stream in order, a bounded number of which wait for an answer.
 
     Args:
         stream: how items are asked and answered.
         options: of the client: most items in it, and seconds that an answer may take.
         attempts: most streams that may break one after the other without an answer.
-        reach: what the client knows of its servers: one that is gone may take longer.
+        reach: whether the servers have ever answered: one that is gone may take longer.
     """
 
     def __init__(self, stream: Stream[Q, T], options: Options, attempts: int, reach: Reach) -> None:
@@ -130,7 +130,7 @@ class Window(Generic[Q, T]):
         return [entry.request.data for entry in self._entries if not isinstance(entry.request, MmposError)]
 
     def result(self, answer: Any = None) -> T:
-        """The result of the oldest item, which leaves: of this answer, or of the refusal here."""
+        """Remove the oldest item and return its result: of this answer, or of the refusal here."""
         if not self._entries:
             raise ServiceError("answer: got one more than was asked for")
         entry = self._entries.popleft()
@@ -148,7 +148,7 @@ class Window(Generic[Q, T]):
         return entry.request.read(answer)
 
     def broken(self, error: MmposError | None) -> float:
-        """Seconds to wait before what has no answer is sent again on a new stream.
+        """Return the seconds to wait before what has no answer is sent again on a new stream.
 
         Args:
             error: how the stream ended; None: as if all had been answered.
@@ -171,7 +171,7 @@ class Window(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """What to say of a stream that gives no answer."""
+    """Make the error of a stream that gives no answer."""
     return ServiceTimeoutError(f"stream: got no answer in {timeout:g} seconds, want one")
 
 
@@ -181,7 +181,7 @@ _END: Any = object()
 
 
 class ThreadLink:
-    """A stream that is open: requests are written and answers read by threads of its own, so that neither waits."""
+    """Open stream of a thread: requests are written and answers read by threads of its own, so that neither waits."""
 
     def __init__(self, opened: Any, metadata: Metadata) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
@@ -207,11 +207,11 @@ class ThreadLink:
         self._requests.put(request)
 
     def finish(self) -> None:
-        """No request follows."""
+        """End the requests."""
         self._requests.put(None)
 
     def receive(self, timeout: float) -> Any:
-        """The next answer, None for the end, or the error that ended the stream."""
+        """Wait for the next answer, None for the end, or the error that ended the stream."""
         try:
             return self._answers.get(timeout=timeout)
         except Empty:
@@ -224,7 +224,7 @@ class ThreadLink:
 
 
 def _opened(connect: Callable[[], L], window: Window[Any, Any], more: bool) -> L:
-    """A new stream on which all that has no answer was sent."""
+    """Open a stream and send all requests that have no answer."""
     link = connect()
     for request in window.requests():
         link.send(request)
@@ -236,7 +236,7 @@ def _opened(connect: Callable[[], L], window: Window[Any, Any], more: bool) -> L
 def thread_results(
     window: Window[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
 ) -> Iterator[T]:
-    """The results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
     link: ThreadLink | None = None
     more = True
     try:
@@ -273,7 +273,7 @@ def thread_results(
 
 
 class TaskLink:
-    """A stream that is open: requests are written by a task of gRPC, and one answer is always being read."""
+    """Open stream of an event loop: requests are written by a task of gRPC, and one answer is always being read."""
 
     def __init__(self, opened: Any, metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -298,11 +298,11 @@ class TaskLink:
         self._requests.put_nowait(request)
 
     def finish(self) -> None:
-        """No request follows."""
+        """End the requests."""
         self._requests.put_nowait(None)
 
     def taken(self) -> Any:
-        """The answer that came, None for the end, or the error that ended the stream; the next one is read."""
+        """Take the answer that came, None for the end, or the error that ended the stream, and read the next."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())
@@ -316,7 +316,7 @@ class TaskLink:
 
 
 async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
-    """The next item, or the mark of the end."""
+    """Pull the next item, or the mark of the end."""
     if isinstance(items, AsyncIterator):
         return await anext(items, _END)
     return next(items, _END)
@@ -325,7 +325,7 @@ async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
 async def task_results(
     window: Window[Q, T], source: Iterable[Q] | AsyncIterable[Q], connect: Callable[[], TaskLink], timeout: float
 ) -> AsyncIterator[T]:
-    """The results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
     items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
     link: TaskLink | None = None
     pull: asyncio.Task[Q] | None = None
@@ -367,7 +367,7 @@ async def task_results(
 
 
 async def _first(link: TaskLink | None, pull: asyncio.Task[Any] | None, timeout: float | None) -> tuple[bool, bool]:
-    """Whether an answer and an item are there, after waiting for one of them, or for neither within the timeout."""
+    """Wait for an answer or an item, no longer than the timeout, and return whether each is there."""
     reading = link.answer if link is not None else None
     tasks: list[asyncio.Task[Any]] = [task for task in (reading, pull) if task is not None]
     done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

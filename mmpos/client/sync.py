@@ -1,4 +1,4 @@
-"""The client that waits for its answers."""
+"""Client that waits for its answers."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class Client(BaseClient[grpc.Channel]):
     def stream(
         self, queries: Iterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> Iterator[PositionsResult | MmposError]:
-        """Answers to queries, in order, while later queries are on their way.
+        """Answer queries, in order, while later queries are on their way.
 
         The queries are read in the caller's thread, at most ``window`` ahead of the answers. Closing the iterator
         ends the stream. What a broken connection leaves unanswered is sent again.
@@ -235,7 +235,7 @@ class Client(BaseClient[grpc.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> Iterator[Built]:
-        """Sequences of batch after batch, in order, while later batches are on their way; see ``stream``.
+        """Build batch after batch, in order, while later batches are on their way; see ``stream``.
 
         Args:
             batches: the documents of each, as for ``build_batch``.

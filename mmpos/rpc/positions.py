@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
 
 
 def parameters(scheme: type[Scheme]) -> list[str]:
-    """Names of a scheme's parameters, which are fields of the message too."""
+    """List the names of a scheme's parameters, which are fields of the message too."""
     return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
 
 
@@ -88,7 +87,7 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
 
 
 def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
-    """The scheme of a message.
+    """Read the scheme of a message.
 
     Raises:
         InvalidInputError: an unknown name, or a parameter that is wrong or not of this scheme.
@@ -96,13 +95,13 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     if message.name not in SCHEMES:
         raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     scheme = SCHEMES[message.name]
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
-    for parameter in sorted(given.keys() - set(parameters(scheme))):
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
+    for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
-    if "tokens_per_second" in given:
-        rate = get_rational(path(name, "tokens_per_second"), given["tokens_per_second"])
-        given["tokens_per_second"] = rate if rate.denominator > 1 else int(rate)
-    return scheme(**given)
+    if "tokens_per_second" in values:
+        rate = get_rational(path(name, "tokens_per_second"), values["tokens_per_second"])
+        values["tokens_per_second"] = rate if rate.denominator > 1 else int(rate)
+    return scheme(**values)
 
 
 _LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments")
@@ -125,7 +124,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
-    """The segment table of a message.
+    """Read the segment table of a message.
 
     Raises:
         InvalidInputError: lists of different lengths, or what SegmentTable refuses.
@@ -184,7 +183,7 @@ def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> Non
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
-    """The position table of a message; it shares the bytes of the message.
+    """Read the position table of a message; it shares the bytes of the message.
 
     Raises:
         InvalidInputError: bytes that do not fit the axes, or what PositionTable.from_arrays refuses.
@@ -226,12 +225,11 @@ def put_source(
 
 
 def get_source(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> SegmentTable | Spans | InputIds:
-    """The source of a query; memory: as for ``get_tensor``."""
+    """Read the source of a query; memory: as for ``get_tensor``."""
     source = chosen(path(name, "source"), message, "source")
     if source == "input_ids":
         return _get_input_ids(message.input_ids, memory)
-    found: SegmentTable | Spans | InputIds = _GET[source](getattr(message, source))
-    return found
+    return _get_spans(message.spans) if source == "spans" else get_segments("", message.segments)
 
 
 def _put_spans(message: pb.Spans, spans: Spans) -> None:
@@ -290,7 +288,7 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
 
 
 def _whole(name: str, values: Any) -> Any:
-    """Integers as a type that travels; anything else as it is, for the domain to refuse."""
+    """Cast integers to a type that can be sent; leave anything else to be refused where it is used."""
     array = host_array(name, values)
     if array.dtype.kind == "b":
         return array.astype(np.uint8)
@@ -300,12 +298,6 @@ def _whole(name: str, values: Any) -> Any:
 def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Any) -> None:
     for value in rationals("seconds_per_frame", seconds):
         put_rational(message.seconds_per_frame.add(), value)
-
-
-_GET: dict[str, Callable[[Any], Any]] = {
-    "segments": lambda message: get_segments("", message),
-    "spans": _get_spans,
-}
 
 
 _LAYOUTS: dict[Any, Any] = {
@@ -343,7 +335,7 @@ def put_query(
 
 
 def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
-    """The query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
+    """Read the query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
 
     Raises:
         InvalidInputError: naming the field that is missing, unknown or wrong.
@@ -361,7 +353,7 @@ def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = Non
 
 
 def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | None = None) -> None:
-    """Fill a message with an answer; memory: as for ``put_tensor``."""
+    """Fill a message with a result; memory: as for ``put_tensor``."""
     if result.table is not None:
         put_table(message.table, result.table)
     if result.dense is not None:
@@ -373,7 +365,7 @@ def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | 
 
 
 def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
-    """The answer of a message; its arrays may be views of the message's bytes; memory: as for ``get_tensor``."""
+    """Read the result of a message; its arrays may share the bytes of the message; memory: as for ``get_tensor``."""
     if not message.HasField("table") and not message.HasField("dense"):
         raise InvalidInputError(f"{name}: got neither table nor dense, want one of them")
     documents = len(message.cu_seqlens) - 1
@@ -410,7 +402,7 @@ def _put_view(message: pb.View, view: View) -> None:
 
 
 def get_view(name: str, message: pb.View) -> View:
-    """The view of a message."""
+    """Read the verb of a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)
     name = path(name, kind)
@@ -453,8 +445,8 @@ def _one_or_each(name: str, message: Any, field: str, default: int | None) -> An
 
 
 def _number(meanings: dict[Any, Any], meaning: Any) -> Any:
-    """The enum value that stands for this."""
-    found = [number for number, value in meanings.items() if value == meaning]
-    if not found:
-        raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(filter(None, meanings.values()))}")
-    return found[0]
+    """Look up the enum value of a meaning."""
+    for number, value in meanings.items():
+        if value == meaning:
+            return number
+    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(filter(None, meanings.values()))}")

@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a document was sent as; its answer is read with it.
+    """Record of how a document was sent; its answer is read with it.
 
     Args:
         hashes: content hashes of those images, by index among the images of the document, whose pixels alone do not
             give it.
-        given: the part given that each part sent is of: a Video is sent as texts and images.
+        origins: index of the caller's part that each part sent is of: a Video is sent as texts and images.
         names: what errors call each part sent.
         error: of the part after those sent, which cannot be; those before it may have faults that only a server knows.
     """
 
     hashes: dict[int, str] = field(default_factory=dict)
-    given: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     error: MmposError | None = None
 
@@ -67,7 +67,7 @@ def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) ->
         return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
     sent = Sent()
     images = 0
-    for given, name, part in plain_parts(parts):
+    for origin, name, part in plain_parts(parts):
         entry = message.parts.add()
         try:
             is_image, content_hash = _put_part(name, entry, part, memory)
@@ -77,18 +77,18 @@ def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) ->
         if content_hash is not None:
             sent.hashes[images] = content_hash
         images += is_image
-        sent.given.append(given)
+        sent.origins.append(origin)
         sent.names.append(name)
     return sent
 
 
 def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
-    """The parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
+    """Read the parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
     return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
 
 
 def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tuple[bool, str | None]:
-    """Whether the part is an image, and its content hash where that is to be known here."""
+    """Fill a part; return whether it is an image, and its content hash if the pixels alone do not give it."""
     if isinstance(part, str):
         entry.text = text(name, part)
         return False, None
@@ -183,7 +183,7 @@ def get_sequence(
     hashes: Mapping[int, str] = MappingProxyType({}),
     memory: Memory | None = None,
 ) -> InterleavedSequence:
-    """The sequence of a message.
+    """Read the sequence of a message.
 
     Args:
         name: of the field, for errors.
@@ -214,14 +214,14 @@ def get_sequence(
         patches=patches,
         grid_thw=integers(message.grid_thw, columns=3, name=path(name, "grid_thw")),
         image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
-        image_hashes=tuple(hashes.get(i, found or None) for i, found in enumerate(message.image_hashes)),
+        image_hashes=tuple(hashes.get(i, content_hash or None) for i, content_hash in enumerate(message.image_hashes)),
         part_offsets=integers(message.part_offsets),
         image_margins=_margins(path(name, "image_margins"), message.image_margins),
     )
 
 
 def _margins(name: str, numbers: Sequence[int]) -> tuple[int, int]:
-    """Markers before and after an image, each one or none."""
+    """Read how many markers stand before and after an image, each one or none."""
     if not numbers:  # of a server that knows no others
         return (1, 1)
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):

@@ -293,7 +293,7 @@ def test_sizes_and_grids_travel() -> None:
     given = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
     assert sequences.put_parts(message, given) == sequences.Sent(
-        given=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
+        origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
     )
     assert sequences.get_parts("", travelled(message)) == given
 

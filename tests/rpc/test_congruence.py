@@ -183,6 +183,7 @@ QUERIES = [
     *(PositionsQuery(SEGMENTS, start=[5, 9], views=views) for views in VIEWS),
     *(PositionsQuery(SEGMENTS, scheme, dense=dense) for scheme in SCHEME_OBJECTS for dense in (None, Dense())),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 4)]]), "grid-2d"),
+    PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]]), strict=False),
     PositionsQuery(SEGMENTS, start=-3, dense=Dense("int64")),
     PositionsQuery(SEGMENTS, start=-3, dense=Dense(np.float64, (1, 0, 0))),
     PositionsQuery(Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]), "rope-tie-fractional"),
@@ -294,6 +295,12 @@ WRONG_PARTS: list[Any] = [
 @pytest.mark.parametrize("parts", PARTS)
 def test_sequences(ask: Ask, parts: Any) -> None:
     same(ask("build", parts), LOCAL[None].build(parts))
+
+
+def test_sequences_with_a_scheme_and_a_start(ask: Ask) -> None:
+    want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
+    same(ask("build", PARTS[0], scheme="mrope", start=5), want)
+    same(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
 
 
 @pytest.mark.parametrize("parts", WRONG_PARTS)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from results import same
 from waiting import eventually
 
 import mmpos.rotary
@@ -151,23 +151,6 @@ def aborting(*outcomes: Any) -> tuple[Callable[..., Any], list[int]]:
 
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, "gone", ())
-
-
-def same(got: Any, want: Any) -> None:
-    """Equal in everything that a result holds."""
-    assert type(got) is type(want)
-    if hasattr(want, "__dataclass_fields__"):
-        for name in want.__dataclass_fields__:
-            same(getattr(got, name), getattr(want, name))
-    elif isinstance(want, list):
-        assert len(got) == len(want)
-        for pair in zip(got, want, strict=True):
-            same(*pair)
-    elif isinstance(want, np.ndarray):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        assert (got == want).all()
-    else:
-        assert got == want
 
 
 def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[type, str]:

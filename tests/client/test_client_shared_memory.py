@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from results import same
 from shared_objects import PREFIX, names
-from test_congruence import same
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, shared_memory

@@ -17,6 +17,7 @@ import pytest
 import torch
 from message_strategies import for_each, places
 from PIL import Image
+from results import same
 
 import mmpos.rotary
 from mmpos import (
@@ -116,27 +117,6 @@ def _outcome(call: Callable[[], Any]) -> Any:
         return call()
     except MmposError as error:
         return error
-
-
-def same(one: Any, other: Any) -> None:
-    """Equal results: types, values, dtypes and words."""
-    assert type(one) is type(other), (one, other)
-    if isinstance(one, MmposError):
-        assert str(one) == str(other)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            same(a, b)
-    elif hasattr(one, "__dict__"):
-        same([*vars(one).items()], [*vars(other).items()])
-    else:
-        assert one == other
 
 
 SOURCES: list[SegmentTable | Spans | InputIds] = [

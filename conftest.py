@@ -13,10 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers have a core each, on which th
 # Imported once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401
 
-# Plugins for runs of their own, see tests/rpc/test_congruence.py; and what imports other projects, which takes seconds
-# and fails where they are missing.
+# A plugin for runs of its own; and what imports other projects, which takes seconds and fails where they are missing.
 collect_ignore = [
-    "tests/helpers/through_service.py",
     "tests/helpers/native_choice.py",
     "benchmarks/mmpos_bench/peers",
     "mmpos/integrations/torchtitan/override.py",

@@ -5,7 +5,7 @@ from mmpos.support.extras import needed_for
 with needed_for("mmpos.client", extra="client"):
     from mmpos.client.aio import AsyncClient
     from mmpos.client.info import Limits, ProfileInfo, SchemeInfo, ServerInfo
+    from mmpos.client.options import Tls
     from mmpos.client.sync import Client
-    from mmpos.client.tls import Tls
 
 __all__ = ["AsyncClient", "Client", "Limits", "ProfileInfo", "SchemeInfo", "ServerInfo", "Tls"]

@@ -1,48 +1,39 @@
-"""The client whose calls are awaited."""
+"""Client whose calls are awaited."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from mmpos.client import calls, rotations, sequences, streams
-from mmpos.client.aio_streams import Link, results
-from mmpos.client.base import BaseClient, presented
-from mmpos.client.calls import Call, Errors
-from mmpos.client.failures import closed, error_of
-from mmpos.client.options import Options
-from mmpos.client.sequences import Built
+from mmpos.client import calls, streams
+from mmpos.client.base import BaseClient
+from mmpos.client.calls import Built, Call, Errors
+from mmpos.client.channel import closed, error_of
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Stream, Window
-from mmpos.client.tracing import traced
+from mmpos.client.streams import Stream, TaskLink, Window, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from mmpos.rpc.queries import PositionsQuery, PositionsResult
-    from mmpos.schemes import Scheme
+    import numpy.typing as npt
+    import torch
 
-P = ParamSpec("P")
+    from mmpos.client.info import ServerInfo
+    from mmpos.positions.table import PositionTable
+    from mmpos.rotary import Rotary
+    from mmpos.rotary.apply import Layout, TableLayout
+    from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+    from mmpos.schemes import Scheme
+    from mmpos.segments.table import SegmentTable
+    from mmpos.sequence.builder import InterleavedSequence
+
 Q = TypeVar("Q")
 T = TypeVar("T")
-
-
-def _async(
-    function: Callable[Concatenate[Options, P], Call[T]], *, shares: bool = False
-) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """The method that makes this call and is awaited; shares: its tensors may lie in shared memory."""
-
-    async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await client._send(lambda options: function(options, *args, **kwargs), shares=shares)
-
-    presented(method, function)
-    return method
 
 
 class AsyncClient(BaseClient[grpc.aio.Channel]):
@@ -52,20 +43,75 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
     """
 
-    place = _async(calls.place, shares=True)
-    query = _async(calls.query, shares=True)
-    build = _async(sequences.build, shares=True)
-    build_batch = _async(sequences.build_batch, shares=True)
-    cos_sin = _async(rotations.cos_sin)
-    angles = _async(rotations.angles)
-    apply_rotary = _async(rotations.apply_rotary, shares=True)
-    info = _async(calls.info)
-    healthy = _async(calls.healthy)
+    async def place(
+        self,
+        segments: SegmentTable | Spans | InputIds,
+        scheme: str | Scheme | None = None,
+        start: npt.ArrayLike = 0,
+        strict: bool | None = None,
+        *,
+        views: Sequence[View] = (),
+    ) -> PositionTable:
+        """Place documents, as ``mmpos.place`` does; see ``Client.place``."""
+        return await self._send(calls.place(self._options.profile, segments, scheme, start, strict, views))
+
+    async def query(self, query: PositionsQuery) -> PositionsResult:
+        """Answer a query, as its ``run`` does, but for what it leaves to the profile; see ``Client.query``."""
+        return await self._send(calls.query(self._options.profile, query))
+
+    async def build(
+        self, parts: Sequence[Any], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
+    ) -> InterleavedSequence:
+        """Build the sequence of these parts with the settings of the profile; see ``Client.build``."""
+        return await self._send(self._building(scheme, start, patches).build(parts))
+
+    async def build_batch(
+        self,
+        documents: Sequence[Sequence[Any]],
+        errors: Errors = "raise",
+        *,
+        scheme: str | Scheme | None = None,
+        start: int = 0,
+        patches: bool = True,
+    ) -> Built:
+        """Build the sequences of several documents in one call; see ``Client.build_batch``."""
+        return await self._send(self._building(scheme, start, patches).build_batch(documents, errors))
+
+    async def cos_sin(
+        self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Compute cos and sin of all tokens, as ``mmpos.rotary.cos_sin`` does; see ``Client.cos_sin``."""
+        return await self._send(calls.cos_sin(self._options.profile, rotary, positions, layout))
+
+    async def angles(self, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> torch.Tensor:
+        """Compute exact angles wrapped to [−π, π], as ``mmpos.rotary.angles`` does; see ``Client.angles``."""
+        return await self._send(calls.angles(self._options.profile, rotary, positions))
+
+    async def apply_rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        positions: PositionTable | torch.Tensor,
+        rotary: Rotary | None,
+        *,
+        layout: Layout | None = None,
+        conjugate: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotate q and k; both travel, there and back; see ``Client.apply_rotary``."""
+        return await self._send(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
+
+    async def info(self) -> ServerInfo:
+        """Ask for version, schemes, limits and profiles of the server; see ``Client.info``."""
+        return await self._send(calls.info())
+
+    async def healthy(self, service: str = "") -> bool:
+        """Ask whether the server says that it serves; False also where none answers; see ``Client.healthy``."""
+        return await self._send(calls.healthy(service))
 
     def stream(
         self, queries: Iterable[PositionsQuery] | AsyncIterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> AsyncIterator[PositionsResult | MmposError]:
-        """Answers to queries, in order, while later queries are on their way.
+        """Answer queries, in order, while later queries are on their way.
 
         The queries are read at most ``window`` ahead of the answers. Closing the iterator ends the stream. What a
         broken connection leaves unanswered is sent again.
@@ -78,7 +124,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             MmposError: as for ``query``, while iterating.
             ServiceError: likewise: no answer.
         """
-        return self._stream(streams.stream(self._options, errors), queries, "queries")
+        return self._stream(streams.stream(self._options.profile, errors), queries, "queries")
 
     def stream_build(
         self,
@@ -89,7 +135,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> AsyncIterator[Built]:
-        """Sequences of batch after batch, in order, while later batches are on their way; see ``stream``.
+        """Build batch after batch, in order, while later batches are on their way; see ``stream``.
 
         Args:
             batches: the documents of each, as for ``build_batch``, from an iterable or an async iterable.
@@ -102,7 +148,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             MmposError: as for ``build_batch``, while iterating.
             ServiceError: likewise: no answer.
         """
-        return self._stream(streams.stream_build(self._options, errors, scheme, start, patches), batches, "batches")
+        return self._stream(streams.stream_build(self._building(scheme, start, patches), errors), batches, "batches")
 
     async def close(self) -> None:
         """Close the channel of this event loop; calls and streams under way fail, a later call opens a new one."""
@@ -128,20 +174,21 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             asyncio.get_running_loop(),
         )
 
-    async def _send(self, make: Callable[[Options], Call[T]], *, shares: bool) -> T:
-        if not shares or not self._pools.budget:
-            return await self._ask(make(self._options))
-        pool = self._pools.get() or self._pools.open(await self._ask(calls.info(self._options)))
+    async def _send(self, call: Call[T]) -> T:
+        if not call.shares or not self._pools.budget:
+            return await self._ask(call)
+        pool = self._pools.get() or self._pools.open(await self._ask(calls.info()))
         for lease in pool.leases():
             with lease:
-                return await self._ask(make(replace(self._options, memory=lease)), lease)
+                return await self._ask(call, lease)
         raise AssertionError("the last lease raises")
 
     async def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
-        method: Any = self._channel().unary_unary(call.path, None, call.response.FromString)
+        request = call.request(memory=lease)
+        method: Any = self._channel().unary_unary(call.method.path, None, call.method.response.FromString)
         patience = self._reach.patience(self._options.timeout)
         while True:
-            asked = method(call.request, timeout=patience.left, metadata=traced(self._metadata()))
+            asked = method(request.data, timeout=patience.left, metadata=self._metadata())
             try:
                 answer = await asked
                 trailing = await asked.trailing_metadata() if lease is not None else None
@@ -159,21 +206,21 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         self._reach.answered()
         if lease is not None:
             lease.arrived(trailing)
-        return call.decode(answer)
+        return request.read(answer)
 
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
         window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return results(window, items, lambda: self._link(stream), self._options.timeout)
+        return task_results(window, items, lambda: self._link(stream), self._options.timeout)
 
-    def _link(self, stream: Stream[Any, Any]) -> Link:
+    def _link(self, stream: Stream[Any, Any]) -> TaskLink:
         method = stream.method
-        opened: Any = self._channel().stream_stream(method.stream_path, None, method.stream_response.FromString)
-        return Link(opened, traced(self._metadata()))
+        opened: Any = self._channel().stream_stream(method.path, None, method.response.FromString)
+        return TaskLink(opened, self._metadata())
 
 
 def _being_cancelled() -> bool:
-    """Whether the running task is cancelled; if not, a cancelled call is one whose channel was closed under it."""
+    """Check whether the running task is cancelled; otherwise the channel of a cancelled call was closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,22 +1,22 @@
-"""What both clients are: addresses, options, and channels that stay with their process."""
+"""Base of both clients: addresses, options, and channels that stay with their process."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.channel import Channels, channel_options, target
+from mmpos.client.calls import BuildSettings
+from mmpos.client.channel import Channels, Reach, channel_options, target, traced
 from mmpos.client.options import Endpoint, Metadata, Options
-from mmpos.client.reach import Reach
 from mmpos.client.shared_memory import Pools
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from mmpos.client.tls import Tls
+    from mmpos.client.options import Tls
+    from mmpos.schemes import Scheme
 
 C = TypeVar("C")
 
@@ -44,8 +44,8 @@ class BaseClient(Generic[C]):
         timeout: seconds that a call may take, its retries included; for a stream, that each answer may take.
         attempts: most times that a call is sent in a row, 1 to 5; with 1, none is sent again, nor waits for a server.
         tls: certificates; None: no transport security.
-        token: what the server knows the client by, sent with every call; a path is that of a file that holds it,
-            which is read again when it changes. Without tls only to servers on this machine.
+        token: the bearer token, sent with every call, or the path of a file that holds it, which is read again when it
+            changes. Without tls only to servers on this machine.
         metadata: pairs of name and value sent with every call.
         window: most requests of a stream that wait for an answer.
         shared_memory: most bytes of shared memory that all calls at work in a process may use for their tensors, and
@@ -70,12 +70,10 @@ class BaseClient(Generic[C]):
         window: int = 8,
         shared_memory: int = 0,
     ) -> None:
-        self._endpoint = Endpoint.checked(addresses, attempts, tls, token, shared_memory)
-        self._options = Options.checked(profile, timeout, metadata, window)
-        self._endpoint.check_metadata(self._options)
-        self._channels: Channels[C] = Channels()
-        self._pools = Pools(shared_memory)
-        self._reach = Reach(self._endpoint)
+        endpoint = Endpoint.checked(addresses, attempts, tls, token, shared_memory)
+        options = Options(profile, timeout, metadata, window)
+        endpoint.check_metadata(options)
+        self.__setstate__((endpoint, options))
 
     def with_options(
         self,
@@ -85,18 +83,17 @@ class BaseClient(Generic[C]):
         metadata: Sequence[tuple[str, str | bytes]] = _KEEP,
         window: int = _KEEP,
     ) -> Self:
-        """A client with other options on the same channel; closing either closes it for both.
+        """Make a client with other options on the same channel; closing either closes it for both.
 
         Raises:
             InvalidInputError: an option is of the wrong type or out of range.
         """
-        old = self._options
-        new: dict[str, Any] = {"profile": profile, "timeout": timeout, "metadata": metadata, "window": window}
-        options = Options.checked(
-            **{name: getattr(old, name) if value is _KEEP else value for name, value in new.items()}
-        )
+        changes: dict[str, Any] = {"profile": profile, "timeout": timeout, "metadata": metadata, "window": window}
+        options = replace(self._options, **{name: value for name, value in changes.items() if value is not _KEEP})
         self._endpoint.check_metadata(options)
-        return _made(type(self), self._endpoint, options, self._channels, self._pools, self._reach)
+        client = type(self).__new__(type(self))
+        vars(client).update(vars(self), _options=options)
+        return client
 
     def _connect(self, secure: Callable[..., C], insecure: Callable[..., C]) -> C:
         endpoint = self._endpoint
@@ -105,44 +102,23 @@ class BaseClient(Generic[C]):
             return insecure(address, options=options)
         return secure(address, endpoint.tls.credentials(), options=options)
 
-    def _metadata(self) -> Metadata:
-        return self._endpoint.metadata(self._options)
+    def _building(self, scheme: str | Scheme | None, start: int, patches: bool) -> BuildSettings:
+        return BuildSettings(self._options.profile, scheme, start, patches)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (type(self), self._endpoint, self._options)
+    def _metadata(self) -> Metadata:
+        return traced(self._endpoint.metadata(self._options))
+
+    def __getstate__(self) -> tuple[Endpoint, Options]:
+        return self._endpoint, self._options
+
+    def __setstate__(self, state: tuple[Endpoint, Options]) -> None:
+        self._endpoint, self._options = state
+        self._channels: Channels[C] = Channels()
+        self._pools = Pools(self._endpoint.shared_memory)
+        self._reach = Reach(self._endpoint)
 
     def __repr__(self) -> str:
         options = self._options
         addresses = self._endpoint.addresses
         shown = repr(addresses[0]) if len(addresses) == 1 else repr(list(addresses))
         return f"{type(self).__name__}({shown}, profile={options.profile!r}, timeout={options.timeout:g})"
-
-
-def presented(method: Callable[..., Any], call: Callable[..., Any]) -> None:
-    """Give a method the docstring of the call that it makes, and the signature, but for what is in between."""
-    wraps(call)(method)
-    signature = inspect.signature(call)
-    _, *parameters = signature.parameters.values()
-    result = signature.return_annotation.removeprefix("Call[").removesuffix("]")
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    method.__dict__["__signature__"] = signature.replace(parameters=[itself, *parameters], return_annotation=result)
-
-
-K = TypeVar("K", bound=BaseClient[Any])
-
-
-def _made(
-    kind: type[K],
-    endpoint: Endpoint,
-    options: Options,
-    channels: Channels[Any] | None = None,
-    pools: Pools | None = None,
-    reach: Reach | None = None,
-) -> K:
-    """A client of parts that were checked before."""
-    client = kind.__new__(kind)
-    client._endpoint, client._options = endpoint, options
-    client._channels = Channels() if channels is None else channels
-    client._pools = Pools(endpoint.shared_memory) if pools is None else pools
-    client._reach = Reach(endpoint) if reach is None else reach
-    return client

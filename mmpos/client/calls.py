@@ -1,35 +1,77 @@
-"""Calls, written once as data: where each goes, what it sends, and how its answer is read."""
+"""Calls of the service as data: the method, what fills its request, and what reads its response."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
-from google.protobuf.message import EncodeError
+from google.protobuf.message import EncodeError, Message
 
 from mmpos.client.info import ServerInfo, get_info
-from mmpos.client.options import Options
-from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError
-from mmpos.rpc.positions import get_result, put_query
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError, UnsupportedError
+from mmpos.rotary.config import Rotary
+from mmpos.rpc.errors import get_error
+from mmpos.rpc.positions import get_result, put_query, put_scheme
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
-from mmpos.rpc.v1 import info_pb2, positions_pb2
+from mmpos.rpc.rotary import put_rotary, put_rotary_positions
+from mmpos.rpc.sequences import Sent, get_sequence, put_parts
+from mmpos.rpc.tensors import aligned, get_torch, put_tensor
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.segments.table import SegmentTable
+from mmpos.sequence.video import part_offsets
+from mmpos.support.checks import boolean, integer, naming, one_of
+from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
+    from mmpos.client.shared_memory import Lease
     from mmpos.positions.table import PositionTable
-    from mmpos.rpc.memory import Memory
+    from mmpos.rotary.apply import Layout, TableLayout
     from mmpos.schemes import Scheme
+    from mmpos.sequence.builder import InterleavedSequence
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Errors = Literal["raise", "return"]
 
-Ask = Callable[[Any], Callable[[Any], T]]
-"""Fills the query of a request, and gives what reads the answer."""
+Built = list["InterleavedSequence | MmposError"]
+
+Read = Callable[[Any], T]
+"""Makes the result of a response, or raises the error in it."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of the service.
+
+    Args:
+        path: its full name.
+        request: the type of its requests.
+        response: the type of its responses.
+    """
+
+    path: str
+    request: Any
+    response: Any
+
+
+PLACE = Method("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse)
+STREAM_PLACE = Method(
+    "/mmpos.rpc.v1.PositionService/StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse
+)
+BUILD = Method("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse)
+STREAM_BUILD = Method(
+    "/mmpos.rpc.v1.SequenceService/StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse
+)
+COS_SIN = Method("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse)
+ROTATE = Method("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse)
+GET_INFO = Method("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse)
 
 
 def _raise(error: MmposError) -> NoReturn:
@@ -37,185 +79,364 @@ def _raise(error: MmposError) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
-    """A unary call.
+class Request(Generic[T_co]):
+    """A request that can be sent.
 
     Args:
-        path: of the method.
-        request: the message, serialised.
-        response: the type of the answer.
-        decode: makes the result of the answer, or raises what the server says of it.
+        data: its bytes.
+        read: reads the response to it.
+    """
+
+    data: bytes
+    read: Read[T_co]
+
+
+@dataclass(frozen=True)
+class Call(Generic[T_co]):
+    """A call, which fills a request each time that it is made.
+
+    Args:
+        method: the method; its stream takes the same call as an item.
+        put: fills a request, and gives what reads the response; tensors go into the shared memory, if there is any.
+        shares: whether its tensors may lie in shared memory.
         refused: makes a result of the error of the whole call.
         waits: whether it waits for a server that is gone.
     """
 
-    path: str
-    request: bytes
-    response: Any
-    decode: Callable[[Any], T]
-    refused: Callable[[MmposError], T] = _raise
+    method: Method
+    put: Callable[[Any, Lease | None], Read[T_co]]
+    shares: bool = False
+    refused: Callable[[MmposError], T_co] = _raise
     waits: bool = True
 
+    def request(self, message: Message | None = None, memory: Lease | None = None) -> Request[T_co]:
+        """Make the request.
 
-@dataclass(frozen=True)
-class Method:
-    """A method with a stream twin.
+        Args:
+            message: the request of a stream, to be filled; None: a new one of the method.
+            memory: shared memory for its tensors and those of the answer.
 
-    Args:
-        path: of the unary method.
-        request: its request, with a field ``query``.
-        response: its response.
-        stream_path: of the stream.
-        stream_request: its request, with fields ``id`` and ``query``.
-        stream_response: its response, with fields ``id``, ``error`` and that of the answer.
-        answer: the field of both responses that holds the answer.
-    """
-
-    path: str
-    request: Any
-    response: Any
-    stream_path: str
-    stream_request: Any
-    stream_response: Any
-    answer: str
-
-    def call(self, ask: Ask[T]) -> Call[T]:
-        """The unary call that asks this."""
-        request = self.request()
-        request.query.SetInParent()
-        decode = ask(request.query)
-        return Call(self.path, serialised(request), self.response, lambda got: decode(getattr(got, self.answer)))
-
-
-PLACE = Method(
-    "/mmpos.rpc.v1.PositionService/Place",
-    positions_pb2.PlaceRequest,
-    positions_pb2.PlaceResponse,
-    "/mmpos.rpc.v1.PositionService/StreamPlace",
-    positions_pb2.StreamPlaceRequest,
-    positions_pb2.StreamPlaceResponse,
-    "positions",
-)
-
-
-def place(
-    options: Options,
-    segments: SegmentTable | Spans | InputIds,
-    scheme: str | Scheme | None = None,
-    start: npt.ArrayLike = 0,
-    strict: bool | None = None,
-    *,
-    views: Sequence[View] = (),
-) -> Call[PositionTable]:
-    """The positions of documents, as ``mmpos.place`` gives them.
-
-    Args:
-        segments: the documents, as a SegmentTable, Spans or InputIds.
-        scheme: a name from mmpos.SCHEMES or a scheme object; None: that of the profile.
-        start: id of each document's first token, one for all or (documents,).
-        strict: whether two grids without text between are an error; None: the scheme decides.
-        views: what to make of the placed table, in this order: Take, Window, Decode, Shard, Pad.
-
-    Returns:
-        A new PositionTable.
-
-    Raises:
-        MmposError: what ``mmpos.place`` and the views raise; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
-    """
-    if not isinstance(segments, SegmentTable | Spans | InputIds):
-        raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    found = query(options, PositionsQuery(segments, scheme, start, strict, views))
-
-    def decode(answer: Any) -> PositionTable:
-        table = found.decode(answer).table
-        if table is None:
-            raise ServiceError("answer: got ids, want a table")
-        return table
-
-    return Call(found.path, found.request, found.response, decode)
-
-
-def query(options: Options, query: PositionsQuery) -> Call[PositionsResult]:
-    """The answer to a query, as its ``run`` gives it, but for what it leaves to the profile.
-
-    Args:
-        query: which documents, which scheme, which views, table or ids.
-
-    Raises:
-        MmposError: what ``query.run`` raises; LimitExceededError also for a limit of the server.
-        ServiceError: no answer.
-    """
-    return PLACE.call(ask_positions(options, query))
-
-
-def info(options: Options) -> Call[ServerInfo]:
-    """Version, schemes, limits and profiles of the server."""
-    request = serialised(info_pb2.GetInfoRequest())
-    return Call("/mmpos.rpc.v1.InfoService/GetInfo", request, info_pb2.GetInfoResponse, get_info)
-
-
-def healthy(options: Options, service: str = "") -> Call[bool]:
-    """Whether the server says that it serves; False also where none answers.
-
-    Args:
-        service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty: the whole server.
-    """
-    from grpc_health.v1 import health_pb2 as health
-
-    def refused(error: MmposError) -> bool:
-        if isinstance(error, ServiceError):
-            return False
-        raise error
-
-    if not isinstance(service, str):
-        raise InvalidInputError(f"service: got {service!r}, want a name")
-    request = serialised(health.HealthCheckRequest(service=service))
-    serving = health.HealthCheckResponse.SERVING
-    response = health.HealthCheckResponse
-    return Call(
-        "/grpc.health.v1.Health/Check", request, response, lambda got: got.status == serving, refused, waits=False
-    )
-
-
-def ask_positions(options: Options, query: PositionsQuery) -> Ask[PositionsResult]:
-    """What asks for positions."""
-    if not isinstance(query, PositionsQuery):
-        raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
-
-    memory = options.memory
-
-    def ask(message: Any) -> Callable[[Any], PositionsResult]:
-        put_query(message, query, options.profile, memory)
-        if memory is not None and query.dense is not None:
-            memory.answer(message)
-        return lambda answer: _read_positions(answer, memory)
-
-    return ask
+        Raises:
+            MmposError: an argument cannot be sent.
+            LimitExceededError: 2 GiB or more, which no message may have.
+        """
+        message = self.method.request() if message is None else message
+        read = self.put(message, memory)
+        try:
+            return Request(message.SerializeToString(), read)
+        except (EncodeError, ValueError) as error:
+            raise LimitExceededError(
+                f"request: got {message.ByteSize()} bytes, want less than 2 GiB ({error})"
+            ) from None
 
 
 @contextmanager
-def trusting() -> Iterator[None]:
-    """Where an answer is read: what is wrong with it is no fault of the caller."""
+def _answer() -> Iterator[None]:
+    """Turn errors of reading an answer into those of a server: the caller did nothing wrong."""
     try:
         yield
     except MmposError as error:
         raise ServiceError(f"answer: {error}") from error
 
 
-def serialised(message: Any) -> bytes:
-    """The bytes of a message.
+# Positions
 
-    Raises:
-        LimitExceededError: 2 GiB or more, which no message may have.
-    """
+
+def place(
+    profile: str | None,
+    segments: SegmentTable | Spans | InputIds,
+    scheme: str | Scheme | None = None,
+    start: npt.ArrayLike = 0,
+    strict: bool | None = None,
+    views: Sequence[View] = (),
+) -> Call[PositionTable]:
+    """Call for a position table; arguments as for ``Client.place``."""
+    if not isinstance(segments, SegmentTable | Spans | InputIds):
+        raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
+    return _positions(profile, PositionsQuery(segments, scheme, start, strict, views), _table)
+
+
+def query(profile: str | None, query: PositionsQuery) -> Call[PositionsResult]:
+    """Call for the result of a query; arguments as for ``Client.query``."""
+    if not isinstance(query, PositionsQuery):
+        raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
+    return _positions(profile, query, lambda result: result)
+
+
+def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> Call[T]:
+    def put(request: Any, memory: Lease | None) -> Read[T]:
+        request.query.SetInParent()
+        put_query(request.query, query, profile, memory)
+        if memory is not None and query.dense is not None:
+            memory.answer(request.query)
+
+        def read(response: Any) -> T:
+            with _answer():
+                result = get_result("positions", response.positions, memory)
+            return of(result)
+
+        return read
+
+    return Call(PLACE, put, shares=True)
+
+
+def _table(result: PositionsResult) -> PositionTable:
+    if result.table is None:
+        raise ServiceError("answer: got ids, want a table")
+    return result.table
+
+
+# Sequences
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Settings of building documents; arguments as for ``Client.build``."""
+
+    profile: str | None
+    scheme: str | Scheme | None = None
+    start: int = 0
+    patches: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", integer("start", self.start, minimum=-(2**63), maximum=2**63 - 1))
+        object.__setattr__(self, "patches", boolean("patches", self.patches))
+
+    def build(self, parts: Sequence[Any]) -> Call[InterleavedSequence]:
+        """Call for the sequence of one document."""
+
+        def put(request: Any, memory: Lease | None) -> Read[InterleavedSequence]:
+            self._put(request)
+            sent = put_parts(request.query.documents.add(), parts, memory)
+            if sent.error is not None and not sent.names:
+                raise sent.error
+            self._share(request, memory)
+            return lambda response: _sequence(_results(response, 1)[0], sent, memory)
+
+        return Call(BUILD, put, shares=True)
+
+    def build_batch(self, documents: Sequence[Sequence[Any]], errors: Errors) -> Call[Built]:
+        """Call for the sequences of several documents; errors as for ``Client.build_batch``."""
+        one_of("errors", errors, ("raise", "return"))
+        if not isinstance(documents, list | tuple):
+            raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
+
+        def put(request: Any, memory: Lease | None) -> Read[Built]:
+            self._put(request)
+            sent: list[Sent] = []
+            for parts in documents:
+                sent.append(put_parts(request.query.documents.add(), parts, memory))
+                if sent[-1].error is not None and errors == "raise":
+                    break  # those before it may have errors of their own, and the first is raised
+            self._share(request, memory)
+
+            def read(response: Any) -> Built:
+                results = _results(response, len(sent))
+                return [_outcome(d, results[d], sent[d], memory, errors) for d in range(len(sent))]
+
+            return read
+
+        return Call(BUILD, put, shares=True)
+
+    def _put(self, request: Any) -> None:
+        request.query.SetInParent()
+        if self.profile is not None:
+            request.query.profile = self.profile
+        if self.scheme is not None:
+            put_scheme(request.query.scheme, self.scheme)
+        request.query.start, request.query.patches = self.start, self.patches
+
+    def _share(self, request: Any, memory: Lease | None) -> None:
+        """Have the answer put into what shared memory the documents have left."""
+        if memory is not None and self.patches:
+            memory.answer(request.query)
+
+
+def _results(response: Any, count: int) -> Any:
+    results = response.sequences.results
+    if len(results) != count:
+        raise ServiceError(f"answer: got {len(results)} results, want {count}")
+    return results
+
+
+def _outcome(
+    document: int, result: Any, sent: Sent, memory: Lease | None, errors: Errors
+) -> InterleavedSequence | MmposError:
     try:
-        data: bytes = message.SerializeToString()
-    except (EncodeError, ValueError) as error:
-        raise LimitExceededError(f"request: got {message.ByteSize()} bytes, want less than 2 GiB ({error})") from None
-    return data
+        with naming(f"documents[{document}]", joint="."):
+            return _sequence(result, sent, memory)
+    except MmposError as error:
+        if errors == "raise":
+            raise
+        return error
 
 
-def _read_positions(answer: Any, memory: Memory | None) -> PositionsResult:
-    with trusting():
-        return get_result("positions", answer, memory)
+def _sequence(result: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+    """Read the sequence of one document, or raise its first error, both in terms of the caller's parts."""
+    if result.WhichOneof("outcome") == "error":
+        error = get_error(result.error)
+        raise _of_part(error, sent.names) or sent.error or error
+    if sent.error is not None:
+        raise sent.error
+    with _answer():
+        sequence = get_sequence("sequence", result.sequence, sent.hashes, memory)
+        offsets, want = sequence.part_offsets, len(sent.origins) + 1
+        if offsets.size != want:
+            raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
+        return replace(sequence, part_offsets=part_offsets(offsets, sent.origins))
+
+
+def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
+    """Name the caller's part in the error of a part that was sent; None if it is of no part.
+
+    A Video is one part of the caller's, and several of those sent.
+    """
+    part = re.match(r"parts\[(\d+)\]", str(error))
+    if part is None or int(part[1]) >= len(names):
+        return None
+    return type(error)(names[int(part[1])] + str(error)[part.end() :])
+
+
+# Rotations
+
+_TABLES = {
+    "pairs": rotary_pb2.COS_SIN_LAYOUT_PAIRS,
+    "transformers": rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS,
+    "torchtitan": rotary_pb2.COS_SIN_LAYOUT_TORCHTITAN,
+}
+_LAYOUTS = {
+    None: rotary_pb2.ROTATE_LAYOUT_UNSPECIFIED,
+    "thd": rotary_pb2.ROTATE_LAYOUT_THD,
+    "bshd": rotary_pb2.ROTATE_LAYOUT_BSHD,
+    "bhsd": rotary_pb2.ROTATE_LAYOUT_BHSD,
+}
+
+
+def cos_sin(
+    profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
+) -> Call[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
+    """Call for cos and sin of all tokens; arguments as for ``Client.cos_sin``."""
+    one_of("layout", layout, tuple(_TABLES))
+
+    def put(request: Any, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
+        request.layout = _TABLES[layout]
+        _put_rotation(request, profile, rotary, positions)
+        if layout == "torchtitan":
+            return lambda response: _tensor("cache", response.cache, positions)
+        return lambda response: (
+            _tensor("cos", response.cos, positions),
+            _tensor("sin", response.sin, positions),
+        )
+
+    return Call(COS_SIN, put)
+
+
+def angles(profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> Call[torch.Tensor]:
+    """Call for the angles of all tokens; arguments as for ``Client.angles``."""
+
+    def put(request: Any, memory: Lease | None) -> Read[torch.Tensor]:
+        request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
+        _put_rotation(request, profile, rotary, positions)
+        return lambda response: _tensor("cache", response.cache, positions)
+
+    return Call(COS_SIN, put)
+
+
+def apply_rotary(
+    profile: str | None,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: PositionTable | torch.Tensor,
+    rotary: Rotary | None,
+    layout: Layout | None = None,
+    conjugate: bool = False,
+) -> Call[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Call for q and k rotated; arguments as for ``Client.apply_rotary``."""
+    if layout is not None:
+        one_of("layout", layout, ("thd", "bshd", "bhsd"))
+    _check_tensors(q, k)
+    conjugate = boolean("conjugate", conjugate)
+
+    def put(request: Any, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
+        request.layout, request.conjugate = _LAYOUTS[layout], conjugate
+        _put_rotation(request, profile, rotary, positions)
+        put_tensor(request.q, q, memory)
+        if k is not None:
+            put_tensor(request.k, k, memory)
+        if memory is not None:
+            memory.answer(request, sum(aligned(x.nbytes) for x in (q, k) if x is not None))
+
+        def read(response: rotary_pb2.RotateResponse) -> tuple[torch.Tensor, torch.Tensor | None]:
+            rotated = _tensor("q", response.q, q, memory)
+            return rotated, _tensor("k", response.k, q, memory) if response.HasField("k") else None
+
+        return read
+
+    return Call(ROTATE, put, shares=True)
+
+
+def _put_rotation(request: Any, profile: str | None, rotary: Any, positions: Any) -> None:
+    if not isinstance(rotary, Rotary | None):
+        raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary or None")
+    if rotary is not None:
+        put_rotary(request.rotary.rotary, rotary)
+    elif profile is not None:
+        request.rotary.profile = profile
+    put_rotary_positions(request.positions, positions)
+
+
+def _check_tensors(q: Any, k: Any) -> None:
+    """Refuse tensors for reasons that a server cannot see."""
+    with needed_for("rotations", extra="all"):
+        import torch
+
+    from mmpos.rotary.reference import FLOATS
+
+    for name, x in (("q", q), ("k", k)):
+        if x is None and name == "k":
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want it detached: none come back")
+    if k is not None and k.device != q.device:
+        raise InvalidInputError(f"k: got a tensor on {k.device}, want {q.device} as q")
+
+
+def _tensor(name: str, message: Any, like: Any, memory: Lease | None = None) -> torch.Tensor:
+    """Read a tensor of an answer, to the device of the caller's tensor if that is one."""
+    import torch
+
+    with _answer():
+        tensor = get_torch(name, message, memory)
+    return tensor.to(like.device) if isinstance(like, torch.Tensor) else tensor
+
+
+# The server
+
+
+def info() -> Call[ServerInfo]:
+    """Call for version, schemes, limits and profiles."""
+    return Call(GET_INFO, lambda request, memory: get_info)
+
+
+def healthy(service: str) -> Call[bool]:
+    """Call for the health of a service; False also where no server answers."""
+    from grpc_health.v1 import health_pb2 as health
+
+    if not isinstance(service, str):
+        raise InvalidInputError(f"service: got {service!r}, want a name")
+
+    def put(request: Any, memory: Lease | None) -> Read[bool]:
+        request.service = service
+        serving = health.HealthCheckResponse.SERVING
+        return lambda response: bool(response.status == serving)
+
+    def refused(error: MmposError) -> bool:
+        if isinstance(error, ServiceError):
+            return False
+        raise error
+
+    check = Method("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse)
+    return Call(check, put, refused=refused, waits=False)

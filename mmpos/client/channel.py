@@ -1,16 +1,28 @@
-"""Channels: their target, their options, and one of them per process, or per event loop, opened when first used."""
+"""Channels of gRPC: their target and options, errors of gRPC as errors of mmpos, when to wait for a server, traces."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import os
+import random
 import socket
+import sys
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.options import Endpoint, host_and_port
-from mmpos.errors import ServiceUnavailableError, UnsupportedError
+import grpc
+
+from mmpos.client.options import Endpoint, Metadata, host_and_port
+from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
+
+if TYPE_CHECKING:
+    from mmpos.client.options import Endpoint
+
+__all__ = ["traced"]
+
 
 C = TypeVar("C")
 
@@ -41,7 +53,7 @@ _OPTIONS = {
 
 
 class Channels(Generic[C]):
-    """The channels of a client, by process, and by event loop where there is one.
+    """Channels of a client, by process, and by event loop where there is one.
 
     A channel that a parent opened before a fork stays here, unused and unclosed: both would touch its connection.
     """
@@ -50,7 +62,7 @@ class Channels(Generic[C]):
         self._open: dict[tuple[int, Hashable], C] = {}
 
     def get(self, connect: Callable[[], C], close: Callable[[C], object], loop: Hashable = None) -> C:
-        """The channel of this process and event loop, opened now if there is none.
+        """Get the channel of this process and event loop, opened now if there is none.
 
         Raises:
             UnsupportedError: in a forked child of a process that called, where gRPC would hang.
@@ -62,14 +74,14 @@ class Channels(Generic[C]):
                     "fork: got a client that called before the fork, want GRPC_ENABLE_FORK_SUPPORT=1 in the "
                     "environment before grpc is imported, the start method 'spawn', or no call before the fork"
                 )
-            # No lock, which a fork could copy while it is held: who comes second drops what it opened.
+            # No lock, which a fork could copy while it is held: the second of two threads drops the channel it opened.
             opened = connect()
             if self._open.setdefault(key, opened) is not opened:
                 close(opened)
         return self._open[key]
 
     def pop(self, loop: Hashable = None) -> C | None:
-        """The channel of this process and event loop, which is no longer kept."""
+        """Remove the channel of this process and event loop, and return it."""
         return self._open.pop((os.getpid(), loop), None)
 
     def forget(self, dead: Callable[[Any], bool]) -> None:
@@ -83,7 +95,7 @@ def _fork_support() -> bool:
 
 
 def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
-    """What gRPC does by itself: retries, and which server gets a call."""
+    """Make the service config of gRPC: retries, and which server gets a call."""
     retry = {
         "maxAttempts": attempts,
         "initialBackoff": f"{FIRST_BACKOFF}s",
@@ -105,19 +117,19 @@ def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
 
 
 def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
-    """The options of a channel."""
+    """Make the options of a channel."""
     first = endpoint.addresses[0]
     balanced = len(endpoint.addresses) > 1 or first.startswith("dns:")
     options: dict[str, Any] = _OPTIONS | {
         "grpc.service_config": json.dumps(service_config(endpoint.attempts, balanced))
     }
-    found = host_and_port(first)
+    host = host_and_port(first)
     if len(endpoint.addresses) > 1:
         options["grpc.default_authority"] = first
     if endpoint.tls is not None:
         name = endpoint.tls.server_name
-        if name is None and len(endpoint.addresses) > 1 and found is not None:
-            name = found[0]
+        if name is None and len(endpoint.addresses) > 1 and host is not None:
+            name = host.host
         if name is not None:
             options["grpc.ssl_target_name_override"] = name
     if endpoint.token is not None and endpoint.tls is None:
@@ -126,7 +138,7 @@ def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
 
 
 def target(addresses: tuple[str, ...]) -> str:
-    """What gRPC connects to: one address as it is, several as numbers, since it takes no list of names.
+    """Make the target that gRPC connects to: one address as it is, several as numbers, since it takes no list of names.
 
     Raises:
         ServiceUnavailableError: a name that is not known.
@@ -134,19 +146,174 @@ def target(addresses: tuple[str, ...]) -> str:
     if len(addresses) == 1:
         return addresses[0]
     resolved = [_resolve(f"addresses[{i}]", address) for i, address in enumerate(addresses)]
-    if all(any(ip.version == 4 for ip, _ in found) for found in resolved):
-        pairs = [f"{ip}:{port}" for found in resolved for ip, port in found if ip.version == 4]
+    if all(any(ip.version == 4 for ip, _ in each) for each in resolved):
+        pairs = [f"{ip}:{port}" for each in resolved for ip, port in each if ip.version == 4]
         return "ipv4:" + ",".join(dict.fromkeys(pairs))
     # A list is of one family: addresses of version 4 go into one of version 6 in their mapped form.
-    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for found in resolved for ip, port in found]
+    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for each in resolved for ip, port in each]
     return "ipv6:" + ",".join(dict.fromkeys(pairs))
 
 
 def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
-    found = host_and_port(address)
-    assert found is not None
+    server = host_and_port(address)
+    assert server is not None
     try:
-        entries = socket.getaddrinfo(*found, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ServiceUnavailableError(f"{name}: got {address!r}, want a host that is known ({error})") from None
-    return [(ipaddress.ip_address(entry[4][0]), found[1]) for entry in entries]
+    return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
+
+
+# What grpc.aio itself says where a stream ends while a request is written: it forgets the status that came
+# (grpc/grpc#36066). Asking again finds it, if it was more than a broken connection.
+_FAILED_WRITE = "Internal error from Core"
+
+# What a server's transport says of a call that it dropped before anything looked at it, as too many were waiting.
+_DROPPED = "CANCELLED"
+
+
+# What grpc says of a connection that TLS does not let be, and what is wrong then.
+_UNTRUSTED = {
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: got a server whose certificate they do not vouch for",
+    "Hostname Verification Check failed": "tls.server_name: got a server whose certificate has other names",
+    "WRONG_VERSION_NUMBER": "tls: got a server that does not encrypt, want tls=None",
+    "Failed to create security handshaker": "tls: got certificates that cannot be used, want PEM",
+    "ls handshake failed": "tls: got no connection",
+}
+
+# What grpc says, as a ValueError, of a call on a channel that another thread has closed meanwhile.
+_CLOSED = "Cannot invoke RPC"
+
+
+class UntrustedError(ServiceUnavailableError):
+    """Error of a connection that TLS refuses, which waiting does not change."""
+
+
+def closed() -> ServiceError:
+    """Make the error of a call whose channel was closed meanwhile."""
+    return ServiceError("CANCELLED: the client was closed")
+
+
+def was_closed(error: ValueError) -> bool:
+    """Check whether this is how grpc refuses a call on a closed channel, and no mistake of an argument."""
+    return str(error).startswith(_CLOSED)
+
+
+def error_of(error: grpc.RpcError) -> MmposError:
+    """Convert the error of a call that failed, of either kind of channel."""
+    failed: Any = error
+    code = failed.code()
+    if code is None:
+        return ServiceError(f"UNKNOWN: {failed.details()}")
+    if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
+        return ServiceUnavailableError("stream: got a connection that broke while a request was written")
+    if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
+        return ServiceOverloadedError("max_pending: got more calls than the server takes, want fewer at once")
+    details, trailing = failed.details() or "", failed.trailing_metadata()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        for sign, wrong in _UNTRUSTED.items():
+            if sign in details:
+                return UntrustedError(f"{wrong} ({details})")
+    needed = _number(trailing, OUTPUT_BYTES)
+    if needed is not None:
+        return OutputError(details, needed)
+    wait = _number(trailing, RETRY_AFTER)
+    return from_status(code.name, details, None if wait is None else wait / 1000)
+
+
+def _number(metadata: Any, name: str) -> int | None:
+    """Read a number that is not negative from trailing metadata; None if there is none."""
+    for key, value in metadata or ():
+        if key == name:
+            try:
+                return max(int(value), 0)
+            except ValueError:
+                return None
+    return None
+
+
+_PAUSE = 0.3
+
+_BROKEN = ("Socket closed", "Connection reset")
+
+
+class Reach:
+    """Record of whether the servers of a client have ever answered it.
+
+    A server that did and is gone is being started again: it is worth waiting for. One that never did is not there, or
+    elsewhere: to wait would only hide a wrong address. What is wrong with TLS does not pass, and is never waited for.
+
+    Args:
+        endpoint: where they are.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._answered = endpoint, False
+
+    def answered(self) -> None:
+        """Note that a server has answered."""
+        self._answered = True
+
+    def patience(self, timeout: float) -> Patience:
+        """Begin the time of a call."""
+        return Patience(timeout, self)
+
+    def waits(self, error: MmposError) -> bool:
+        """Check whether a call that failed so is sent again as long as there is time."""
+        absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
+        return absent and self._answered and self._endpoint.attempts > 1
+
+    def explained(self, error: MmposError) -> MmposError:
+        """Add to the error what a connection that the server closes at once may mean."""
+        said = str(error)
+        if self._answered or type(error) is not ServiceUnavailableError or not any(word in said for word in _BROKEN):
+            return error
+        tls = self._endpoint.tls
+        if tls is None:
+            hint = "a server that wants TLS does so: tls=Tls(...)"
+        elif tls.certificate is None:
+            hint = "a server that wants a certificate of its clients does so: Tls(..., certificate, key)"
+        else:
+            hint = "a server that does not trust tls.certificate does so"
+        return ServiceUnavailableError(f"{said} ({hint})")
+
+
+class Patience:
+    """Time of one call, or of one answer of a stream.
+
+    Args:
+        timeout: seconds from now.
+        reach: whether the servers have ever answered.
+    """
+
+    def __init__(self, timeout: float, reach: Reach) -> None:
+        self._end, self._reach = monotonic() + timeout, reach
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, more than none."""
+        return max(self._end - monotonic(), 0.001)
+
+    def pause(self, error: MmposError) -> float | None:
+        """Seconds to wait before the call that failed so is sent again; None: no longer."""
+        pause = _PAUSE * random.uniform(0.8, 1.2)
+        return pause if self._reach.waits(error) and self.left > pause else None
+
+
+def traced(metadata: Metadata) -> Metadata:
+    """Add the trace context of the current span of OpenTelemetry to the metadata of a call, if there is one.
+
+    The names are those of W3C, unless the process or OTEL_PROPAGATORS sets others.
+    """
+    # A process without this import has no span: it imports nothing here either.
+    if "opentelemetry.trace" not in sys.modules:
+        return metadata
+    from opentelemetry import trace
+
+    if not trace.get_current_span().get_span_context().is_valid:
+        return metadata
+    from opentelemetry.propagate import inject
+
+    carrier: dict[str, str] = {}
+    inject(carrier)
+    return (*metadata, *carrier.items())

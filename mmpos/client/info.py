@@ -1,11 +1,11 @@
-"""What a server says of itself, as plain data."""
+"""Version, schemes, limits and profiles of a server, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from mmpos.rpc.fields import optional
+from mmpos.rpc.tensors import optional
 from mmpos.rpc.v1 import info_pb2 as pb
 
 T = TypeVar("T")
@@ -32,13 +32,13 @@ class SchemeInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """Most that one request may ask for.
+    """Limits of one request.
 
     Args:
         request_bytes: bytes of a request.
         response_bytes: bytes of tensors in a reply.
         documents: documents.
-        segments: segments of the documents, and of what views make of them.
+        segments: segments of the documents, and of the tables that views make.
         tokens: tokens, padding included.
         images: images and videos.
         pixels: pixels of all images before resizing.
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """The settings of a model.
+    """Settings of a model on the server.
 
     Args:
         name: its name.
@@ -88,7 +88,7 @@ class ProfileInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server is and what it takes.
+    """Version, schemes, limits and profiles of a server.
 
     Args:
         version: of mmpos there.
@@ -108,7 +108,7 @@ class ServerInfo:
 
 
 def get_info(message: pb.GetInfoResponse) -> ServerInfo:
-    """The info of a message."""
+    """Read the info of a message."""
     return ServerInfo(
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),
@@ -128,6 +128,6 @@ def _profile(message: pb.ProfileInfo) -> ProfileInfo:
 
 
 def _same(kind: type[T], message: Any, **others: Any) -> T:
-    """The data with the fields of a message that have the names of its own."""
+    """Make the data from the fields of a message that have the same names."""
     names = [f.name for f in fields(kind) if f.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(message, name) for name in names}, **others)

@@ -1,25 +1,146 @@
-"""What a client is told: where servers are, and how its calls are made; frozen, checked, and picklable."""
+"""Settings of a client: addresses, TLS certificates, token, metadata, timeout; frozen, checked and picklable."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmpos.client.tls import Tls
-from mmpos.client.token import Token
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import AUTHORIZATION, is_loopback
+from mmpos.rpc.errors import AUTHORIZATION, TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
 from mmpos.support.checks import integer
 
 if TYPE_CHECKING:
-    from mmpos.client.shared_memory import Lease
+    import grpc
+
+
+Pem = bytes | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificates, each as the bytes of a PEM file or as its path; files are read when a channel opens.
+
+    Args:
+        root_certificates: the authorities to trust; None: those of gRPC.
+        certificate: the client's own, where the server wants one.
+        key: its private key.
+        server_name: the name that the server's certificate must hold; None: the host of the first address.
+
+    Raises:
+        InvalidInputError: of the wrong type, or a certificate without its key.
+    """
+
+    root_certificates: Pem | None = None
+    certificate: Pem | None = None
+    key: Pem | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "certificate", "key"):
+            value = getattr(self, name)
+            if not isinstance(value, bytes | str | os.PathLike | None):
+                raise InvalidInputError(f"tls.{name}: got {type(value).__name__}, want bytes of PEM, or a path")
+        if (self.certificate is None) != (self.key is None):
+            got, want = ("a key", "its certificate") if self.certificate is None else ("a certificate", "its key")
+            raise InvalidInputError(f"tls: got {got}, want {want} too")
+        if not isinstance(self.server_name, str | None):
+            raise InvalidInputError(f"tls.server_name: got {self.server_name!r}, want a name or None")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials for a channel.
+
+        Raises:
+            InvalidInputError: a file that cannot be read.
+        """
+        import grpc
+
+        names = ("root_certificates", "key", "certificate")
+        return grpc.ssl_channel_credentials(*(_read(name, getattr(self, name)) for name in names))
+
+
+def _read(name: str, pem: Any) -> bytes | None:
+    if pem is None or isinstance(pem, bytes):
+        return pem
+    try:
+        return Path(pem).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"tls.{name}: got {os.fspath(pem)!r}, want a file that can be read ({error})") from None
+
+
+Pair = tuple[str, str]
+
+
+@dataclass
+class _Read:
+    """Version of a file that was read, and its token; together, so that threads cannot mix two."""
+
+    latest: tuple[tuple[int, ...], Pair] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """Bearer token of a client; never shown in a repr.
+
+    Args:
+        source: the token, or the path of the file that holds it.
+    """
+
+    source: str | Path = field(repr=False)
+    _read: _Read = field(default_factory=_Read, init=False, repr=False, compare=False)
+
+    @classmethod
+    def checked(cls, source: Any) -> Token | None:
+        """Check a token or the path of one; errors do not repeat it.
+
+        Raises:
+            InvalidInputError: neither a token nor a path.
+        """
+        if source is None:
+            return None
+        if isinstance(source, os.PathLike):
+            return cls(Path(source))
+        if not isinstance(source, str):
+            raise InvalidInputError(f"token: got {type(source).__name__}, want a token, the path of one, or None")
+        if not is_token(source):
+            raise InvalidInputError(f"token: got other characters, want {TOKEN_CHARACTERS}")
+        return cls(source)
+
+    def pair(self) -> Pair:
+        """Make the pair of metadata of a call that begins now.
+
+        Raises:
+            InvalidInputError: the file held no token that could be read, neither now nor before.
+        """
+        if isinstance(self.source, str):
+            return put_token(self.source)
+        latest = self._read.latest
+        try:
+            # Before it is read: what is written meanwhile is read at the next call.
+            version = file_version(os.stat(self.source))
+            if latest is None or version != latest[0]:
+                text = self.source.read_text(encoding="ascii").strip()
+                if not is_token(text):
+                    raise ValueError("no token in it")
+                self._read.latest = latest = version, put_token(text)
+        except (OSError, ValueError) as error:
+            # One that is being replaced may be gone or empty for a moment.
+            if latest is None:
+                reason = error.strerror if isinstance(error, OSError) else "no token in it"
+                raise InvalidInputError(f"token: got {self.source} ({reason}), want a file with a token") from None
+        return latest[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Token, (self.source,)
+
 
 MAX_ATTEMPTS = 5
-"""Most attempts that gRPC makes, whatever it is told."""
+"""Most attempts that gRPC makes, whatever its configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -30,7 +151,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the servers are and how to reach them; all that makes a channel."""
+    """Addresses of servers and how to reach them: all that makes a channel."""
 
     addresses: tuple[str, ...]
     attempts: int
@@ -47,7 +168,7 @@ class Endpoint:
         token: Any = None,
         shared_memory: int = 0,
     ) -> Endpoint:
-        """The endpoint, or what is wrong with it.
+        """Check the arguments of an endpoint.
 
         Raises:
             InvalidInputError: naming the argument.
@@ -70,15 +191,15 @@ class Endpoint:
         return cls(tuple(addresses), attempts, tls, checked_token, most)
 
     def metadata(self, options: Options) -> Metadata:
-        """What is sent with a call that begins now.
+        """Make the metadata of a call that begins now.
 
         Raises:
             InvalidInputError: a token that cannot be read.
         """
-        return options.metadata if self.token is None else (*options.metadata, self.token.pair())
+        return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
 
     def check_metadata(self, options: Options) -> None:
-        """See that the token is told once.
+        """Refuse metadata with a second token.
 
         Raises:
             InvalidInputError: metadata has a credential of its own.
@@ -91,50 +212,56 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Options:
-    """How calls are made; memory is the shared memory of the one call that is about to be made, if there is any."""
+    """Options of calls; arguments as for a client.
+
+    Raises:
+        InvalidInputError: naming the argument.
+    """
 
     profile: str | None
     timeout: float
-    metadata: Metadata
+    metadata: Sequence[tuple[str, str | bytes]]
     window: int
-    memory: Lease | None = None
 
-    @classmethod
-    def checked(cls, profile: str | None, timeout: float, metadata: Any, window: int) -> Options:
-        """The options, or what is wrong with them.
-
-        Raises:
-            InvalidInputError: naming the argument.
-        """
-        if not isinstance(profile, str | None):
-            raise InvalidInputError(f"profile: got {profile!r}, want a name or None")
-        number: Any = timeout
+    def __post_init__(self) -> None:
+        if not isinstance(self.profile, str | None):
+            raise InvalidInputError(f"profile: got {self.profile!r}, want a name or None")
+        number: Any = self.timeout
         is_number = isinstance(number, Real) and not isinstance(number, bool)
         if not (is_number and math.isfinite(number) and number > 0):
-            raise InvalidInputError(f"timeout: got {timeout!r}, want seconds above 0")
-        return cls(profile, float(timeout), _metadata(metadata), integer("window", window, minimum=1))
+            raise InvalidInputError(f"timeout: got {number!r}, want seconds above 0")
+        object.__setattr__(self, "timeout", float(number))
+        object.__setattr__(self, "metadata", _metadata(self.metadata))
+        object.__setattr__(self, "window", integer("window", self.window, minimum=1))
 
 
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Host, without brackets, and port; None if the address is not of that form."""
+class HostPort(NamedTuple):
+    """Host, without brackets, and port."""
+
+    host: str
+    port: int
+
+
+def host_and_port(address: str) -> HostPort | None:
+    """Split an address into host and port; None if it is not of that form."""
     match = _HOST_PORT.fullmatch(address)
-    return (match["six"] or match["host"], int(match["port"])) if match else None
+    return HostPort(match["six"] or match["host"], int(match["port"])) if match else None
 
 
 def _check_address(name: str, address: Any, *, alone: bool) -> None:
     if alone and isinstance(address, str) and re.match(r"(unix|unix-abstract|dns):.", address):
         return
-    found = host_and_port(address) if isinstance(address, str) else None
-    if found is None or not 1 <= found[1] <= 65535:
+    server = host_and_port(address) if isinstance(address, str) else None
+    if server is None or not 1 <= server.port <= 65535:
         want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" for each of several'
         raise InvalidInputError(f"{name}: got {address!r}, want {want}")
 
 
 def _check_clear(addresses: Sequence[str]) -> None:
-    """See that a token reaches these addresses without TLS and without crossing a network."""
+    """Check that a token reaches these addresses without TLS and without crossing a network."""
     for i, address in enumerate(addresses):
-        found = host_and_port(_DNS.sub("", address, count=1))
-        here = found is not None and is_loopback(found[0])
+        server = host_and_port(_DNS.sub("", address, count=1))
+        here = server is not None and is_loopback(server.host)
         if not here and not address.startswith(("unix:", "unix-abstract:")):
             want = "tls=Tls(...), or a server on this machine: others could read the token on its way"
             raise InvalidInputError(f"token: got one for {address!r} (addresses[{i}]) without tls, want {want}")

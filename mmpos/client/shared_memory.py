@@ -1,18 +1,22 @@
-"""Shared memory of calls: what a call sends and gets beside its messages, where the server is on this machine."""
+"""Shared memory of calls: tensors beside the messages, where client and server are on one machine."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import secrets
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.client.regions import LEAST, Region, Regions
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.rpc.errors import RETRIED, OutputError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 
@@ -21,8 +25,126 @@ if TYPE_CHECKING:
 
     from mmpos.client.info import ServerInfo
 
+
+LEAST = 65_536
+"""Smallest object; below, a message is as good."""
+
+
+class Region:
+    """POSIX shared memory object, mapped; only its user may open it.
+
+    It is removed when nobody holds it any more, or at exit, and by nobody but the process that made it. A server
+    that has opened it meanwhile keeps its mapping.
+
+    Args:
+        prefix: how its name begins.
+        size: its bytes.
+
+    Raises:
+        LimitExceededError: the machine does not give as many.
+    """
+
+    def __init__(self, prefix: str, size: int) -> None:
+        import _posixshmem  # not everywhere, and clients without shared memory are
+
+        self.key, self.size = f"/{prefix}{os.getpid()}-{secrets.token_hex(8)}", size
+        try:
+            descriptor = _posixshmem.shm_open(self.key, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+            # The name goes away also if what follows fails.
+            self.remove = finalize(self, _remove, self.key, os.getpid())
+            try:
+                # All pages now: a machine without room says so, instead of ending who writes to the map (SIGBUS).
+                os.posix_fallocate(descriptor, 0, size)
+                pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise LimitExceededError(
+                f"shared_memory: got no object of {size} bytes ({error.strerror}), want a machine with room for it"
+            ) from None
+        self.data = np.frombuffer(pages, np.uint8)
+
+
+def _remove(key: str, process: int) -> None:
+    import _posixshmem
+
+    if os.getpid() == process:  # a forked child has a copy of all this, and no say in it
+        with suppress(FileNotFoundError):
+            _posixshmem.shm_unlink(key)
+
+
+class Regions:
+    """Regions of one process: those in use, and those kept for the next call; threads may share them.
+
+    Args:
+        prefix: how their names begin.
+        budget: most bytes of all of them.
+    """
+
+    def __init__(self, prefix: str, budget: int) -> None:
+        self._prefix, self._budget = prefix, budget
+        self._lock = threading.Lock()
+        self._idle: list[Region] = []
+        self._used = 0
+        self._closed = False
+
+    @property
+    def free(self) -> int:
+        """Bytes that no call uses."""
+        return max(self._budget - self._used, 0)
+
+    def take(self, size: int) -> Region:
+        """Take a region of at least so many bytes.
+
+        Raises:
+            LimitExceededError: beyond the budget, or the machine does not give as many.
+        """
+        with self._lock:
+            fitting = [region for region in self._idle if size <= region.size <= max(2 * size, 4 * LEAST)]
+            if fitting:
+                region = min(fitting, key=lambda region: region.size)
+                self._idle.remove(region)
+            else:
+                region = self._new(size)
+            self._used += region.size
+        return region
+
+    def give(self, region: Region, *, keep: bool) -> None:
+        """Give a region back.
+
+        Args:
+            region: one that was taken.
+            keep: whether the next call may have it; otherwise it is removed, as somebody may still write to it.
+        """
+        with self._lock:
+            self._used -= region.size
+            if keep and not self._closed:
+                self._idle.append(region)
+                return
+        region.remove()
+
+    def close(self) -> None:
+        """Remove all regions, those in use when they are given back."""
+        with self._lock:
+            self._closed, idle, self._idle = True, self._idle, []
+        for region in idle:
+            region.remove()
+
+    def _new(self, size: int) -> Region:
+        if self._used + size > self._budget:
+            raise LimitExceededError(
+                f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in all"
+            )
+        # Sizes in steps of an eighth or so: calls that are nearly alike use the same regions.
+        step = max(LEAST, 1 << max(size.bit_length() - 3, 0))
+        size = min(-(-size // step) * step, self._budget - self._used)
+        while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
+            self._idle.pop(0).remove()
+        return Region(self._prefix, size)
+
+
 GUESS = 4 * 2**20
-"""Bytes of an answer about which nothing is known."""
+"""Bytes to allow for an answer before the first of its kind."""
 
 TRIES = 3
 """Most times that a call is made because its answer did not fit: weighed before work is done, then exactly."""
@@ -36,7 +158,7 @@ class Lease:
 
     Args:
         pool: whose regions it takes.
-        needed: bytes of the answer, if an earlier try was told; 0 if not.
+        needed: bytes of the answer, if an earlier try learned them; 0 if not.
         last: whether an answer that does not fit is an error to be raised; otherwise it is noted, and suppressed.
     """
 
@@ -78,7 +200,7 @@ class Lease:
             request.output.key, request.output.byte_size = self._output.key, size
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """A copy of the bytes of a tensor of the answer.
+        """Copy the bytes of a tensor of the answer.
 
         Raises:
             InvalidInputError: they are not where they were to go.
@@ -89,7 +211,7 @@ class Lease:
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Any) -> None:
-        """The answer is there; if an earlier attempt was made, that server may still be at work."""
+        """Note that the answer is there; if an earlier attempt was made, that server may still be at work."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 
@@ -119,7 +241,7 @@ class Pool:
 
     Args:
         budget: most bytes.
-        info: what the server says of itself.
+        info: the info of the server.
 
     Raises:
         UnsupportedError: it takes no shared memory, or this system has none of the kind.
@@ -136,7 +258,7 @@ class Pool:
         self.expected: dict[Any, int] = {}
 
     def leases(self) -> Iterator[Lease]:
-        """Leases for a call, until one of them succeeds or fails."""
+        """Yield leases for a call, until one of them succeeds or fails."""
         needed = 0
         for tried in range(1, TRIES + 1):
             lease = Lease(self, needed, last=tried == TRIES)
@@ -145,7 +267,7 @@ class Pool:
 
 
 class Pools:
-    """The pool of each process; that of a parent stays as it is, and the parent's.
+    """Pools of a client by process: a forked child leaves that of its parent alone.
 
     Args:
         budget: most bytes of each; 0 is none.
@@ -156,11 +278,11 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def get(self) -> Pool | None:
-        """That of this process, if there is one yet."""
+        """Get the pool of this process, if there is one yet."""
         return self._pools.get(os.getpid())
 
     def open(self, info: ServerInfo) -> Pool:
-        """That of this process, from what the server says of itself.
+        """Open the pool of this process from the info of the server.
 
         Raises:
             UnsupportedError: it takes no shared memory.
@@ -168,7 +290,7 @@ class Pools:
         return self._pools.setdefault(os.getpid(), Pool(self.budget, info))
 
     def close(self) -> None:
-        """Remove what that of this process holds."""
+        """Remove the regions of this process."""
         pool = self._pools.pop(os.getpid(), None)
         if pool is not None:
             pool.regions.close()

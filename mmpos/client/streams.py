@@ -1,18 +1,23 @@
-"""The bounded window of a stream, for both clients: what is asked and not yet answered, and when it is sent again."""
+"""Streams: the window of queries without an answer, read and written by threads or by tasks."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmpos.client.calls import PLACE, Ask, Errors, Method, ask_positions, serialised
-from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF
-from mmpos.client.failures import UntrustedError
-from mmpos.client.options import Options
-from mmpos.client.sequences import BUILD, BuildSettings, Built
+import grpc
+
+from mmpos.client import calls
+from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Call, Errors, Method, Request
+from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
+from mmpos.client.options import Metadata, Options
 from mmpos.errors import (
     MmposError,
     ServiceError,
@@ -24,9 +29,9 @@ from mmpos.rpc.errors import get_error
 from mmpos.support.checks import one_of
 
 if TYPE_CHECKING:
-    from mmpos.client.reach import Reach
+    from mmpos.client.channel import Reach
     from mmpos.rpc.queries import PositionsQuery, PositionsResult
-    from mmpos.schemes import Scheme
+
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -34,21 +39,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stream(Generic[Q, T]):
-    """A stream, as data.
+    """A stream of calls, as data.
 
     Args:
-        method: whose twin it is.
-        ask: what asks for one item.
+        method: the method of the stream.
+        call: the call of one item.
         refused: makes a result of the error of one item, or raises it.
     """
 
     method: Method
-    ask: Callable[[Q], Ask[T]]
+    call: Callable[[Q], Call[T]]
     refused: Callable[[Q, MmposError], T]
 
 
-def stream(options: Options, errors: Errors = "raise") -> Stream[PositionsQuery, PositionsResult | MmposError]:
-    """The stream of queries."""
+def stream(profile: str | None, errors: Errors) -> Stream[PositionsQuery, PositionsResult | MmposError]:
+    """Stream of queries; arguments as for ``Client.stream``."""
     one_of("errors", errors, ("raise", "return"))
 
     def refused(query: PositionsQuery, error: MmposError) -> MmposError:
@@ -56,42 +61,38 @@ def stream(options: Options, errors: Errors = "raise") -> Stream[PositionsQuery,
             raise error
         return error
 
-    return Stream(PLACE, lambda query: ask_positions(options, query), refused)
+    return Stream(STREAM_PLACE, lambda query: calls.query(profile, query), refused)
 
 
-def stream_build(
-    options: Options, errors: Errors, scheme: str | Scheme | None, start: int, patches: bool
-) -> Stream[Sequence[Sequence[Any]], Built]:
-    """The stream of batches of documents."""
-    settings = BuildSettings.checked(options, errors, scheme, start, patches)
+def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Sequence[Any]], Built]:
+    """Stream of batches of documents; arguments as for ``Client.stream_build``."""
+    one_of("errors", errors, ("raise", "return"))
 
     def refused(documents: Sequence[Sequence[Any]], error: MmposError) -> Built:
         if errors == "raise" or not isinstance(documents, list | tuple):
             raise error
         return [error] * len(documents)
 
-    return Stream(BUILD, settings.ask, refused)
+    return Stream(STREAM_BUILD, lambda documents: settings.build_batch(documents, errors), refused)
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q, T]):
-    """An item on its way; without a request it was refused here."""
+    """An item on its way: its request, or the error with which it was refused here."""
 
     id: int
     item: Q
-    request: bytes | None = None
-    decode: Callable[[Any], T] | None = None
-    error: MmposError | None = None
+    request: Request[T] | MmposError
 
 
 class Window(Generic[Q, T]):
-    """Items in order, those that wait for an answer at most ``size``.
+    """Items of a stream in order, a bounded number of which wait for an answer.
 
     Args:
         stream: how items are asked and answered.
         options: of the client: most items in it, and seconds that an answer may take.
         attempts: most streams that may break one after the other without an answer.
-        reach: what the client knows of its servers: one that is gone may take longer.
+        reach: whether the servers have ever answered: one that is gone may take longer.
     """
 
     def __init__(self, stream: Stream[Q, T], options: Options, attempts: int, reach: Reach) -> None:
@@ -111,33 +112,30 @@ class Window(Generic[Q, T]):
     @property
     def refused(self) -> bool:
         """Whether the oldest item was refused here, so that its result needs no answer."""
-        return bool(self._entries) and self._entries[0].request is None
+        return bool(self._entries) and isinstance(self._entries[0].request, MmposError)
 
     def add(self, item: Q) -> bytes | None:
-        """Take an item in; gives the request to send, if it could be made."""
-        request = self._stream.method.stream_request(id=self._next)
-        request.query.SetInParent()
+        """Take an item in; return the request to send, if it could be made."""
+        request: Request[T] | MmposError
         try:
-            decode = self._stream.ask(item)(request.query)
-            entry = _Entry(self._next, item, serialised(request), decode)
+            request = self._stream.call(item).request(self._stream.method.request(id=self._next))
         except MmposError as error:
-            entry = _Entry(self._next, item, error=error)
-        self._entries.append(entry)
+            request = error
+        self._entries.append(_Entry(self._next, item, request))
         self._next += 1
-        return entry.request
+        return None if isinstance(request, MmposError) else request.data
 
     def requests(self) -> list[bytes]:
-        """The requests without an answer, oldest first."""
-        return [entry.request for entry in self._entries if entry.request is not None]
+        """List the requests without an answer, oldest first."""
+        return [entry.request.data for entry in self._entries if not isinstance(entry.request, MmposError)]
 
     def result(self, answer: Any = None) -> T:
-        """The result of the oldest item, which leaves: of this answer, or of the refusal here."""
+        """Remove the oldest item and return its result: of this answer, or of the refusal here."""
         if not self._entries:
             raise ServiceError("answer: got one more than was asked for")
         entry = self._entries.popleft()
-        if entry.error is not None or entry.decode is None:
-            assert entry.error is not None
-            return self._stream.refused(entry.item, entry.error)
+        if isinstance(entry.request, MmposError):
+            return self._stream.refused(entry.item, entry.request)
         if answer.id != entry.id:
             raise ServiceError(f"answer: got id {answer.id}, want {entry.id}")
         self._broken = 0
@@ -147,10 +145,10 @@ class Window(Generic[Q, T]):
             return self._stream.refused(entry.item, get_error(answer.error))
         if field is None:
             raise ServiceError("answer: got no outcome, want one")
-        return entry.decode(getattr(answer, field))
+        return entry.request.read(answer)
 
     def broken(self, error: MmposError | None) -> float:
-        """Seconds to wait before what has no answer is sent again on a new stream.
+        """Return the seconds to wait before what has no answer is sent again on a new stream.
 
         Args:
             error: how the stream ended; None: as if all had been answered.
@@ -173,5 +171,204 @@ class Window(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """What to say of a stream that gives no answer."""
+    """Make the error of a stream that gives no answer."""
     return ServiceTimeoutError(f"stream: got no answer in {timeout:g} seconds, want one")
+
+
+L = TypeVar("L", "ThreadLink", "TaskLink")
+
+_END: Any = object()
+
+
+class ThreadLink:
+    """Open stream of a thread: requests are written and answers read by threads of its own, so that neither waits."""
+
+    def __init__(self, opened: Any, metadata: Metadata) -> None:
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._call = opened(iter(self._requests.get, None), metadata=metadata)
+        threading.Thread(target=self._read, name="mmpos-stream", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                self._answers.put(answer)
+            self._answers.put(None)
+        except grpc.RpcError as error:
+            self._answers.put(error_of(error))
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``receive`` would not wait."""
+        return not self._answers.empty()
+
+    def send(self, request: bytes) -> None:
+        """Have a request written."""
+        self._requests.put(request)
+
+    def finish(self) -> None:
+        """End the requests."""
+        self._requests.put(None)
+
+    def receive(self, timeout: float) -> Any:
+        """Wait for the next answer, None for the end, or the error that ended the stream."""
+        try:
+            return self._answers.get(timeout=timeout)
+        except Empty:
+            return no_answer(timeout)
+
+    def close(self) -> None:
+        """Cancel the stream, unless it has ended."""
+        self.finish()
+        self._call.cancel()
+
+
+def _opened(connect: Callable[[], L], window: Window[Any, Any], more: bool) -> L:
+    """Open a stream and send all requests that have no answer."""
+    link = connect()
+    for request in window.requests():
+        link.send(request)
+    if not more:
+        link.finish()
+    return link
+
+
+def thread_results(
+    window: Window[Q, T], items: Iterator[Q], connect: Callable[[], ThreadLink], timeout: float
+) -> Iterator[T]:
+    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    link: ThreadLink | None = None
+    more = True
+    try:
+        while more or len(window):
+            if window.refused:
+                yield window.result()
+            elif more and not window.full and (link is None or not link.ready):
+                item = next(items, _END)
+                more = item is not _END
+                if link is not None and link.ready and not len(window):
+                    link.close()  # it ended while nothing was under way
+                    link = None
+                request = window.add(item) if more else None
+                if link is None:
+                    link = _opened(connect, window, more) if request is not None else None
+                elif request is not None:
+                    link.send(request)
+                elif not more:
+                    link.finish()
+            else:
+                link = link or _opened(connect, window, more)
+                answer = link.receive(timeout)
+                if answer is None or isinstance(answer, MmposError):
+                    link.close()
+                    link = None
+                    time.sleep(window.broken(answer))
+                else:
+                    yield window.result(answer)
+        if link is not None:
+            link.receive(timeout)  # the end, so that the server does not see a stream that was left
+    finally:
+        if link is not None:
+            link.close()
+
+
+class TaskLink:
+    """Open stream of an event loop: requests are written by a task of gRPC, and one answer is always being read."""
+
+    def __init__(self, opened: Any, metadata: Metadata) -> None:
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._call = opened(self._written(), metadata=metadata)
+        self.answer: asyncio.Task[Any] = asyncio.ensure_future(self._read())
+
+    async def _written(self) -> AsyncIterator[bytes]:
+        while (request := await self._requests.get()) is not None:
+            yield request
+
+    async def _read(self) -> Any:
+        try:
+            answer = await self._call.read()
+        except grpc.RpcError as error:
+            return error_of(error)
+        except asyncio.CancelledError:
+            return closed()
+        return None if answer is grpc.aio.EOF else answer
+
+    def send(self, request: bytes) -> None:
+        """Have a request written."""
+        self._requests.put_nowait(request)
+
+    def finish(self) -> None:
+        """End the requests."""
+        self._requests.put_nowait(None)
+
+    def taken(self) -> Any:
+        """Take the answer that came, None for the end, or the error that ended the stream, and read the next."""
+        answer = self.answer.result()
+        if answer is not None and not isinstance(answer, MmposError):
+            self.answer = asyncio.ensure_future(self._read())
+        return answer
+
+    async def close(self) -> None:
+        """Cancel the stream, unless it has ended."""
+        self.finish()
+        self._call.cancel()
+        await asyncio.wait([self.answer])
+
+
+async def _pulled(items: Iterator[Q] | AsyncIterator[Q]) -> Q:
+    """Pull the next item, or the mark of the end."""
+    if isinstance(items, AsyncIterator):
+        return await anext(items, _END)
+    return next(items, _END)
+
+
+async def task_results(
+    window: Window[Q, T], source: Iterable[Q] | AsyncIterable[Q], connect: Callable[[], TaskLink], timeout: float
+) -> AsyncIterator[T]:
+    """Yield the results of the items, in order, while later ones are on their way; closing it cancels the stream."""
+    items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
+    link: TaskLink | None = None
+    pull: asyncio.Task[Q] | None = None
+    more = True
+    try:
+        while more or len(window):
+            if window.refused:
+                yield window.result()
+                continue
+            if pull is None and more and not window.full:
+                pull = asyncio.ensure_future(_pulled(items))
+            if link is None and window.requests():
+                link = _opened(connect, window, more)
+            answered, pulled = await _first(link, pull, timeout if window.requests() else None)
+            if link is not None and (answered or not pulled):
+                answer = link.taken() if answered else no_answer(timeout)
+                if answer is None or isinstance(answer, MmposError):
+                    await link.close()
+                    link = None
+                    await asyncio.sleep(window.broken(answer))
+                else:
+                    yield window.result(answer)
+            elif pull is not None:
+                item, pull = pull.result(), None
+                more = item is not _END
+                request = window.add(item) if more else None
+                if link is not None and request is not None:
+                    link.send(request)
+                elif link is not None and not more:
+                    link.finish()
+        if link is not None:
+            await _first(link, None, timeout)  # the end, so that the server does not see a stream that was left
+    finally:
+        if pull is not None:
+            pull.cancel()
+            await asyncio.wait([pull])
+        if link is not None:
+            await link.close()
+
+
+async def _first(link: TaskLink | None, pull: asyncio.Task[Any] | None, timeout: float | None) -> tuple[bool, bool]:
+    """Wait for an answer or an item, no longer than the timeout, and return whether each is there."""
+    reading = link.answer if link is not None else None
+    tasks: list[asyncio.Task[Any]] = [task for task in (reading, pull) if task is not None]
+    done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    return reading in done, pull in done

@@ -1,1 +1,1 @@
-"""Generated from proto/ by `make proto`; nothing here is written by hand."""
+"""Messages of the service, and objects as messages and back; ``v1`` is generated from proto/ by `make proto`."""

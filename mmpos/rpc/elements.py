@@ -1,4 +1,4 @@
-"""The size of a message before it is parsed: a parser makes an object of every few bytes, and cannot be stopped."""
+"""Count the elements of a message before a parser, which cannot be stopped, makes an object of each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ bytes each.
 _VARINT, _FIXED64, _BYTES, _BEGIN_GROUP, _END_GROUP, _FIXED32 = range(6)
 _VARINTS = -1
 _MAX_DEPTH = 100
-"""Of messages and groups in each other, as in protobuf's own parsers."""
+"""Most messages and groups in each other, as in protobuf's own parsers."""
 
 _LONGEST = 10
-"""Bytes of a varint."""
+"""Most bytes of a varint."""
 
 _FIXED = {
     FieldDescriptor.TYPE_DOUBLE: -8,
@@ -48,7 +48,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
     Args:
         kind: of message.
         raw: its bytes.
-        most: where counting stops; more than that is told as one more.
+        most: where counting stops; a larger count is returned as one more.
 
     Raises:
         DecodeError: the bytes are no message; a text in it may still be none.
@@ -66,7 +66,7 @@ def _schema(kind: Any) -> Schema:
     kinds: list[Descriptor] = [kind]
     for message in kinds:  # grows on the way
         inner = [field.message_type for field in message.fields if field.message_type is not None]
-        kinds.extend(dict.fromkeys(found for found in inner if found not in kinds))
+        kinds.extend(dict.fromkeys(kind for kind in inner if kind not in kinds))
     width = 1 + max((field.number for message in kinds for field in message.fields), default=0)
     schema = np.zeros((len(kinds), width), np.int32)
     for row, message in enumerate(kinds):
@@ -84,7 +84,7 @@ def _entry(field: FieldDescriptor, kinds: list[Descriptor]) -> int:
 
 
 def _count(raw: bytes, schema: Schema, most: int) -> int:
-    """What ``elements`` of the extension says: the count, or -1 for bytes that are no message."""
+    """Count as ``elements`` of the extension does; -1 for bytes that are no message."""
     try:
         return _walk(raw, schema.tolist(), most)
     except IndexError:  # they end in a number
@@ -146,7 +146,7 @@ def _walk(raw: bytes, schema: list[list[int]], most: int) -> int:
 
 
 def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
-    """A number of at most so many bytes, and where it ends: behind everything, if it is longer.
+    """Read a number of at most so many bytes, and where it ends: behind everything, if it is longer.
 
     Raises:
         IndexError: the bytes end before.
@@ -162,7 +162,7 @@ def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
 
 
 def _packed(raw: bytes, at: int, size: int, entry: int, room: int) -> int:
-    """Numbers in these bytes, -1 if they are broken; anything beyond the room if there are more."""
+    """Count the numbers in these bytes, -1 if they are broken; anything beyond the room if there are more."""
     if entry != _VARINTS:
         return -1 if size % -entry else size // -entry
     if size // _LONGEST > room:

@@ -1,6 +1,11 @@
-"""The one table of errors and statuses, read both ways."""
+"""Errors as gRPC statuses and messages and back, and the bearer tokens of calls."""
 
 from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from ipaddress import ip_address
 
 from mmpos.errors import (
     InvalidInputError,
@@ -38,7 +43,7 @@ RETRIED = "mmpos-previous-attempts"
 and use the shared memory that the request named."""
 
 LONGEST = 1500
-"""Bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
+"""Most bytes of a message: statuses travel in headers, percent-encoded, and clients refuse headers beyond 8 KiB."""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
 # Of proxies in front of a server; ours knows whom it lets in, and lets them do everything.
@@ -53,7 +58,7 @@ _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
 
 
 class OutputError(InvalidInputError):
-    """The tensors of an answer do not fit the region that they are to go to.
+    """Error of an answer whose tensors do not fit their region of shared memory.
 
     Args:
         message: what, got and want.
@@ -66,12 +71,12 @@ class OutputError(InvalidInputError):
 
 
 def to_status(error: MmposError) -> tuple[str, str]:
-    """Name of the status and details of an error."""
+    """Convert an error to the name of its status and details."""
     return next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error)
 
 
 def from_status(status: str, message: str, retry_after: float | None = None) -> MmposError:
-    """The error of a status.
+    """Convert a status to its error.
 
     Args:
         status: name of the gRPC status.
@@ -86,7 +91,7 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
 
 def shortened(message: str) -> str:
-    """The message as text that can be sent, cut where it repeats a caller's words at length."""
+    """Shorten a message to what can be sent: errors may repeat a caller's words at length."""
     raw = message.encode(errors="backslashreplace")  # half a character cannot be sent
     return raw.decode() if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
 
@@ -98,6 +103,51 @@ def put_error(message: pb.Error, error: MmposError) -> None:
 
 
 def get_error(message: pb.Error) -> MmposError:
-    """The error of one item; one of a kind that is not known here is a ServiceError."""
+    """Read the error of one item; one of a kind that is not known here is a ServiceError."""
     kind = next((kind for kind, code in _CODES.items() if code == message.code), ServiceError)
     return kind(message.message)
+
+
+AUTHORIZATION = "authorization"
+"""Metadata in which a token travels, as "Bearer TOKEN"."""
+
+TOKEN_CHARACTERS = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
+"""Characters of a token, in words for errors."""
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
+_SCHEME = "bearer "
+
+
+def is_token(text: str) -> bool:
+    """Check whether the text has the alphabet of tokens (RFC 6750, section 2.1), which is TOKEN_CHARACTERS."""
+    return _TOKEN.fullmatch(text) is not None
+
+
+def file_version(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Version of a file of tokens, which changes when the file does.
+
+    The inode is part of it: a secret of Kubernetes changes with its symbolic link, perhaps to a file of the same
+    age.
+    """
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def put_token(token: str) -> tuple[str, str]:
+    """Make the pair of metadata that carries a token."""
+    return AUTHORIZATION, f"Bearer {token}"
+
+
+def get_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Read the token of a call; None if there is none, or more than one."""
+    values = [value for key, value in metadata if key == AUTHORIZATION]
+    if len(values) != 1 or not isinstance(values[0], str) or not values[0].lower().startswith(_SCHEME):
+        return None
+    return values[0][len(_SCHEME) :].strip(" ")
+
+
+def is_loopback(host: str) -> bool:
+    """Check whether what is sent to this host stays on this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,26 +1,304 @@
-"""Queries about positions, and their answers, as messages."""
+"""Schemes, segment tables, position tables, queries about positions and their results as messages, and back."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.rows import MAX_AXES
-from mmpos.rpc.fields import chosen, enum, integer_lists, integers, optional, path, put_integers
-from mmpos.rpc.queries import Decode, Dense, Pad, PositionsQuery, PositionsResult, Shard, Take, View, Window
-from mmpos.rpc.schemes import get_scheme, put_scheme
-from mmpos.rpc.sources import get_source, put_source
-from mmpos.rpc.tables import get_table, put_table
-from mmpos.rpc.tensors import DATA_TYPES, get_tensor, put_tensor
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos.positions.rows import AXES, MAX_AXES
+from mmpos.positions.table import PositionTable
+from mmpos.rpc.queries import (
+    Decode,
+    Dense,
+    InputIds,
+    Pad,
+    PositionsQuery,
+    PositionsResult,
+    Shard,
+    Spans,
+    Take,
+    View,
+    Window,
+)
+from mmpos.rpc.tensors import (
+    DATA_TYPES,
+    chosen,
+    enum,
+    get_rational,
+    get_seconds,
+    get_tensor,
+    in_columns,
+    integer_lists,
+    integers,
+    optional,
+    path,
+    put_integers,
+    put_rational,
+    put_tensor,
+    required,
+)
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.rpc.v1 import tensor_pb2
+from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
+from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes.base import changed_parameters
+from mmpos.segments.kinds import rationals
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MIN, IntArray, int_array, integer, per_document
+from mmpos.support.checks import (
+    INT32_MAX,
+    INT32_MIN,
+    IntArray,
+    boolean,
+    first_bad,
+    host_array,
+    int_array,
+    integer,
+    per_document,
+)
 
 if TYPE_CHECKING:
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
+
+
+def parameters(scheme: type[Scheme]) -> list[str]:
+    """List the names of a scheme's parameters, which are fields of the message too."""
+    return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
+
+
+def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
+    """Fill a message with a scheme.
+
+    Raises:
+        UnsupportedError: a scheme of the caller's own, which no server knows.
+    """
+    if isinstance(scheme, str):
+        message.name = scheme
+        return
+    if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES in a call of a service")
+    message.name = scheme.name
+    for name, value in changed_parameters(scheme).items():
+        if name == "tokens_per_second":
+            put_rational(message.tokens_per_second, value)
+        else:
+            setattr(message, name, value)
+
+
+def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
+    """Read the scheme of a message.
+
+    Raises:
+        InvalidInputError: an unknown name, or a parameter that is wrong or not of this scheme.
+    """
+    if message.name not in SCHEMES:
+        raise InvalidInputError(f"scheme: got {message.name!r}, want a Scheme or one of {', '.join(SCHEMES)}")
+    scheme = SCHEMES[message.name]
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
+    for parameter in sorted(values.keys() - set(parameters(scheme))):
+        raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
+    if "tokens_per_second" in values:
+        rate = get_rational(path(name, "tokens_per_second"), values["tokens_per_second"])
+        values["tokens_per_second"] = rate if rate.denominator > 1 else int(rate)
+    return scheme(**values)
+
+
+_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments")
+
+
+def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
+    """Fill a message with a segment table."""
+    put_integers(message.kind, segments.kind + np.uint8(1))
+    frames, height, width = segments.extents
+    if (frames != 1).any():
+        put_integers(message.frames, frames)
+    put_integers(message.height, height)
+    put_integers(message.width, width)
+    put_integers(message.segments_per_document, np.diff(segments.segment_offsets))
+    if segments.seconds_per_frame is not None:
+        for numerator, denominator in segments.seconds_per_frame.T.tolist():
+            message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
+    if segments.row_separator is not None:
+        put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
+
+
+def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
+    """Read the segment table of a message.
+
+    Raises:
+        InvalidInputError: lists of different lengths, or what SegmentTable refuses.
+    """
+    kind, *sides, per_document, separators = integer_lists(message, *_LISTS)
+    kind = kind - 1
+    unknown = kind.view(np.uint64) > 2
+    if unknown.any():
+        i = int(unknown.argmax())
+        want = ", ".join(table_pb2.SegmentKind.keys()[1:])
+        raise InvalidInputError(f"{path(name, 'kind')}[{i}]: got {kind[i] + 1}, want one of {want}")
+    extents = np.ones((3, kind.size), np.int64)
+    for axis, values in enumerate(sides):
+        if values.size == kind.size:
+            extents[axis] = values
+        elif values.size or axis > 0:
+            field = path(name, _LISTS[1 + axis])
+            raise InvalidInputError(f"{field}: got {values.size} numbers, want {kind.size} like kind")
+    offsets = np.zeros(per_document.size + 1, np.int64)
+    np.cumsum(per_document, out=offsets[1:])
+    return SegmentTable(
+        kind.astype(np.uint8),
+        extents,
+        offsets,
+        _seconds(name, message, kind.size),
+        _separators(name, separators, kind.size),
+    )
+
+
+def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntArray | None:
+    times = message.seconds_per_frame
+    if not times:
+        return None
+    if len(times) != segments:
+        raise InvalidInputError(f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments} like kind")
+    return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
+
+
+def _separators(name: str, where: IntArray, segments: int) -> Any:
+    if not where.size:
+        return None
+    first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=segments - 1)
+    separator = np.zeros(segments, np.bool_)
+    separator[where] = True
+    return separator
+
+
+def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:
+    """Fill a message with a position table."""
+    message.table = positions.table.astype("<i8", copy=False).tobytes()
+    message.documents = positions.documents.astype("<i8", copy=False).tobytes()
+    message.num_tokens = positions.num_tokens
+    message.axes = positions.axes
+    message.fractional = positions.fractional
+    message.scheme = positions.scheme
+
+
+def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
+    """Read the position table of a message; it shares the bytes of the message.
+
+    Raises:
+        InvalidInputError: bytes that do not fit the axes, or what PositionTable.from_arrays refuses.
+        LimitExceededError: more tokens than cu_seqlens can count, or ids outside int32.
+    """
+    if not 1 <= message.axes <= MAX_AXES:
+        raise InvalidInputError(f"{path(name, 'axes')}: got {message.axes}, want 1 to {MAX_AXES}")
+    if message.num_tokens > INT32_MAX:
+        raise LimitExceededError(f"{path(name, 'num_tokens')}: got {message.num_tokens}, want at most 2**31 - 1")
+    return PositionTable.from_arrays(
+        _rows(path(name, "table"), message.table, AXES + 4 * message.axes),
+        _rows(path(name, "documents"), message.documents, 4),
+        message.num_tokens,
+        fractional=message.fractional,
+        scheme=message.scheme,
+    )
+
+
+def _rows(name: str, data: bytes, rows: int) -> IntArray:
+    if len(data) % (8 * rows):
+        raise InvalidInputError(f"{name}: got {len(data)} bytes, want a multiple of {8 * rows}, {rows} rows of int64")
+    return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
+
+
+_NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+
+
+def put_source(
+    message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
+) -> None:
+    """Fill the source of a query; memory: as for ``put_tensor``."""
+    if isinstance(source, SegmentTable):
+        message.segments.SetInParent()
+        put_segments(message.segments, source)
+    elif isinstance(source, Spans):
+        _put_spans(message.spans, source)
+    else:
+        _put_input_ids(message.input_ids, source, memory)
+
+
+def get_source(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> SegmentTable | Spans | InputIds:
+    """Read the source of a query; memory: as for ``get_tensor``."""
+    source = chosen(path(name, "source"), message, "source")
+    if source == "input_ids":
+        return _get_input_ids(message.input_ids, memory)
+    return _get_spans(message.spans) if source == "spans" else get_segments("", message.segments)
+
+
+def _put_spans(message: pb.Spans, spans: Spans) -> None:
+    put_integers(message.lengths, int_array("lengths", spans.lengths, (None,)))
+    put_integers(message.offsets, int_array("offsets", spans.offsets, (None,)))
+    put_integers(message.grid_thw, int_array("grid_thw", spans.grid_thw, (len(message.offsets), 3)))
+    if spans.documents is not None:
+        put_integers(message.documents, int_array("documents", spans.documents, (len(message.offsets),)))
+    _put_seconds(message, spans.seconds_per_frame)
+    message.row_separator = boolean("row_separator", spans.row_separator)
+    message.SetInParent()
+
+
+def _get_spans(message: pb.Spans) -> Spans:
+    lengths, offsets, grid_thw, documents = integer_lists(message, "lengths", "offsets", "grid_thw", "documents")
+    return Spans(
+        lengths,
+        offsets,
+        in_columns("grid_thw", grid_thw, 3),
+        documents if documents.size else None,
+        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        row_separator=message.row_separator,
+    )
+
+
+def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None) -> None:
+    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), memory)
+    for field in ("image_grid_thw", "video_grid_thw"):
+        grids = getattr(source, field)
+        if grids is not None:
+            put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
+    for field in _NUMBERS:
+        value = getattr(source, field)
+        if value is not None:
+            setattr(message, field, integer(field, value, minimum=-(2**63), maximum=2**63 - 1))
+    if source.cu_seqlens is not None:
+        put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
+    if source.attention_mask is not None:
+        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), memory)
+    _put_seconds(message, source.seconds_per_frame)
+    message.frames_apart = boolean("frames_apart", source.frames_apart)
+
+
+def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
+    mask = optional(message, "attention_mask")
+    return InputIds(
+        get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
+        integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
+        integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
+        cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
+        attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
+        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        frames_apart=message.frames_apart,
+        **{field: optional(message, field) for field in _NUMBERS},
+    )
+
+
+def _whole(name: str, values: Any) -> Any:
+    """Cast integers to a type that can be sent; leave anything else to be refused where it is used."""
+    array = host_array(name, values)
+    if array.dtype.kind == "b":
+        return array.astype(np.uint8)
+    return array.astype(np.int64) if array.dtype.kind in "iu" and array.dtype.name not in DATA_TYPES else array
+
+
+def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Any) -> None:
+    for value in rationals("seconds_per_frame", seconds):
+        put_rational(message.seconds_per_frame.add(), value)
+
 
 _LAYOUTS: dict[Any, Any] = {
     pb.SHARD_LAYOUT_ZIGZAG: "zigzag",
@@ -57,7 +335,7 @@ def put_query(
 
 
 def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
-    """The query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
+    """Read the query of a message; what it leaves to a profile is None; memory: as for ``get_tensor``.
 
     Raises:
         InvalidInputError: naming the field that is missing, unknown or wrong.
@@ -75,7 +353,7 @@ def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = Non
 
 
 def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | None = None) -> None:
-    """Fill a message with an answer; memory: as for ``put_tensor``."""
+    """Fill a message with a result; memory: as for ``put_tensor``."""
     if result.table is not None:
         put_table(message.table, result.table)
     if result.dense is not None:
@@ -87,7 +365,7 @@ def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | 
 
 
 def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
-    """The answer of a message; its arrays may be views of the message's bytes; memory: as for ``get_tensor``."""
+    """Read the result of a message; its arrays may share the bytes of the message; memory: as for ``get_tensor``."""
     if not message.HasField("table") and not message.HasField("dense"):
         raise InvalidInputError(f"{name}: got neither table nor dense, want one of them")
     documents = len(message.cu_seqlens) - 1
@@ -124,7 +402,7 @@ def _put_view(message: pb.View, view: View) -> None:
 
 
 def get_view(name: str, message: pb.View) -> View:
-    """The view of a message."""
+    """Read the verb of a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)
     name = path(name, kind)
@@ -167,8 +445,8 @@ def _one_or_each(name: str, message: Any, field: str, default: int | None) -> An
 
 
 def _number(meanings: dict[Any, Any], meaning: Any) -> Any:
-    """The enum value that stands for this."""
-    found = [number for number, value in meanings.items() if value == meaning]
-    if not found:
-        raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(filter(None, meanings.values()))}")
-    return found[0]
+    """Look up the enum value of a meaning."""
+    for number, value in meanings.items():
+        if value == meaning:
+            return number
+    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(filter(None, meanings.values()))}")

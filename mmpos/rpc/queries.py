@@ -1,4 +1,4 @@
-"""A question about positions as data: which documents, which scheme, which views; it can travel, and answer itself."""
+"""Queries about positions as data: which documents, which scheme, which verbs of the table; sent, or run in process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
-from mmpos.rpc.views import Decode, Pad, Shard, Take, View, Window
+from mmpos.positions.table import LAYOUTS, Layout, PositionTable, Side
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer
+from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, host_array, int_array, integer, one_of
 
 __all__ = [
     "Decode",
@@ -34,6 +33,104 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
+class Take:
+    """Token ranges to take: PositionTable.take as data."""
+
+    starts: npt.ArrayLike
+    stops: npt.ArrayLike
+
+    def __post_init__(self) -> None:
+        _integers(self, "starts", "stops")
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Take the tokens of these ranges."""
+        return positions.take(self.starts, self.stops)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Windows of documents: PositionTable.window as data."""
+
+    documents: npt.ArrayLike
+    starts: npt.ArrayLike
+    lengths: npt.ArrayLike
+
+    def __post_init__(self) -> None:
+        _integers(self, "documents", "starts", "lengths")
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Cut out these windows, each a document."""
+        return positions.window(self.documents, self.starts, self.lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """Tokens to decode: PositionTable.decode as data."""
+
+    steps: npt.ArrayLike = 1
+
+    def __post_init__(self) -> None:
+        _one_or_each(self, "steps")
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Make the next tokens of every document."""
+        return positions.decode(self.steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Shard of a rank: PositionTable.shard as data."""
+
+    rank: int
+    world_size: int
+    layout: Layout = "zigzag"
+
+    def __post_init__(self) -> None:
+        one_of("layout", self.layout, LAYOUTS)
+        object.__setattr__(self, "world_size", integer("world_size", self.world_size, minimum=1, maximum=INT32_MAX))
+        object.__setattr__(self, "rank", integer("rank", self.rank, minimum=0, maximum=self.world_size - 1))
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Take the tokens of the rank."""
+        return positions.shard(self.rank, self.world_size, self.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Pad:
+    """Padding of documents: PositionTable.pad as data."""
+
+    length: npt.ArrayLike | None = None
+    side: Side = "right"
+
+    def __post_init__(self) -> None:
+        one_of("side", self.side, ("left", "right"))
+        if self.length is not None:
+            _one_or_each(self, "length")
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Pad the documents."""
+        return positions.pad(self.length, self.side)
+
+
+View = Take | Window | Decode | Shard | Pad
+"""Verb of a position table with its arguments; the field ``views`` of the protocol holds a list of them."""
+
+
+def _integers(view: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(view, name, int_array(name, getattr(view, name), (None,)))
+
+
+def _one_or_each(view: object, name: str) -> None:
+    """Make a field one integer, or an array of one for each document."""
+    value = getattr(view, name)
+    if isinstance(value, int) or host_array(name, value).ndim == 0:
+        object.__setattr__(view, name, integer(name, value, minimum=0, maximum=INT32_MAX))
+    else:
+        _integers(view, name)
+
+
+@dataclass(frozen=True, eq=False)
 class Spans:
     """Documents as placeholder spans; the arguments of SegmentTable.from_spans."""
 
@@ -46,7 +143,7 @@ class Spans:
     row_separator: bool = False
 
     def segments(self) -> SegmentTable:
-        """The segments of these documents."""
+        """Make the segments of these documents."""
         return SegmentTable.from_spans(
             self.lengths,
             self.offsets,
@@ -80,7 +177,7 @@ class InputIds:
     last_row_token_id: int | None = None
 
     def segments(self) -> SegmentTable:
-        """The segments of these documents."""
+        """Make the segments of these documents."""
         if self.image_token_id is None:
             raise InvalidInputError("image_token_id: got None, want the id of image placeholders")
         return SegmentTable.from_input_ids(
@@ -101,7 +198,7 @@ class InputIds:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """A wish for ids instead of the table; the arguments of PositionTable.dense."""
+    """Ids instead of the table; the arguments of PositionTable.dense."""
 
     dtype: npt.DTypeLike | None = None
     axes: tuple[int, ...] | None = None
@@ -119,7 +216,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class PositionsResult:
-    """The answer to a PositionsQuery.
+    """Result of a PositionsQuery.
 
     Args:
         table: the positions, unless ids were asked for.
@@ -137,7 +234,7 @@ class PositionsResult:
 
     @classmethod
     def of(cls, positions: PositionTable, dense: Dense | None = None) -> PositionsResult:
-        """What is asked about these positions.
+        """Collect the result for these positions.
 
         Raises:
             LimitExceededError: 2**31 tokens or more.
@@ -154,7 +251,7 @@ class PositionsResult:
 
 @dataclass(frozen=True, eq=False)
 class PositionsQuery:
-    """Which documents to place, how, and what of them is wanted.
+    """Query about positions: documents, scheme, verbs of the table, and table or ids.
 
     >>> PositionsQuery(Spans([11], [3], [[1, 2, 3]]), views=[Decode()]).run().table.dense().tolist()
     [[16], [16]]
@@ -189,15 +286,15 @@ class PositionsQuery:
                 raise InvalidInputError(f"views[{i}]: got {kind.__name__}, want Take, Window, Decode, Shard or Pad")
 
     def segments(self) -> SegmentTable:
-        """The documents as segments."""
+        """Make the documents' segments."""
         return self.source if isinstance(self.source, SegmentTable) else self.source.segments()
 
     def place(self, segments: SegmentTable) -> PositionTable:
-        """These segments, placed, before any view."""
+        """Place these segments, before any view."""
         return place(segments, "rope-tie" if self.scheme is None else self.scheme, self.start, self.strict)
 
     def run(self) -> PositionsResult:
-        """The answer.
+        """Run the query in this process.
 
         Raises:
             MmposError: whatever the calls raise that the query stands for.

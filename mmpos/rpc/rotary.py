@@ -1,4 +1,4 @@
-"""Rotations, and the positions that they turn by, as messages."""
+"""Rotations, and the positions to rotate by, as messages and back."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
-from mmpos.rpc.fields import chosen, enum, path
-from mmpos.rpc.tables import get_table, put_table
-from mmpos.rpc.tensors import get_torch, put_tensor
+from mmpos.rpc.positions import get_table, put_table
+from mmpos.rpc.tensors import chosen, enum, get_torch, optional, path, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
@@ -48,15 +47,14 @@ def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
 
 
 def get_rotary(name: str, message: pb.Rotary) -> Rotary:
-    """The rotation of a message.
+    """Read the rotation of a message.
 
     Raises:
         InvalidInputError: naming the field that is unknown, or the argument of Rotary that is wrong.
     """
     values: dict[str, Any] = {"head_dim": message.head_dim}
     _check_lists(name, message)
-    given: Any = message  # whose HasField takes any name
-    values |= {field: getattr(message, field) for field in _PLAIN[1:] if given.HasField(field)}
+    values |= {field: value for field in _PLAIN[1:] if (value := optional(message, field)) is not None}
     values |= {field: list(getattr(message, field)) for field in _LISTS if getattr(message, field)}
     if message.theta:
         values["theta"] = message.theta[0] if len(message.theta) == 1 else list(message.theta)
@@ -101,7 +99,7 @@ def put_rotary_positions(message: pb.RotaryPositions, positions: Any) -> None:
 def get_rotary_positions(
     name: str, message: pb.RotaryPositions, memory: Memory | None = None
 ) -> PositionTable | Tensor:
-    """The positions of a message, ids as a torch tensor; memory: as for ``get_tensor``."""
+    """Read the positions of a message, ids as a torch tensor; memory: as for ``get_tensor``."""
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)

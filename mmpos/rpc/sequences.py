@@ -1,26 +1,165 @@
-"""Sequences as messages: input_ids, shape, positions, patches, and what engines ask of images."""
+"""Documents of text, token ids and images, and the sequences built of them, as messages, and back."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmpos.errors import InvalidInputError
-from mmpos.rpc.fields import integers, path, put_integers, required
-from mmpos.rpc.positions import get_result, put_result
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.images import ImageSize
+from mmpos.images.decode import open_source
+from mmpos.rpc.positions import get_result, get_segments, put_result, put_segments
 from mmpos.rpc.queries import PositionsResult
-from mmpos.rpc.tables import get_segments, put_segments
-from mmpos.rpc.tensors import get_tensor, owned, put_tensor
+from mmpos.rpc.tensors import (
+    chosen,
+    get_rational,
+    get_tensor,
+    integers,
+    owned,
+    path,
+    put_integers,
+    put_rational,
+    put_tensor,
+    required,
+)
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.segments.kinds import Grid
 from mmpos.segments.table import token_types
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import INT32_MAX, counted
+from mmpos.sequence.video import plain_parts
+from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
 
 if TYPE_CHECKING:
-    from mmpos.rpc.memory import Memory
+    from mmpos.rpc.tensors import Memory
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Record of how a document was sent; its answer is read with it.
+
+    Args:
+        hashes: content hashes of those images, by index among the images of the document, whose pixels alone do not
+            give it.
+        origins: index of the caller's part that each part sent is of: a Video is sent as texts and images.
+        names: what errors call each part sent.
+        error: of the part after those sent, which cannot be; those before it may have faults that only a server knows.
+    """
+
+    hashes: dict[int, str] = field(default_factory=dict)
+    origins: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    error: MmposError | None = None
+
+
+def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> Sent:
+    """Fill a message with the parts of a document, as SequenceBuilder.build takes them, up to one that cannot be sent.
+
+    A path travels as the bytes of its file, an image without a file as its upright pixels, and a Video as its plain
+    parts; memory: as for ``put_tensor``. The error of the part that cannot be sent is that of SequenceBuilder.build.
+    """
+    if not isinstance(parts, list | tuple):
+        return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
+    sent = Sent()
+    images = 0
+    for origin, name, part in plain_parts(parts):
+        entry = message.parts.add()
+        try:
+            is_image, content_hash = _put_part(name, entry, part, memory)
+        except MmposError as error:
+            del message.parts[-1]
+            return replace(sent, error=error)
+        if content_hash is not None:
+            sent.hashes[images] = content_hash
+        images += is_image
+        sent.origins.append(origin)
+        sent.names.append(name)
+    return sent
+
+
+def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
+    """Read the parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
+    return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
+
+
+def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tuple[bool, str | None]:
+    """Fill a part; return whether it is an image, and its content hash if the pixels alone do not give it."""
+    if isinstance(part, str):
+        entry.text = text(name, part)
+        return False, None
+    if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+        put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
+        return False, None
+    with naming(name):
+        return True, _put_image(entry, part, memory)
+
+
+def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:
+    if isinstance(image, ImageSize):
+        entry.image_size.height, entry.image_size.width = image
+    elif isinstance(image, Grid):
+        _put_grid(entry.grid, image)
+    elif isinstance(image, bytes | bytearray | memoryview):
+        entry.image = bytes(image)
+    elif isinstance(image, os.PathLike):
+        entry.image = _file(image)
+    else:
+        with open_source(image) as source:
+            _ = source.size  # refuses an image without pixels
+            samples, content_hash = source.read("pillow")
+        put_tensor(entry.pixels, np.asarray(samples), memory)
+        return content_hash
+    return None
+
+
+def _put_grid(message: pb.Grid, grid: Grid) -> None:
+    message.height, message.width = grid.height, grid.width
+    if grid.frames > 1:
+        message.frames = grid.frames
+    if grid.seconds_per_frame is not None:
+        put_rational(message.seconds_per_frame, grid.seconds_per_frame)
+    message.row_separator = grid.row_separator
+
+
+def _file(image: os.PathLike[Any]) -> bytes:
+    try:
+        return Path(image).read_bytes()
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"image: got {os.fspath(image)!r}, want a file that can be read ({error})") from error
+
+
+def _get_part(name: str, part: pb.Part, memory: Memory | None) -> Any:
+    kind = chosen(name, part, "content")
+    value = getattr(part, kind)
+    if kind == "token_ids":
+        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), memory)
+    if kind == "pixels":
+        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), memory)
+    if kind == "image_size":
+        return ImageSize(
+            _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
+        )
+    return _get_grid(path(name, kind), value) if kind == "grid" else value
+
+
+def _get_grid(name: str, grid: pb.Grid) -> Grid:
+    seconds = None
+    if grid.HasField("seconds_per_frame"):
+        seconds = get_rational(path(name, "seconds_per_frame"), grid.seconds_per_frame)
+    frames = grid.frames if grid.HasField("frames") else 1
+    with naming(name):
+        return Grid(grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds)
+
+
+def _side(name: str, value: int) -> int:
+    if not 1 <= value <= INT32_MAX:
+        raise InvalidInputError(f"{name}: got {value}, want 1 to {INT32_MAX}")
+    return value
 
 
 def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Memory | None = None) -> None:
@@ -44,7 +183,7 @@ def get_sequence(
     hashes: Mapping[int, str] = MappingProxyType({}),
     memory: Memory | None = None,
 ) -> InterleavedSequence:
-    """The sequence of a message.
+    """Read the sequence of a message.
 
     Args:
         name: of the field, for errors.
@@ -75,14 +214,14 @@ def get_sequence(
         patches=patches,
         grid_thw=integers(message.grid_thw, columns=3, name=path(name, "grid_thw")),
         image_spans=integers(message.image_spans, columns=2, name=path(name, "image_spans")),
-        image_hashes=tuple(hashes.get(i, found or None) for i, found in enumerate(message.image_hashes)),
+        image_hashes=tuple(hashes.get(i, content_hash or None) for i, content_hash in enumerate(message.image_hashes)),
         part_offsets=integers(message.part_offsets),
         image_margins=_margins(path(name, "image_margins"), message.image_margins),
     )
 
 
 def _margins(name: str, numbers: Sequence[int]) -> tuple[int, int]:
-    """Markers before and after an image, each one or none."""
+    """Read how many markers stand before and after an image, each one or none."""
     if not numbers:  # of a server that knows no others
         return (1, 1)
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):

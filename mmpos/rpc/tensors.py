@@ -1,24 +1,155 @@
-"""Arrays and torch tensors as little-endian bytes with a type and a shape."""
+"""Fields of messages: arrays and tensors as little-endian bytes, in the message or in shared memory, and numbers."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rpc.fields import enum, path
 from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos.rpc.v1.table_pb2 import Rational
+from mmpos.support import native
+from mmpos.support.checks import IntArray
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import torch
 
-    from mmpos.rpc.memory import Memory
+ALIGNMENT = 64
+"""Tensors of an answer begin at multiples of so many bytes."""
+
+
+class Memory(Protocol):
+    """Shared memory of one call."""
+
+    def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
+        """Copy the bytes of a tensor of the other side into memory that may be written to.
+
+        Args:
+            name: what errors call the field.
+            shared: where they lie; as many as are wanted.
+        """
+
+    def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
+        """Take the bytes of a tensor, at least one, and write into its message where they are; False: it holds them."""
+
+
+def aligned(size: int) -> int:
+    """Round a size up to where the next tensor may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def holds(message: Any) -> int:
+    """Return the bytes that a tensor claims to have, in its message or in shared memory."""
+    return int(message.shared.byte_size) if message.HasField("shared") else len(message.data)
+
+
+T = TypeVar("T")
+
+
+def path(name: str, field: str) -> str:
+    """Join the name of a message and a field; the message of a call itself has no name."""
+    return f"{name}.{field}" if name else field
+
+
+def required(name: str, message: Message, field: str) -> Any:
+    """Read a submessage, or refuse a message without it."""
+    if not message.HasField(field):
+        raise InvalidInputError(f"{path(name, field)}: got none, want a {type(getattr(message, field)).__name__}")
+    return getattr(message, field)
+
+
+def chosen(name: str, message: Message, oneof: str) -> str:
+    """Read which field of a oneof is set, or refuse a message without any."""
+    field = message.WhichOneof(oneof)
+    if field is None:
+        options = [option.name for option in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+        raise InvalidInputError(f"{name or oneof}: got none, want one of {', '.join(options)}")
+    return str(field)
+
+
+def optional(message: Message, field: str) -> Any:
+    """Read the value of a field, or None if it is not set."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def enum(name: str, message: Message, field: str, meanings: Mapping[Any, T]) -> T:
+    """Read the meaning of an enum field, or refuse a value without one."""
+    value = getattr(message, field)
+    if value not in meanings:
+        values: Any = message.DESCRIPTOR.fields_by_name[field].enum_type
+        values = values.values_by_number
+        got = values[value].name if value in values else value
+        want = ", ".join(values[number].name for number in meanings)
+        raise InvalidInputError(f"{path(name, field)}: got {got}, want one of {want}")
+    return meanings[value]
+
+
+def integers(values: Iterable[int], *, columns: int | None = None, name: str = "") -> IntArray:
+    """Read a repeated field: (n,) int64, or (n, columns) if its numbers stand in groups."""
+    array = np.array(list(values), np.int64)  # a list is read faster than a field
+    return array if columns is None else in_columns(name, array, columns)
+
+
+def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
+    """Reshape numbers that stand in groups to (n, columns)."""
+    if array.size % columns:
+        raise InvalidInputError(f"{name}: got {array.size} numbers, want {columns} for each")
+    return array.reshape(-1, columns)
+
+
+def integer_lists(message: Message, *fields: str) -> list[IntArray]:
+    """Read repeated fields, (n,) int64 each, off the bytes of the message: without an object per number.
+
+    Args:
+        message: one without much else in it, which is written once more for this.
+        fields: their names.
+    """
+    if native.core is not None:
+        lists = native.core.integers(message.SerializeToString(), _numbers(message.DESCRIPTOR, fields))
+        if lists is not None:
+            return [native.int64(data) for data in lists]
+    return [integers(getattr(message, field)) for field in fields]
+
+
+@lru_cache(maxsize=64)
+def _numbers(kind: Any, fields: tuple[str, ...]) -> bytes:
+    """Look up the numbers of fields."""
+    return bytes(kind.fields_by_name[field].number for field in fields)
+
+
+def put_integers(field: Any, values: Any) -> None:
+    """Fill a repeated field with the numbers of an array, in order."""
+    field.extend(np.asarray(values).ravel().tolist())
+
+
+def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
+    """Read times; None if the field is empty, and None for each of numerator 0."""
+    if not values:
+        return None
+    return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def get_rational(name: str, value: Rational) -> Fraction:
+    """Read an exact number."""
+    if value.denominator < 1:
+        raise InvalidInputError(f"{path(name, 'denominator')}: got {value.denominator}, want >= 1")
+    return Fraction(value.numerator, value.denominator)
+
+
+def put_rational(message: Rational, value: Fraction | int | None) -> None:
+    """Fill a message with an exact number, or 0 for None."""
+    exact = Fraction(0 if value is None else value)
+    message.numerator, message.denominator = exact.numerator, exact.denominator
+
 
 _MAX_NDIM = 8
 """Most axes of a tensor."""
@@ -46,8 +177,8 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[Any] | torch.Tensor, memor
 
     Args:
         message: the tensor.
-        array: what it is to hold.
-        memory: what may take its bytes instead; None: nothing.
+        array: its numbers.
+        memory: shared memory, which may take its bytes instead.
 
     Raises:
         InvalidInputError: a type that does not travel.
@@ -72,7 +203,7 @@ def get_tensor(
     ndim: Collection[int] | None = None,
     memory: Memory | None = None,
 ) -> npt.NDArray[Any]:
-    """The array of a message: a read-only view of its bytes; bfloat16 comes as the uint16 of its bits.
+    """Read the array of a message: a read-only view of its bytes; bfloat16 comes as the uint16 of its bits.
 
     What lies in shared memory comes as an array of its own, which may be written to.
 
@@ -81,7 +212,7 @@ def get_tensor(
         message: the tensor.
         dtypes: names of the types to accept; None: all.
         ndim: numbers of axes to accept; None: up to 8.
-        memory: what holds tensors instead of messages; None: nothing.
+        memory: shared memory of tensors that are not in messages.
 
     Raises:
         InvalidInputError: another type or number of axes, or bytes that are not what the shape says.
@@ -113,7 +244,7 @@ def get_tensor(
 
 
 def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> torch.Tensor:
-    """The torch tensor of a message, which may be written to; memory: as for ``get_tensor``."""
+    """Read the torch tensor of a message, which may be written to; memory: as for ``get_tensor``."""
     with needed_for("rotations", extra="all"):
         import torch
 
@@ -123,12 +254,12 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
 
 
 def owned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array of a tensor as one that may be written to: a copy of what is a view of a message."""
+    """Copy an array unless it may be written to."""
     return array if array.flags.writeable else array.copy()
 
 
 def _shared(name: str, message: pb.Tensor, memory: Memory | None) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor that lies elsewhere."""
+    """Read the bytes of a tensor in shared memory."""
     if memory is None:
         raise UnsupportedError(f"{path(name, 'shared')}: got shared memory, want data")
     if message.data:
@@ -137,7 +268,7 @@ def _shared(name: str, message: pb.Tensor, memory: Memory | None) -> npt.NDArray
 
 
 def _host(tensor: Any) -> tuple[str, npt.NDArray[Any]]:
-    """The name of a torch tensor's type, and its numbers as an array, bits of bfloat16 as uint16."""
+    """Convert a torch tensor to the name of its type and an array, bits of bfloat16 as uint16."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidInputError(f"tensor: got {type(tensor).__name__}, want a numpy array or a torch tensor")

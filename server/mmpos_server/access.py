@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import ServiceUnauthenticatedError
-from mmpos.rpc.bearer import get_token
-from mmpos.rpc.errors import to_status
+from mmpos.rpc.errors import get_token, to_status
 from mmpos_server.transport import abort
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from mmpos.errors import LimitExceededError, MmposError, ServiceError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
 from mmpos.rpc.errors import put_error
-from mmpos.rpc.parts import get_parts
-from mmpos.rpc.schemes import get_scheme
-from mmpos.rpc.sequences import put_sequence
+from mmpos.rpc.positions import get_scheme
+from mmpos.rpc.sequences import get_parts, put_sequence
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Grid

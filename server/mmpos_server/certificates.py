@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import file_version
+from mmpos.rpc.errors import file_version
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:

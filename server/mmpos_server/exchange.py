@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor
 
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.errors import OutputError
-from mmpos.rpc.memory import aligned
+from mmpos.rpc.tensors import aligned
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos_server.large_tensors import LargeTensors
 from mmpos_server.shared_memory import Region, SharedMemory

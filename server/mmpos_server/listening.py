@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import is_loopback
+from mmpos.rpc.errors import is_loopback
 from mmpos_server.certificates import Tls
 from mmpos_server.config import ServerConfig
 from mmpos_server.unix_socket import Uds

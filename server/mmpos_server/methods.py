@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.errors import put_error
-from mmpos.rpc.fields import required
+from mmpos.rpc.tensors import required
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -14,7 +14,7 @@ import numpy as np
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
 from mmpos.rotary import Rotary
-from mmpos.rpc.schemes import parameters
+from mmpos.rpc.positions import parameters
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import ByteTokenizer

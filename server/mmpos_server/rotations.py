@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
-from mmpos.rpc.fields import enum, required
-from mmpos.rpc.memory import holds
 from mmpos.rpc.rotary import get_rotary, get_rotary_positions
-from mmpos.rpc.tensors import get_torch, put_tensor
+from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.call import Call

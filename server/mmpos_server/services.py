@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmpos.rpc.schemes import parameters
+from mmpos.rpc.positions import parameters
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.bearer import TOKEN_CHARACTERS, file_version, is_token
+from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, is_token
 
 if TYPE_CHECKING:
     from mmpos_server.logs import Logs

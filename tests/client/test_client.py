@@ -22,20 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from PIL import Image
+from results import same
 from waiting import eventually
 
 import mmpos.rotary
-from mmpos import Grid, ImageSize, SegmentTable, SequenceBuilder, Text, place
-from mmpos.client import AsyncClient, Client, Tls, aio_streams, sync_streams
-from mmpos.client.channel import channel_options, target
-from mmpos.client.failures import error_of
-from mmpos.client.options import Endpoint, Options
-from mmpos.client.sequences import build, build_batch
+from mmpos import Grid, SegmentTable, SequenceBuilder, Text, place
+from mmpos.client import AsyncClient, Client, Tls, streams
+from mmpos.client.calls import BuildSettings
+from mmpos.client.channel import channel_options, error_of, target
+from mmpos.client.options import Endpoint
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -49,7 +47,7 @@ from mmpos.errors import (
 from mmpos.images import ImageProcessor
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
 from mmpos.rpc.positions import get_query, put_result
-from mmpos.rpc.queries import Decode, Dense, InputIds, PositionsQuery, Spans
+from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.testing import running
 
@@ -155,23 +153,6 @@ def aborting(*outcomes: Any) -> tuple[Callable[..., Any], list[int]]:
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, "gone", ())
 
 
-def same(got: Any, want: Any) -> None:
-    """Equal in everything that a result holds."""
-    assert type(got) is type(want)
-    if hasattr(want, "__dataclass_fields__"):
-        for name in want.__dataclass_fields__:
-            same(getattr(got, name), getattr(want, name))
-    elif isinstance(want, list):
-        assert len(got) == len(want)
-        for pair in zip(got, want, strict=True):
-            same(*pair)
-    elif isinstance(want, np.ndarray):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        assert (got == want).all()
-    else:
-        assert got == want
-
-
 def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[type, str]:
     with pytest.raises(MmposError) as caught:
         call(*args, **kwargs)
@@ -255,128 +236,15 @@ def test_options_change_on_the_same_channel_and_are_checked() -> None:
     assert other._channels is client._channels
 
 
-# Results and errors are those of the calls in process
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_are_those_of_the_call_in_process(kind: str, server: str) -> None:
-    client = Calls(kind, server)
-    same(client.place(SEGMENTS, "mrope", [5, 7]), place(SEGMENTS, "mrope", [5, 7]))
-    same(client.place(SEGMENTS, views=[Decode(2)]), place(SEGMENTS).decode(2))
-    spans = Spans([9, 4], [3], [[1, 2, 1]], [0])
-    same(client.place(spans), place(spans.segments()))
-    ids = InputIds([1, 9, 9, 2], [[1, 2, 1]], image_token_id=9)
-    query = PositionsQuery(ids, "rope-tie-v2", views=[Decode(3)], dense=Dense(axes=(1, 0)))
-    same(client.query(query), query.run())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_refusals_have_the_type_and_message_of_the_call_in_process(kind: str, server: str) -> None:
-    client = Calls(kind, server)
-    touching = SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])
-    wrong: list[tuple[Any, ...]] = [
-        (SEGMENTS, "none"),
-        (touching, "rope-tie", 0, True),
-        (SEGMENTS, "rows", [0, 0]),
-        (SEGMENTS, "rope-tie", 2**31 - 3),
-    ]
-    for arguments in wrong:
-        assert failure(client.place, *arguments) == failure(place, *arguments)
-    assert failure(lambda: client.place([1])) == (
-        InvalidInputError,
-        "segments: got list, want a SegmentTable",
-    )
-    assert failure(lambda: client.query(5)) == (InvalidInputError, "query: got int, want a PositionsQuery")
-    assert failure(lambda: Calls(kind, server, profile="none").place(SEGMENTS)) == (
-        InvalidInputError,
-        "profile: got 'none', want one of 'default'",
-    )
-
-
-def pixels(*shape: int, dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(0).integers(0, np.iinfo(dtype).max, shape, dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sequences_are_those_of_the_builder_for_every_kind_of_part(kind: str, server: str, tmp_path: Path) -> None:
-    path = tmp_path / "photo.png"
-    turned = Image.fromarray(pixels(40, 50, 4))
-    turned.getexif()[0x0112] = 6
-    Image.fromarray(pixels(30, 60)).save(path)
-    images = [
-        path,
-        path.read_bytes(),
-        pixels(40, 30, 3),
-        pixels(40, 30),
-        pixels(40, 30, 4, dtype=np.uint16),
-        torch.from_numpy(pixels(3, 28, 56)),
-        turned,
-        turned.convert("P"),
-    ]
-    builder, client = SequenceBuilder(images=ImageProcessor()), Calls(kind, server)
-    parts = ["a[IMG]b", [5, 6], *images, np.array([7, 8]), ""]
-    same(client.build(parts), builder.build(parts))
-    by_size = ["a", ImageSize(300, 200), Grid(2, 3), [1]]
-    same(client.build_batch([by_size, ["x"]]), builder.build_batch([by_size, ["x"]]))
-    without = client.build(["a", images[2]], patches=False, scheme="mrope", start=5)
-    want = SequenceBuilder(images=ImageProcessor(), scheme="mrope", start=5).build(["a", images[2]])
-    assert without.patches is None
-    assert without.image_hashes == want.image_hashes
-    same(without.positions, want.positions)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_that_cannot_be_built_are_named_as_in_process(kind: str, server: str, tmp_path: Path) -> None:
-    builder, client = SequenceBuilder(images=ImageProcessor()), Calls(kind, server)
-    documents: list[Any] = [["a"], ["b", 3.5], ["c", b"no image"], [], "text", [tmp_path / "none.png"], [[-1]], ["d"]]
-    for wrong in documents[1:-1]:
-        assert failure(client.build, wrong) == failure(builder.build, wrong)
-    assert failure(lambda: client.build_batch(documents)) == failure(lambda: builder.build_batch(documents))
-    found = client.build_batch(documents, errors="return")
-    for d, parts in enumerate(documents):
-        if d in (0, len(documents) - 1):
-            same(found[d], builder.build(parts))
-        else:
-            want = failure(builder.build, parts)
-            assert (type(found[d]), str(found[d])) == (want[0], f"documents[{d}].{want[1]}")
-    assert failure(client.build_batch, 5) == failure(builder.build_batch, 5)
-    assert failure(lambda: client.build_batch([], errors="no"))[1] == "errors: got 'no', want one of 'raise', 'return'"
-    assert failure(lambda: client.build(["a"], start=0.5)) == (InvalidInputError, "start: got 0.5, want an integer")
-    assert failure(lambda: client.build(["a"], patches=1))[1] == "patches: got 1, want True or False"
+# Requests
 
 
 def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
-    options = Options.checked(None, 1, (), 1)
-    call = build_batch(options, documents, "return")
-    assert len(call.request) < 100
+    settings = BuildSettings(None)
+    assert len(settings.build_batch(documents, "return").request().data) < 100
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
-        build(options, documents[1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rotations_are_those_of_the_calls_in_process(kind: str, server: str) -> None:
-    client, rotary, positions = Calls(kind, server), Rotary(head_dim=8), place(SEGMENTS)
-    for layout in ("pairs", "transformers", "torchtitan"):
-        got: Any = client.cos_sin(rotary, positions, layout)
-        tables: Any = mmpos.rotary.cos_sin(rotary, positions, layout)
-        assert len(got) == len(tables)
-        assert all(torch.equal(g, w) for g, w in zip(got, tables, strict=True))
-    assert torch.equal(client.angles(rotary, positions), mmpos.rotary.angles(rotary, positions))
-    q, k = torch.randn(15, 2, 8), torch.randn(15, 1, 8)
-    pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(q, k), (q.bfloat16(), None)]
-    for left, right in pairs:
-        for conjugate in (False, True):
-            found = client.apply_rotary(left, right, positions, rotary, conjugate=conjugate)
-            want = apply_rotary(left, right, positions, rotary, conjugate=conjugate)
-            assert torch.equal(found[0], want[0])
-            assert (found[1] is None) if want[1] is None else torch.equal(found[1], want[1])
-    q4 = torch.randn(1, 2, 15, 8)
-    assert torch.equal(
-        client.apply_rotary(q4, None, positions, rotary, layout="bhsd")[0],
-        apply_rotary(q4, None, positions, rotary, layout="bhsd")[0],
-    )
-    assert client.cos_sin(None, positions)[0].shape == (15, 64)  # the profile's head_dim is 128
+        settings.build(documents[1]).request()
 
 
 def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
@@ -418,12 +286,12 @@ def test_a_server_tells_what_it_is_and_whether_it_serves(kind: str, server: str)
     assert failure(lambda: client.healthy(3)) == (InvalidInputError, "service: got 3, want a name")
 
 
-def test_methods_show_the_arguments_and_the_docstring_of_what_they_call() -> None:
-    assert str(inspect.signature(Client.angles)) == (
-        "(self, /, rotary: 'Rotary | None', positions: 'PositionTable | torch.Tensor') -> 'torch.Tensor'"
-    )
-    assert Client.place.__doc__ == AsyncClient.place.__doc__
-    assert str(Client.place.__doc__).startswith("The positions of documents")
+def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
+    names = [name for name in dir(Client) if not name.startswith("_")]
+    assert names == [name for name in dir(AsyncClient) if not name.startswith("_")]
+    for name in set(names) - {"stream", "stream_build"}:  # whose items may also come from an async iterable
+        one, other = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
+        assert one == other, name
 
 
 # Retries, deadlines, and the statuses of gRPC
@@ -573,14 +441,14 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
     with replicas(2) as (address, workers), clients_of(address, 4) as clients, ThreadPoolExecutor(32) as pool:
         calls = [pool.submit(clients[i % 4].place, SEGMENTS, "mrope", i) for i in range(24)]
         calls += [pool.submit(clients[i].place, large) for i in range(2)]
-        streams = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
+        answered = [pool.submit(Calls(kind, address).stream, queries) for kind in KINDS for _ in range(2)]
         time.sleep(0.3)
         workers[0].kill()
         for i, call in enumerate(calls[:24]):
             same(call.result(), place(SEGMENTS, "mrope", i))
         for call in calls[24:]:
             assert call.result().num_tokens == 100_000
-        for stream in streams:
+        for stream in answered:
             got = stream.result()
             assert len(got) == 60
             for g, w in zip(got, want, strict=True):
@@ -666,17 +534,16 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 
 @pytest.fixture
-def links(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The streams that a client has opened."""
     found: list[Any] = []
-    room: Any = sync_streams if kind == "sync" else aio_streams
-    opened = room._opened
+    opened: Any = streams._opened
 
     def kept(*arguments: Any) -> Any:
         found.append(opened(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(room, "_opened", kept)
+    monkeypatch.setattr(streams, "_opened", kept)
     return found
 
 

@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from results import same
 from shared_objects import PREFIX, names
-from test_congruence import same
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, shared_memory
-from mmpos.client.regions import LEAST, Regions
-from mmpos.client.shared_memory import Lease
+from mmpos.client.shared_memory import LEAST, Lease, Regions
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -386,7 +385,7 @@ def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 SCRIPT = """
 import os, sys
-from mmpos.client.regions import Regions
+from mmpos.client.shared_memory import Regions
 regions = Regions(sys.argv[1], 2**24)
 region = regions.take(2**20)
 region.data[:] = 7

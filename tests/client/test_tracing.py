@@ -308,7 +308,7 @@ def test_a_process_that_has_set_up_its_tracing_keeps_it(
 def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
     code = (
         "import sys, mmpos_server.options, mmpos.client\n"
-        "from mmpos.client.tracing import traced\n"
+        "from mmpos.client.channel import traced\n"
         "metadata = (('a', 'b'),)\n"
         "assert traced(metadata) is metadata\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"

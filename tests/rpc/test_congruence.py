@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -17,9 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from message_strategies import for_each, places
+from PIL import Image
+from results import same
 
 import mmpos.rotary
 from mmpos import (
+    SCHEMES,
     Grid,
     ImageProcessor,
     ImageSize,
@@ -37,11 +39,13 @@ from mmpos import (
 )
 from mmpos.client import AsyncClient, Client
 from mmpos.rotary import Rotary, YaRN, apply_rotary
-from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.rpc.positions import get_query
+from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.rpc.v1 import positions_pb2
+from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
-TESTS = Path(__file__).parents[1]
 COFFEE = Path(str(resources.files("mmpos"))) / "photos" / "coffee.jpg"
 PROFILES = """
 [limits]
@@ -115,56 +119,55 @@ def _outcome(call: Callable[[], Any]) -> Any:
         return error
 
 
-def same(one: Any, other: Any) -> None:
-    """Equal results: types, values, dtypes and words."""
-    assert type(one) is type(other), (one, other)
-    if isinstance(one, MmposError):
-        assert str(one) == str(other)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            same(a, b)
-    elif hasattr(one, "__dict__"):
-        same([*vars(one).items()], [*vars(other).items()])
-    else:
-        assert one == other
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", ["sync", "async"])
-def test_every_test_of_the_rooms_passes_through_a_server(client: str) -> None:
-    rooms = ("tie", "golden", "schemes", "engine_identities", "positions", "errors", "sequence", "placeholders")
-    files = [str(next(TESTS.rglob(f"test_{room}.py"))) for room in (*rooms, "segments")]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "through_service", "-p", "no:xdist", *files],
-        env=os.environ | {"PYTHONPATH": str(TESTS / "helpers"), "THROUGH": client},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=TESTS.parent,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
-    asked = {name: int(count) for name, count in re.findall(r"'(\w+)': (\d+)", done.stdout)}
-    assert asked["place"] > 3000
-    assert asked["build"] > 30
-    assert asked["build_batch"] > 1
-
-
+SOURCES: list[SegmentTable | Spans | InputIds] = [
+    SEGMENTS,
+    SegmentTable.from_documents([]),
+    Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]),
+    Spans([11], [3], [[2, 1, 3]], seconds_per_frame=[Fraction(1, 2)]),
+    Spans([4], [], []),
+    InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5),
+    InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
+    InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),
+    InputIds([7, 1, 7], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, frames_apart=True),
+    InputIds([1, 5, 2, 2], [[1, 1, 1]], image_token_id=5, cu_seqlens=[0, 2, 4]),
+    InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
+    InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
+]
+ROWS: list[SegmentTable | Spans | InputIds] = [
+    Spans([12], [3], [[1, 2, 2]], row_separator=True),
+    InputIds([5, 2, 5, 3, 1], [[1, 2, 1]], image_token_id=5, row_token_id=2, last_row_token_id=3),
+]
+VIEWS: list[list[View]] = [
+    [Window([1, 0], [2, 9], [20, 1]), Decode([1, 2])],
+    [Take([0, 5], [3, 7])],
+    [Window([], [], [])],
+    [Decode()],
+    [Decode(3)],
+    [Decode([2, 0])],
+    [Pad(18), Shard(1, 2, "contiguous")],
+    [Pad(12), Shard(1, 3, "contiguous")],
+    [Decode([2, 0]), Pad()],
+    [Pad(20, "left"), Shard(0, 2)],
+    [Pad(18), Shard(0, 2, "zigzag-sequence")],
+    [Pad(18), Shard(1, 2, "contiguous-sequence")],
+    [Pad([12, 20])],
+]
+SCHEME_OBJECTS: list[str | Scheme] = [
+    *(name for name in SCHEMES if name != "grid-2d"),
+    RopeTieV2(axes=3, rounding="floor"),
+    MRopeQwen25(tokens_per_second=Fraction(25, 2)),
+]
 QUERIES = [
+    *(PositionsQuery(source, "mrope-qwen2.5", strict=False) for source in SOURCES),
+    *(PositionsQuery(source, "flatten") for source in ROWS),
+    *(PositionsQuery(SEGMENTS, start=[5, 9], views=views) for views in VIEWS),
+    *(PositionsQuery(SEGMENTS, scheme, dense=dense) for scheme in SCHEME_OBJECTS for dense in (None, Dense())),
+    PositionsQuery(SegmentTable.from_documents([[Grid(2, 4)]]), "grid-2d"),
+    PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]]), strict=False),
+    PositionsQuery(SEGMENTS, start=-3, dense=Dense("int64")),
+    PositionsQuery(SEGMENTS, start=-3, dense=Dense(np.float64, (1, 0, 0))),
     PositionsQuery(Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]), "rope-tie-fractional"),
     PositionsQuery(InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5), "mrope", start=[7]),
-    PositionsQuery(SEGMENTS, start=-4, views=[Window([1, 0], [2, 9], [20, 1]), Decode([1, 2])]),
-    PositionsQuery(SEGMENTS, views=[Pad(12), Shard(1, 3, "contiguous")]),
-    PositionsQuery(SEGMENTS, views=[Take([0, 12], [4, 15])], dense=Dense("int64", (1, 0, 0))),
-    PositionsQuery(SEGMENTS, "rope-tie-v2", dense=Dense()),
-    PositionsQuery(SEGMENTS, "rows"),
-    PositionsQuery(SegmentTable.from_documents([])),
 ]
 WRONG = [
     PositionsQuery(SEGMENTS, "nonsense"),
@@ -196,6 +199,18 @@ def test_wrong_queries(ask: Ask, query: PositionsQuery) -> None:
     same(_outcome(lambda: ask("query", query)), _outcome(query.run))
 
 
+def test_random_queries(ask: Ask) -> None:
+    def check(request: positions_pb2.PlaceRequest) -> None:
+        query = get_query("query", request.query)
+        same(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))  # type: ignore[attr-defined]
+
+    for_each(places(), 200, check)
+
+
+def test_places_with_views(ask: Ask) -> None:
+    same(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
+
+
 def test_a_wrong_table_of_segments(ask: Ask) -> None:
     wrong: Any = [[Text(1)]]
     same(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
@@ -218,10 +233,23 @@ def test_the_profile_gives_scheme_placeholders_and_merging(ask: Ask) -> None:
 
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+PALETTE = Image.fromarray(PHOTO).convert("P")
+TURNED = Image.fromarray(PHOTO)
+TURNED.getexif()[0x0112] = 6
+
+
+def _file() -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(PHOTO).save(file, "png")
+    return file.getvalue()
+
+
 PARTS: list[Any] = [
     ["A photo of ", COFFEE, " at dusk [IMG]"],
     ["é", [1, 2], Grid(2, 3), np.array([7])],
     [PHOTO, "and", torch.from_numpy(PHOTO).permute(2, 0, 1)],
+    [_file(), memoryview(_file()), PHOTO[:, :, 0], PALETTE, TURNED, ""],
+    ["a", np.arange(40 * 30 * 4, dtype=np.uint16).reshape(40, 30, 4)],
     [ImageSize(300, 400)],
     ["a", Video([PHOTO, PHOTO[:30], COFFEE], times=[0, 0.5, 2]), "b", PHOTO],
     [Video([Grid(1, 2), ImageSize(90, 60)], seconds_per_frame=1, timestamp="")],
@@ -249,9 +277,27 @@ def test_sequences(ask: Ask, parts: Any) -> None:
     same(ask("build", parts), LOCAL[None].build(parts))
 
 
+def test_sequences_with_a_scheme_and_a_start(ask: Ask) -> None:
+    want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
+    same(ask("build", PARTS[0], scheme="mrope", start=5), want)
+    same(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
+
+
 @pytest.mark.parametrize("parts", WRONG_PARTS)
 def test_wrong_sequences(ask: Ask, parts: Any) -> None:
     same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
+
+
+def test_wrong_arguments_of_builds(ask: Ask) -> None:
+    same(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
+    for options, message in (
+        ({"start": 0.5}, "start: got 0.5, want an integer"),
+        ({"patches": 1}, "patches: got 1, want True or False"),
+    ):
+        assert str(_outcome(partial(ask, "build", ["a"], **options))) == message
+    assert str(_outcome(lambda: ask("build_batch", [], errors="no"))) == (
+        "errors: got 'no', want one of 'raise', 'return'"
+    )
 
 
 BROKEN: list[Any] = [
@@ -375,6 +421,9 @@ def test_rotations(ask: Ask, dtype: torch.dtype) -> None:
         want = apply_rotary(q, k, TABLE, ROTARIES[1], **options)
         same(ask("apply_rotary", q, k, TABLE, ROTARIES[1], **options), want)
     assert ask("apply_rotary", q, None, TABLE, ROTARIES[0])[1] is None
+    heads_first = q.movedim(0, 1)[None]
+    want = apply_rotary(heads_first, None, TABLE, ROTARIES[1], layout="bhsd")
+    same(ask("apply_rotary", heads_first, None, TABLE, ROTARIES[1], layout="bhsd"), want)
     same(
         _outcome(lambda: ask("apply_rotary", q[1:], k, TABLE, ROTARIES[0])),
         _outcome(lambda: apply_rotary(q[1:], k, TABLE, ROTARIES[0])),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mmpos import (
     SCHEMES,
@@ -33,18 +32,15 @@ from mmpos.errors import (
     ServiceUnavailableError,
 )
 from mmpos.rotary import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Rotary, YaRN
-from mmpos.rpc import errors, parts, positions, rotary, schemes, sequences, tables, tensors
+from mmpos.rpc import errors, positions, rotary, sequences, tensors
 from mmpos.rpc.queries import (
     Decode,
     Dense,
     InputIds,
     Pad,
     PositionsQuery,
-    PositionsResult,
     Shard,
-    Spans,
     Take,
-    View,
     Window,
 )
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
@@ -69,78 +65,6 @@ def through(query: PositionsQuery) -> PositionsQuery:
     return positions.get_query("query", travelled(message))
 
 
-def same(found: PositionsResult, want: PositionsResult) -> None:
-    for name in ("dense", "next_positions", "deltas", "cu_seqlens"):
-        one, other = getattr(found, name), getattr(want, name)
-        assert (one is None) == (other is None), name
-        if one is not None:
-            assert one.dtype == other.dtype
-            np.testing.assert_array_equal(one, other, name)
-    assert (found.table is None) == (want.table is None)
-    if found.table is not None and want.table is not None:
-        np.testing.assert_array_equal(found.table.table, want.table.table)
-        np.testing.assert_array_equal(found.table.documents, want.table.documents)
-        assert (found.table.num_tokens, found.table.fractional, found.table.scheme) == (
-            want.table.num_tokens,
-            want.table.fractional,
-            want.table.scheme,
-        )
-
-
-SOURCES = [
-    SEGMENTS,
-    SegmentTable.from_documents([]),
-    Spans([11, 17], [3, 0], [[1, 2, 3], [1, 4, 4]], [0, 1]),
-    Spans([11], [3], [[2, 1, 3]], seconds_per_frame=[Fraction(1, 2)]),
-    Spans([12], [3], [[1, 2, 2]], row_separator=True),
-    Spans([4], [], []),
-    InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5),
-    InputIds(np.array([1, 5, 1, 5], np.int32), [[1, 2, 2]] * 2, image_token_id=5, spatial_merge_size=2),
-    InputIds([1, 5, 7, 7, 1], [[1, 1, 1]], [[2, 1, 1]], image_token_id=5, video_token_id=7, seconds_per_frame=[0.5]),
-    InputIds([7, 1, 7], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, frames_apart=True),
-    InputIds([5, 2, 5, 3, 1], [[1, 2, 1]], image_token_id=5, row_token_id=2, last_row_token_id=3),
-    InputIds([1, 5, 2, 2], [[1, 1, 1]], image_token_id=5, cu_seqlens=[0, 2, 4]),
-    InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
-    InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
-]
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_every_source_is_answered_alike_on_both_sides(source: Any) -> None:
-    separated = getattr(source, "row_token_id", None) or getattr(source, "row_separator", None) is True
-    scheme = "flatten" if separated else "mrope-qwen2.5"
-    query = PositionsQuery(source, scheme, strict=False)
-    same(through(query).run(), query.run())
-
-
-VIEWS: list[list[View]] = [
-    [Take([0, 5], [3, 7])],
-    [Window([1, 0], [2, 9], [20, 1])],
-    [Window([], [], [])],
-    [Decode()],
-    [Decode(3)],
-    [Decode([2, 0])],
-    [Pad(18), Shard(1, 2, "contiguous")],
-    [Pad()],
-    [Pad(20, "left"), Shard(0, 2)],
-    [Pad(18), Shard(0, 2, "zigzag-sequence")],
-    [Pad(18), Shard(1, 2, "contiguous-sequence")],
-    [Pad([12, 20])],
-]
-
-
-@pytest.mark.parametrize("views", VIEWS)
-def test_every_view_is_answered_alike_on_both_sides(views: list[View]) -> None:
-    query = PositionsQuery(SEGMENTS, start=[5, 9], views=views, strict=False)
-    same(through(query).run(), query.run())
-
-
-@pytest.mark.parametrize("dense", [Dense(), Dense("int64"), Dense(np.float64, (1, 0, 0))])
-def test_ids_are_answered_alike_on_both_sides(dense: Dense) -> None:
-    query = PositionsQuery(SEGMENTS, start=-3, dense=dense)
-    same(through(query).run(), query.run())
-
-
 def test_what_a_query_leaves_open_stays_open() -> None:
     found = through(PositionsQuery(SEGMENTS))
     assert (found.scheme, found.start, found.strict, found.views, found.dense) == (None, 0, None, [], None)
@@ -152,20 +76,10 @@ def test_a_profile_is_named_in_the_message_only() -> None:
     assert message.profile == "qwen"
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("dense", [None, Dense()])
-def test_the_answer_of_every_scheme_travels(name: str, dense: Dense | None) -> None:
-    segments = SegmentTable.from_documents([[Grid(2, 4)]]) if name == "grid-2d" else SEGMENTS
-    want = PositionsQuery(segments, name, dense=dense).run()
-    message = positions_pb2.Positions()
-    positions.put_result(message, want)
-    same(positions.get_result("positions", travelled(message)), want)
-
-
 def test_the_fields_of_segments_travel() -> None:
     message = table_pb2.SegmentTable()
-    tables.put_segments(message, TIMED)
-    found = tables.get_segments("segments", travelled(message))
+    positions.put_segments(message, TIMED)
+    found = positions.get_segments("segments", travelled(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
     for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
         np.testing.assert_array_equal(getattr(found, name), getattr(TIMED, name))
@@ -186,13 +100,13 @@ SCHEME_OBJECTS: list[Scheme] = [
 @pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
 def test_every_scheme_travels_with_its_parameters(scheme: Scheme) -> None:
     message = scheme_pb2.Scheme()
-    schemes.put_scheme(message, scheme)
-    assert schemes.get_scheme("scheme", travelled(message)) == scheme
+    positions.put_scheme(message, scheme)
+    assert positions.get_scheme("scheme", travelled(message)) == scheme
 
 
 def test_every_parameter_of_a_scheme_is_a_field() -> None:
     known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
-    assert {name for scheme in SCHEMES.values() for name in schemes.parameters(scheme)} == known - {"name"}
+    assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
 
 def test_a_scheme_of_ones_own_stays_at_home() -> None:
@@ -200,7 +114,7 @@ def test_a_scheme_of_ones_own_stays_at_home() -> None:
         """Flatten, but another."""
 
     with pytest.raises(UnsupportedError, match=r"scheme: got Own, want one of mmpos\.SCHEMES in a call of a service"):
-        schemes.put_scheme(scheme_pb2.Scheme(), Own())
+        positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
 ROTARIES = [
@@ -267,33 +181,14 @@ def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
         np.testing.assert_array_equal(tensors.get_tensor("tensor", message), array)
 
 
-def test_parts_travel_and_build_the_same_sequence(tmp_path: Path) -> None:
-    path = tmp_path / "photo.png"
-    Image.fromarray(PHOTO).save(path)
-    palette = Image.fromarray(PHOTO).convert("P")
-    tensor = torch.from_numpy(PHOTO).permute(2, 0, 1)
-    given = ["é", [1, 2], path, path.read_bytes(), memoryview(path.read_bytes()), PHOTO, palette, tensor, np.array([7])]
-    message = sequences_pb2.Document()
-    sent = parts.put_parts(message, given)
-    want, built = BUILDER.build(given), BUILDER.build(parts.get_parts("", travelled(message)))
-    answer = sequences_pb2.Sequence()
-    sequences.put_sequence(answer, built)
-    found = sequences.get_sequence("sequence", travelled(answer), sent.hashes)
-    assert found.image_hashes == want.image_hashes
-    assert found.patches is not None
-    assert found.patches.flags.writeable
-    for name in ("input_ids", "token_type_ids", "patches", "grid_thw", "image_spans"):
-        assert getattr(found, name).dtype == getattr(want, name).dtype
-        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
-    np.testing.assert_array_equal(found.positions.table, want.positions.table)
-
-
 def test_sizes_and_grids_travel() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
     given = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
-    assert parts.put_parts(message, given) == parts.Sent(given=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"])
-    assert parts.get_parts("", travelled(message)) == given
+    assert sequences.put_parts(message, given) == sequences.Sent(
+        origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
+    )
+    assert sequences.get_parts("", travelled(message)) == given
 
 
 @pytest.mark.parametrize(
@@ -316,7 +211,7 @@ def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given:
     with pytest.raises(MmposError) as want:
         BUILDER.build(given)
     message = sequences_pb2.Document()
-    error = parts.put_parts(message, given).error
+    error = sequences.put_parts(message, given).error
     assert (type(error), str(error)) == (want.type, str(want.value))
     assert [part.text for part in message.parts] == (["a"] if isinstance(given, list) else [])
 
@@ -330,15 +225,15 @@ def tensor(**fields: Any) -> Callable[[], Any]:
 
 
 def table(**fields: Any) -> Callable[[], Any]:
-    return lambda: tables.get_table("table", table_pb2.PositionTable(**fields))
+    return lambda: positions.get_table("table", table_pb2.PositionTable(**fields))
 
 
 def segments(**fields: Any) -> Callable[[], Any]:
-    return lambda: tables.get_segments("segments", table_pb2.SegmentTable(**fields))
+    return lambda: positions.get_segments("segments", table_pb2.SegmentTable(**fields))
 
 
 def part(**fields: Any) -> Callable[[], Any]:
-    return lambda: parts.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
+    return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
 
 def turning(**fields: Any) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ import pytest
 from open_inference import config, refusal, stub
 
 from mmpos import SCHEMES
-from mmpos.rpc.schemes import parameters
+from mmpos.rpc.positions import parameters
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.testing import running
 

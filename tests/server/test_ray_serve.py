@@ -18,9 +18,8 @@ import torch
 from waiting import eventually, free_port
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import Client, rotations, sequences
+from mmpos.client import Client
 from mmpos.client import calls as client_calls
-from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
 from mmpos.rotary import Rotary
 from mmpos.rpc.queries import PositionsQuery
@@ -93,19 +92,19 @@ def documents(rng: random.Random) -> SegmentTable:
 
 def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
     """What a client would send, of any content."""
-    options, table, rotary = Options.checked(None, 30, (), 8), documents(rng), Rotary(head_dim=8)
+    table, rotary = documents(rng), Rotary(head_dim=8)
     if kind == "Place":
-        return client_calls.place(options, table, rng.choice(["rope-tie", "mrope", "none"]))
+        return client_calls.place(None, table, rng.choice(["rope-tie", "mrope", "none"]))
     if kind == "Build":
         image = np.full((rng.randint(1, 99), 50, 3), 9, np.uint8)
-        return sequences.build_batch(options, [["a" * rng.randint(1, 9), image], [b"no image"]], "return")
+        return client_calls.BuildSettings(None).build_batch([["a" * rng.randint(1, 9), image], [b"no image"]], "return")
     positions = place(table)
     if kind == "CosSin":
-        return rotations.cos_sin(options, rotary, positions)
+        return client_calls.cos_sin(None, rotary, positions)
     if kind == "Rotate":
         q = torch.tensor([rng.random() for _ in range(8 * positions.num_tokens)]).reshape(-1, 1, 8)
-        return rotations.apply_rotary(options, q, None, positions, rotary)
-    return client_calls.info(options)
+        return client_calls.apply_rotary(None, q, None, positions, rotary)
+    return client_calls.info()
 
 
 def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:
@@ -128,8 +127,9 @@ def test_answers_and_refusals_are_those_of_the_server_byte_by_byte(kind: str, pa
         rng = random.Random(kind)
         for _ in range(20):
             call = request(kind, rng)
-            assert call.path.endswith(f"/{kind}")
-            assert outcome(ingress, call.path, call.request) == outcome(server, call.path, call.request)
+            path, data = call.method.path, call.request().data
+            assert path.endswith(f"/{kind}")
+            assert outcome(ingress, path, data) == outcome(server, path, data)
 
 
 def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> None:

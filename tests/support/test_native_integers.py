@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from message_strategies import messages
 from mutations import broken
 
-from mmpos.rpc.fields import integer_lists
+from mmpos.rpc.tensors import integer_lists
 from mmpos.rpc.v1 import positions_pb2, table_pb2
 from mmpos.support import native
 

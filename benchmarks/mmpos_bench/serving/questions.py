@@ -12,10 +12,9 @@ import grpc
 import numpy as np
 
 import mmpos
-from mmpos.rpc.parts import put_parts
 from mmpos.rpc.positions import get_result, put_query
 from mmpos.rpc.queries import Dense, PositionsQuery, Spans
-from mmpos.rpc.sequences import get_sequence
+from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted

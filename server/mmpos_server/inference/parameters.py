@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from google.protobuf import json_format
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.rpc.positions import get_view
-from mmpos.rpc.schemes import get_scheme
+from mmpos.rpc.positions import get_scheme, get_view
+from mmpos.rpc.queries import View
 from mmpos.rpc.v1 import positions_pb2, scheme_pb2
-from mmpos.rpc.views import View
 from mmpos.schemes import Scheme
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.refusals import check

@@ -1,0 +1,33 @@
+"""Comparison of results of calls."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmpos import MmposError
+
+
+def same(one: Any, other: Any) -> None:
+    """Assert that two results are equal: types, values, dtypes, shapes, and the words of errors."""
+    assert type(one) is type(other), (one, other)
+    if isinstance(one, MmposError):
+        assert str(one) == str(other)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    elif is_dataclass(one):
+        for field in fields(one):
+            same(getattr(one, field.name), getattr(other, field.name))
+    else:
+        assert one == other

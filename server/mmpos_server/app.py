@@ -12,25 +12,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.access import Door
-from mmpos_server.admission import Admission
+from mmpos_server.access import Door, Tokens
+from mmpos_server.admission import Admission, Clients
 from mmpos_server.certificates import Certificates
-from mmpos_server.clients import Clients
-from mmpos_server.descriptors import one_pool
-from mmpos_server.handlers import Endpoint, Surroundings
-from mmpos_server.health import SERVICE as HEALTH
-from mmpos_server.health import Health
-from mmpos_server.introspection import REFLECTION, Introspection, Reflection
-from mmpos_server.lanes import Width
+from mmpos_server.config import Profiles
+from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
+from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, Reflection, one_pool
 from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
-from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.streams import StreamEndpoint
-from mmpos_server.tokens import Tokens
 from mmpos_server.traffic import Traffic
-from mmpos_server.transport import DiscreetLog, TransportServer
+from mmpos_server.transport import DiscreetLog, TransportServer, Width
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
@@ -90,7 +83,7 @@ class Server:
         self._methods = self._offered(config)
         self._admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         self._traffic = Traffic(config, self._admission, self.logs)
-        self._around = Surroundings(
+        self._around = ServerContext(
             config,
             self._admission,
             clients,

@@ -9,11 +9,10 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
-from mmpos_server.exchange import Exchange
+from mmpos_server.shared_memory import Exchange
 
 if TYPE_CHECKING:
-    from mmpos_server.admission import Admission, Gate, Pool
-    from mmpos_server.clients import Visit
+    from mmpos_server.admission import Admission, ClientLease, Gate, Pool
     from mmpos_server.decoding import Decoders
 
 __all__ = ["Call"]
@@ -42,7 +41,7 @@ class Call:
     Args:
         request_id: what logs and the client call it.
         admission: gates and pools.
-        visit: of the client.
+        lease: the places of the client.
         deadline: of the monotonic clock; None is none.
     """
 
@@ -57,19 +56,21 @@ class Call:
         "_tasks",
         "answer_bytes",
         "counts",
+        "lease",
         "memory",
         "request_bytes",
         "request_id",
         "sending",
         "span",
         "stages",
-        "visit",
         "weighed",
     )
 
-    def __init__(self, request_id: str, admission: Admission, visit: Visit, deadline: float | None = None) -> None:
+    def __init__(
+        self, request_id: str, admission: Admission, lease: ClientLease, deadline: float | None = None
+    ) -> None:
         self.request_id = request_id
-        self.visit = visit
+        self.lease = lease
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
         self.span: Any = None  # of tracing, where there is any
@@ -177,7 +178,7 @@ class Call:
 
     def item(self, number: int) -> Call:
         """The call of one item of this stream; its place is the stream's window, and the visit ends with the stream."""
-        item = Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        item = Call(f"{self.request_id}.{number}", self._admission, self.lease, self._deadline)
         item.sending = True
         return item
 
@@ -189,7 +190,7 @@ class Call:
             ServiceUnavailableError: the server is about to stop.
         """
         self._admission.arrive()
-        self.visit.begin_call(size)
+        self.lease.begin_call(size)
         gate = self._admission.gates["place"]
         gate.enter()
         self._gate = gate
@@ -203,7 +204,7 @@ class Call:
             ServiceOverloadedError: there is none, or the client has enough.
         """
         if size and self._gate is not None:
-            self.visit.weigh(size)
+            self.lease.weigh(size)
         while size:
             try:
                 self._admission.bytes.enter(size, self._bytes + self.weighed)
@@ -235,7 +236,7 @@ class Call:
             self._admission.lines[pool].left(tasks)
         self._gate, self._bytes = None, 0
         if not self.sending:
-            self.visit.end(seconds)
+            self.lease.end(seconds)
 
     def join(self, pool: Pool) -> None:
         """Join the line before a pool, if not done before; items of a stream have their window instead.
@@ -265,7 +266,7 @@ class Call:
             self._gate = line.gate
             self._tasks[pool] = 0
             self._leave_share()
-            if share := self.visit.share(line.gate):
+            if share := self.lease.share(line.gate):
                 share.enter()
                 self._share = share
 
@@ -278,7 +279,7 @@ class Call:
         if self._gate is not None:
             return
         gate = self._admission.lines[pool].gate
-        share = self.visit.share(gate)
+        share = self.lease.share(gate)
         gates = [gate] if share is None else [gate, share]
         while waits := [each.retry_after for each in gates if each.full]:
             await asyncio.sleep(max(waits))

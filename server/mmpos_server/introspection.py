@@ -1,4 +1,4 @@
-"""Health and reflection behind limits: callers of these services need no place, and of health no token."""
+"""Health and reflection services, behind limits of their own: callers need no admission, and for health no token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from mmpos.errors import MmposError
-from mmpos_server.admission import Admission
-from mmpos_server.clients import Clients, client_name
-from mmpos_server.failures import failure
-from mmpos_server.health import Health
+from mmpos_server.admission import Admission, Clients, client_name
+from mmpos_server.methods import NotFoundError, failure
 from mmpos_server.traffic import GoneError, Traffic
 from mmpos_server.transport import abort
 
-__all__ = ["REFLECTION", "Introspection", "Reflection"]
+__all__ = ["HEALTH", "REFLECTION", "Health", "Introspection", "Reflection", "one_pool"]
+
 
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
 """Full names of the service, whose messages are the same in both."""
@@ -87,9 +87,9 @@ class Introspection:
             return b""
 
     async def _stream(self, answers: Callable[[bytes], AsyncIterator[bytes]], _requests: object, context: Any) -> None:
-        visit, gate, entered = self._clients.visit(client_name(context)), self._admission.watches, False
+        lease, gate, entered = self._clients.lease(client_name(context)), self._admission.watches, False
         try:
-            visit.begin_watch()
+            lease.begin_watch()
             gate.enter()
             entered, read = True, False
             while (raw := await self._traffic.receive(context, idle=read)) is not grpc.aio.EOF:
@@ -103,9 +103,82 @@ class Introspection:
         finally:
             if entered:
                 gate.leave(1.0)
-            visit.end(1.0)
+            lease.end(1.0)
 
     async def _fail(self, error: Exception, context: Any) -> None:
         failed = failure(error, "")
         self._traffic.leave(context)
         await abort(context, failed.code, failed.message, failed.metadata)
+
+
+HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+"""Full name of the service."""
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """Health of each service and, under the empty name, of the server.
+
+    The servicer of grpc_health keeps watchers until they go by themselves, so that a server with one watcher would
+    never end within its grace, and forgets all watchers of a service when one leaves.
+
+    Args:
+        services: their full names.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = {"", *services}
+        self._stopping = asyncio.Event()
+
+    async def check(self, raw: bytes) -> bytes:
+        """The status of one service now.
+
+        Raises:
+            DecodeError: the bytes are no request.
+            NotFoundError: there is no such service.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        if service not in self._services:
+            # Cut, since it is of anybody: health asks for no token.
+            raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
+        return self._answer(service)
+
+    async def watch(self, raw: bytes) -> AsyncIterator[bytes]:
+        """The status of one service now and when it changes; ends when the server drains.
+
+        Raises:
+            DecodeError: the bytes are no request.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        yield self._answer(service)
+        if not self._stopping.is_set():
+            await self._stopping.wait()
+            yield self._answer(service)
+
+    def stop(self) -> None:
+        """Say NOT_SERVING from now on."""
+        self._stopping.set()
+
+    def _answer(self, service: str) -> bytes:
+        status = _Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING
+        if service not in self._services:
+            status = _Status.SERVICE_UNKNOWN
+        return bytes(_Status(status=status).SerializeToString())
+
+
+def one_pool(files: Iterable[Any]) -> DescriptorPool:
+    """A pool with these file descriptors, those that they import, and those of health and reflection."""
+    pool, added = DescriptorPool(), set[str]()
+
+    def add(file: Any) -> None:
+        if file.name in added:
+            return
+        added.add(file.name)
+        for imported in file.dependencies:
+            add(imported)
+        pool.AddSerializedFile(file.serialized_pb)
+
+    for file in (*files, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        add(file)
+    return pool

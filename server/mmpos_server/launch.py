@@ -1,35 +1,51 @@
-"""One server as the program of a process: from its options to its drain."""
+"""Server processes from start to drain: a server, or a supervisor of workers; reloading; settings of the allocator."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, process_time, sleep
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mmpos_server import malloc
+from prometheus_client.multiprocess import mark_process_dead
+
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos_server.access import Tokens
 from mmpos_server.app import Server
-from mmpos_server.config import Concurrency, Pools, ServerConfig, load
-from mmpos_server.listening import Listen, warn
+from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
+from mmpos_server.listening import Listen, address, bind, bind_http, inherits, notify, warn
 from mmpos_server.logs import Logs, logging_all
-from mmpos_server.metrics import About
-from mmpos_server.page import Page, exposed
-from mmpos_server.reloading import keep_reading
+from mmpos_server.metrics import About, Page, aggregate, exposed
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.systemd import inherits, notify
 
 if TYPE_CHECKING:
+    from mmpos_server.config import ServerConfig
+    from mmpos_server.logs import Logs
     from mmpos_server.tracing import Tracing
 
-__all__ = ["CUT_OFF", "Options", "ignore_signals", "leave", "serve"]
+__all__ = [
+    "CUT_OFF",
+    "Options",
+    "give_back_at_rest",
+    "ignore_signals",
+    "keep_large_blocks",
+    "keep_reading",
+    "leave",
+    "serve",
+    "supervise",
+]
+
 
 CUT_OFF = 3
 """Exit status of a process that ended while threads of it were at work."""
@@ -108,8 +124,8 @@ def serve(options: Options) -> None:
     Raises:
         InvalidInputError: a setting is wrong, or a place is taken.
     """
-    malloc.keep_large_blocks()
-    malloc.give_back_at_rest()
+    keep_large_blocks()
+    give_back_at_rest()
     _raise_files()
     with logging_all(options.log_level, options.log_format) as logs:
         asyncio.run(_serve(options, logs))
@@ -235,3 +251,279 @@ def _watch(stop: Callable[[], object], reread: Callable[[], object], *, supervis
                 stop()
 
         loop.add_reader(fd, read)
+
+
+# A worker that dies within this time is started again later and later.
+_YOUNG, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 10.0
+# Beyond the notice and the drain, for the processes to end.
+_WORKER_SECONDS = 5.0
+
+
+def supervise(options: Options, arguments: Sequence[str]) -> None:
+    """Serve with several processes until SIGTERM or SIGINT, and then until all have drained.
+
+    Args:
+        options: of the command line.
+        arguments: its words, from which those of the workers follow.
+
+    Raises:
+        InvalidInputError: a setting is wrong, the port is taken, or a worker could not start and has said why.
+    """
+    if options.listen.uds:
+        raise InvalidInputError(
+            f"workers: got {options.workers} with --uds, want 1: processes can share a port, but not a unix socket"
+        )
+    with logging_all(options.log_level, options.log_format, core=False) as logs:
+        _supervise(options, arguments, logs)
+
+
+def _supervise(options: Options, arguments: Sequence[str], logs: Logs) -> None:
+    listen = options.listen
+    # What is wrong with a file is said once, and not by every worker.
+    config = options.settings()
+    Profiles.from_config(config)
+    options.memory()
+    if listen.tls:
+        listen.tls.read()
+    if listen.token_file:
+        Tokens(listen.token_file, logs)
+    warn(listen, logs)
+    # Without sharing first: with it, two servers that both share would not see each other.
+    bind(listen.host, listen.port).close()
+    if listen.http_port is not None:
+        bind_http(listen).close()
+    with ExitStack() as held:
+        reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
+        port = reserved.getsockname()[1]
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
+        # The last of an option counts.
+        words = [*arguments, "--port", str(port), "--workers", "1", "--metrics-port", "0", "--worker"]
+        asyncio.run(_Supervisor(options, config, words, folder, logs).run(address(listen.host, port)))
+
+
+class _Supervisor:
+    """The workers of one server."""
+
+    def __init__(self, options: Options, config: ServerConfig, words: Sequence[str], folder: str, logs: Logs) -> None:
+        self._options, self._config, self._words, self._folder, self._logs = options, config, words, folder, logs
+        self._alive: dict[int, asyncio.subprocess.Process] = {}
+        self._serving: set[int] = set()
+        self._stopping, self._reread = asyncio.Event(), asyncio.Event()
+        self._failed = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker takes calls; from any thread."""
+        return bool(self._serving) and not self._stopping.is_set()
+
+    async def run(self, place: str) -> None:
+        """Show the page, and keep the workers until a signal comes, then let them drain."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reread.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        with ExitStack() as closing:
+            registry = aggregate(self._folder)
+            registry.register(About(self._options.listen.tls))
+            closing.enter_context(self._options.page(Page(registry, loop, lambda: self.ready)))
+            keeping = keep_reading(self._reread, self._config, self._options.settings, self._renew, self._logs)
+            reading = asyncio.create_task(keeping)
+            closing.callback(reading.cancel)
+            await self._run(place)
+
+    async def _run(self, place: str) -> None:
+        loop = asyncio.get_running_loop()
+        ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._options.workers)]
+        keepers = [asyncio.create_task(self._keep(worker, first)) for worker, first in enumerate(ready)]
+        stopping = asyncio.create_task(self._stopping.wait())
+        all_ready = asyncio.create_task(asyncio.wait(ready))
+        await asyncio.wait([all_ready, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not self._stopping.is_set():
+            print(f"mmpos_server listening on {place}", flush=True)
+            notify("READY=1")
+        await stopping
+        notify("STOPPING=1")
+        patience = self._options.notice_seconds + self._options.drain_seconds + _WORKER_SECONDS
+        await asyncio.wait(keepers, timeout=patience)
+        self._signal(signal.SIGKILL)
+        await asyncio.gather(*keepers)
+        all_ready.cancel()
+        ignore_signals()
+        if self._failed:
+            raise InvalidInputError("workers: got one that could not start, want what it says above to be mended")
+
+    async def _renew(self, config: ServerConfig) -> None:
+        """Have the workers read settings that are right; each says what it makes of them.
+
+        Raises:
+            InvalidInputError: they are wrong, which is said once, and not by every worker.
+        """
+        await asyncio.to_thread(Profiles.from_config, config)
+        for process in self._alive.values():
+            # Not by a signal, which would end a worker that is not ready for it yet.
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+
+    def _stop(self) -> None:
+        """The first signal drains the workers, the next one ends them at once: they count, too."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        for process in self._alive.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep(self, worker: int, ready: asyncio.Future[None]) -> None:
+        """One worker after the other in the same place."""
+        pause = _FIRST_PAUSE
+        while not self._stopping.is_set():
+            began = monotonic()
+            code = await self._one(worker, ready)
+            if self._stopping.is_set():
+                return
+            if not ready.done():
+                # It has never served: starting it again would fail again.
+                self._failed = True
+                self._stop()
+                return
+            pause = _FIRST_PAUSE if monotonic() - began > _YOUNG else min(2 * pause, _LONGEST_PAUSE)
+            self._logs.error("worker died", worker=worker, exit_code=code, again_in_seconds=pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _one(self, worker: int, ready: asyncio.Future[None]) -> int:
+        """Run one worker until it ends; gives its exit code."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mmpos_server", *self._words),
+            stdin=asyncio.subprocess.PIPE,  # held open as long as this process lives
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._folder},
+            start_new_session=True,  # a terminal's interrupt comes through this process, once
+        )
+        self._alive[process.pid] = process
+        try:
+            if self._stopping.is_set():  # while it was started
+                process.terminate()
+            assert process.stdout is not None
+            async for _ in process.stdout:
+                if not ready.done():
+                    ready.set_result(None)
+                self._serving.add(process.pid)
+                self._logs.info("worker serves", worker=worker, process=process.pid)
+            return await process.wait()
+        finally:
+            del self._alive[process.pid]
+            self._serving.discard(process.pid)
+            mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]
+
+
+async def keep_reading(
+    asked: asyncio.Event,
+    first: ServerConfig,
+    read: Callable[[], ServerConfig],
+    renew: Callable[[ServerConfig], Awaitable[None]],
+    logs: Logs,
+) -> None:
+    """Read the settings whenever it is asked for, one time after the other, until cancelled.
+
+    Args:
+        asked: set by the signal.
+        first: the settings of the start, of which concurrency and pools stay.
+        read: gives the settings.
+        renew: takes them, or raises what is wrong with them.
+        logs: where it is written what became of them.
+    """
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            config = await asyncio.to_thread(read)
+            later = _later(first, config)
+            await renew(config.model_copy(update={"concurrency": first.concurrency, "pools": first.pools}))
+        except (MmposError, ImportError) as error:
+            logs.error("settings stay as they were", reason=str(error))
+        except Exception as error:  # whatever it is: the next version must be read
+            logs.error("settings stay as they were", error)
+        else:
+            logs.info("settings read", file=config.name, profiles=list(config.profiles), from_next_start=later)
+
+
+def _later(first: ServerConfig, config: ServerConfig) -> list[str]:
+    """The settings that count from the next start on."""
+    later = [
+        f"{table}.{field}"
+        for table in ("concurrency", "pools")
+        for field, value in getattr(config, table)
+        if getattr(getattr(first, table), field) != value
+    ]
+    # The transport was told at the start how much it may read; less than that is compared with each request.
+    if config.limits.request_bytes > first.limits.request_bytes:
+        later.append("limits.request_bytes")
+    return later
+
+
+# From malloc.h of glibc. Its largest allowed threshold on 64 bits is 32 MiB.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_BYTES, _TRIM_BYTES, _ARENAS = 32 * 2**20, 256 * 2**20, 4
+
+_REST_SECONDS, _REST_SHARE = 5.0, 0.05
+"""A process rests if for so long it took at most this share of a processor."""
+_GROWN_BYTES = 32 * 2**20
+"""Memory that is worth giving back."""
+
+
+def keep_large_blocks() -> bool:
+    """Serve blocks up to 32 MiB from the heap and keep 256 MiB of it; for a process's entry point only.
+
+    Each arena keeps as much, and there are eight for each core unless told otherwise: four bound what is kept.
+
+    Returns:
+        whether it did: only glibc has these settings.
+    """
+    library = _glibc()
+    if library is None:
+        return False
+    settings = {_M_MMAP_THRESHOLD: _MMAP_BYTES, _M_TRIM_THRESHOLD: _TRIM_BYTES, _M_ARENA_MAX: _ARENAS}
+    return all(library.mallopt(name, value) for name, value in settings.items())
+
+
+def give_back_at_rest(seconds: float = _REST_SECONDS) -> bool:
+    """Give free memory back to the system whenever this process rests after it has grown; for its entry point only.
+
+    What a peak leaves is far more than the arenas may keep: free blocks between others count for no threshold.
+
+    Args:
+        seconds: how long a rest is.
+
+    Returns:
+        whether a thread does so: only glibc can.
+    """
+    library = _glibc()
+    if library is None:
+        return False
+    threading.Thread(target=_keep_giving_back, args=(library, seconds), name="mmpos-malloc", daemon=True).start()
+    return True
+
+
+def _keep_giving_back(library: Any, seconds: float) -> None:
+    with suppress(OSError):  # a system that does not tell
+        least, used = _resident_bytes(), process_time()
+        while True:
+            sleep(seconds)
+            before, used = used, process_time()
+            if used - before <= _REST_SHARE * seconds and _resident_bytes() > least + _GROWN_BYTES:
+                library.malloc_trim(0)  # without the lock of Python
+                least = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _glibc() -> Any:
+    try:
+        library = ctypes.CDLL(None)
+        return library if hasattr(library, "gnu_get_libc_version") else None
+    except (OSError, TypeError):  # no such library, as on Windows
+        return None

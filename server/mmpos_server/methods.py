@@ -1,4 +1,4 @@
-"""What a method of a service is to the server: its messages, and the function between them."""
+"""Descriptions of RPC methods, and the gRPC status of each exception."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmpos.rpc.errors import put_error
+import grpc
+from google.protobuf.message import DecodeError
+
+from mmpos.errors import (
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, put_error, shortened, to_status
 from mmpos.rpc.fields import required
 
 if TYPE_CHECKING:
@@ -16,7 +29,19 @@ if TYPE_CHECKING:
     from mmpos_server.admission import Pool
     from mmpos_server.call import Call
 
-__all__ = ["Method", "Run", "Twin", "answering", "queried", "streamed"]
+__all__ = [
+    "Failure",
+    "Method",
+    "NotFoundError",
+    "Run",
+    "Twin",
+    "answering",
+    "failure",
+    "public",
+    "queried",
+    "streamed",
+]
+
 
 Run = Callable[[Any, Any, "Call"], Awaitable[None]]
 """Reads the request, fills the response; what it raises becomes the status."""
@@ -94,3 +119,60 @@ def answering(response: Any, field: str) -> Any:
     target = getattr(response, field)
     target.SetInParent()
     return target
+
+
+class NotFoundError(InvalidInputError):
+    """A request names what is not here, in a protocol that has a status of its own for it: NOT_FOUND."""
+
+
+_KNOWN = (
+    InvalidInputError,
+    LimitExceededError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call fails.
+
+    Args:
+        status: name of the gRPC status.
+        message: its details.
+        metadata: trailing metadata.
+    """
+
+    status: str
+    message: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The status."""
+        return grpc.StatusCode[self.status]
+
+
+def public(error: Exception, request_id: str) -> MmposError:
+    """The error that a client may see: its own mistakes as they are, the server's by the id of the request only."""
+    if isinstance(error, DecodeError):
+        return InvalidInputError("request: got bytes that are not such a message, want valid protobuf")
+    if isinstance(error, _KNOWN):
+        return error
+    return ServiceError(f"internal error, request {request_id}")
+
+
+def failure(error: Exception, request_id: str) -> Failure:
+    """The status of an error, cut to what a header holds."""
+    seen = public(error, request_id)
+    status, message = to_status(seen)
+    if isinstance(seen, NotFoundError):
+        status = "NOT_FOUND"
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(seen, ServiceOverloadedError):
+        metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
+    if isinstance(seen, OutputError):
+        metadata = ((OUTPUT_BYTES, str(seen.needed)),)
+    return Failure(status, shortened(message), metadata)

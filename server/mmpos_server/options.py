@@ -12,11 +12,9 @@ import typer
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.certificates import Tls
-from mmpos_server.launch import Options, leave
+from mmpos_server.launch import Options, leave, supervise
 from mmpos_server.launch import serve as serve_here
-from mmpos_server.listening import Listen
-from mmpos_server.unix_socket import Uds
-from mmpos_server.workers import supervise
+from mmpos_server.listening import Listen, Uds
 
 __all__ = ["app", "serve"]
 

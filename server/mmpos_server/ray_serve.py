@@ -1,10 +1,11 @@
-"""The services as an application of Ray Serve: the same methods in every replica, behind the gRPC of a cluster."""
+"""The services as a Ray Serve application: the same methods in every replica, behind the gRPC proxy of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -13,28 +14,25 @@ from grpc_health.v1 import health_pb2
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.support.extras import needed_for
-from mmpos_server import malloc
-from mmpos_server.admission import Admission
-from mmpos_server.clients import Clients
-from mmpos_server.config import ServerConfig, load
-from mmpos_server.failures import NotFoundError, failure
-from mmpos_server.handlers import Endpoint, Surroundings
-from mmpos_server.health import Health
+from mmpos_server import launch
+from mmpos_server.admission import Admission, Clients
+from mmpos_server.config import Profiles, ServerConfig, load
+from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
 from mmpos_server.inference import open_inference_pb2
+from mmpos_server.introspection import Health
 from mmpos_server.logs import LEVELS, Logs
+from mmpos_server.methods import NotFoundError, failure
 from mmpos_server.metrics import Metrics
-from mmpos_server.profiles import Profiles
-from mmpos_server.ray_context import Answer, answered, answers
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.streams import StreamEndpoint
 from mmpos_server.traffic import Traffic
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
     from ray import serve
 
-__all__ = ["SERVICER", "Replica", "add_services", "app", "application"]
+__all__ = ["SERVICER", "Answer", "Replica", "add_services", "answered", "answers", "app", "application"]
+
 
 SERVICER = "mmpos_server.ray_serve.add_services"
 """What grpc_servicer_functions of Serve's gRPCOptions has to name."""
@@ -81,10 +79,10 @@ class Replica:
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
-        malloc.keep_large_blocks()
+        launch.keep_large_blocks()
         admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         logs = Logs(log_level)
-        around = Surroundings(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
+        around = ServerContext(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
         offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
         self.unary = {method.name: Endpoint(method, around) for method in offered}
         streams = [StreamEndpoint(method, around) for method in offered if method.twin]
@@ -182,3 +180,99 @@ def _replicas(value: Any) -> Any:
     if value == "auto" or (str(value).isdecimal() and int(value) >= 1):
         return value if value == "auto" else int(value)
     raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')
+
+
+class Answer:
+    """Bytes in the place of the message that they are.
+
+    Args:
+        raw: the bytes.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 (the name that Serve calls)
+        """The bytes."""
+        return self._raw
+
+
+async def answered(handle: Callable[[bytes, Any], Awaitable[bytes]], request: bytes, context: Any) -> Answer:
+    """The answer of an endpoint to a request.
+
+    Args:
+        handle: of the endpoint.
+        request: the message.
+        context: of Serve; gets the status of a call that fails.
+    """
+    try:
+        return Answer(await handle(request, _Context(context)))
+    except _AbortedError:
+        # Returned and not raised: of what raises, Serve sends no trailing metadata.
+        return Answer(b"")
+
+
+async def answers(
+    handle: Callable[[object, Any], Awaitable[None]], requests: AsyncIterator[bytes], context: Any
+) -> AsyncIterator[Answer]:
+    """The answers of a stream's endpoint.
+
+    Args:
+        handle: of the endpoint.
+        requests: the messages.
+        context: of Serve; gets the status of a stream that fails.
+    """
+    exchange = _Exchange(context, requests)
+    handling = asyncio.ensure_future(handle(None, exchange))
+    handling.add_done_callback(lambda _: exchange.answers.put_nowait(None))
+    try:
+        while (answer := await exchange.answers.get()) is not None:
+            yield Answer(answer)
+            exchange.taken.set()
+        await handling
+    finally:
+        handling.cancel()
+
+
+class _AbortedError(Exception):
+    """The context has the status."""
+
+
+class _Context:
+    """What endpoints ask of the context of gRPC, where Serve's has it not, or otherwise."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def time_remaining(self) -> None:
+        """Serve tells no deadline; its ingress cancels calls whose deadline has passed."""
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._context.set_trailing_metadata(list(metadata))
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> NoReturn:
+        self._context.set_code(code)
+        self._context.set_details(details)
+        self.set_trailing_metadata(metadata)
+        raise _AbortedError(details)
+
+
+class _Exchange(_Context):
+    """The same of a stream: requests are read from Serve, and an answer is written when Serve has taken it."""
+
+    def __init__(self, context: Any, requests: AsyncIterator[bytes]) -> None:
+        super().__init__(context)
+        self._requests = requests
+        self.answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.taken = asyncio.Event()
+
+    async def read(self) -> Any:
+        return await anext(self._requests, grpc.aio.EOF)
+
+    async def write(self, answer: bytes) -> None:
+        self.taken.clear()
+        self.answers.put_nowait(answer)
+        await self.taken.wait()

@@ -47,7 +47,7 @@ class Tracing:
             "rpc.system.name": "grpc",
             "rpc.method": method,
             "mmpos.request_id": call.request_id,
-            "mmpos.client": call.visit.name,
+            "mmpos.client": call.lease.name,
             **_peer(context.peer()),
         }
         above = propagate.extract(carrier, Context())

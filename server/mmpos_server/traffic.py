@@ -1,16 +1,21 @@
-"""Messages that are on their way: requests that are not here yet, answers that their clients have not taken."""
+"""Messages in transit: requests that have not arrived, answers that clients have not taken, and the sockets of both."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import socket
+import stat
+import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import grpc
 
@@ -21,8 +26,6 @@ from mmpos.errors import (
     ServiceTimeoutError,
     ServiceUnavailableError,
 )
-from mmpos_server import sockets
-from mmpos_server.sockets import Peer, peer_of
 
 if TYPE_CHECKING:
     from mmpos_server.admission import Admission
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from mmpos_server.config import ServerConfig
     from mmpos_server.logs import Logs
 
-__all__ = ["GoneError", "Traffic"]
+__all__ = ["GoneError", "Peer", "Traffic", "close_connections", "open_connections", "peer_of"]
+
 
 _TICK = 0.25
 """Seconds between two looks at what is on its way."""
@@ -142,8 +146,8 @@ class Traffic:
             await asyncio.wait({ending}, timeout=_TICK)
             quiet_since = min(quiet_since, monotonic()) if self._quiet else math.inf
             if self._ports and monotonic() - quiet_since > _DRAIN_SECONDS:
-                peers = await asyncio.to_thread(sockets.connections, self._ports)
-                await asyncio.to_thread(sockets.close, peers, self._ports)
+                peers = await asyncio.to_thread(open_connections, self._ports)
+                await asyncio.to_thread(close_connections, peers, self._ports)
 
     @property
     def _quiet(self) -> bool:
@@ -205,14 +209,14 @@ class Traffic:
         if self._task is None:
             return
         gate = self._admission.unsent
-        call.visit.answer(size)
+        call.lease.answer(size)
         gate.enter(size)
         call.sending = True
 
         def sent(_: object) -> None:
             seconds = call.seconds
             gate.leave(seconds, size)
-            call.visit.end(seconds)
+            call.lease.end(seconds)
 
         _at_end(sent)
         self.leave(context)
@@ -257,10 +261,10 @@ class Traffic:
         # Before the sockets are asked: what comes meanwhile is taken for being on its way until the next look.
         came, self._came = self._came, defaultdict(float)
         # In a thread: with a thousand connections it takes some milliseconds.
-        received = await asyncio.to_thread(sockets.connections, self._ports)
+        received = await asyncio.to_thread(open_connections, self._ports)
         self._account(received, {peer_of(name): size for name, size in came.items()})
         if peers := self._crowd() | self._stuck():
-            await asyncio.to_thread(sockets.close, peers, self._ports)
+            await asyncio.to_thread(close_connections, peers, self._ports)
 
     def _end_late(self) -> None:
         """End what should have come."""
@@ -348,3 +352,58 @@ def _at_end(function: Callable[[object], object]) -> None:
 def _older(passages: _Passages, began: float) -> list[_Passage]:
     """Those that began before."""
     return list(takewhile(lambda passage: passage.began <= began, passages))
+
+
+_FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+_TCP_INFO = getattr(socket, "TCP_INFO", None)
+_RECEIVED = 128  # where tcpi_bytes_received stands in struct tcp_info of Linux
+
+
+class Peer(NamedTuple):
+    """The other end of a connection."""
+
+    host: str
+    port: int
+
+
+def peer_of(name: str) -> Peer | None:
+    """The peer that gRPC calls by such a name; None for one without a port, as on a unix socket."""
+    kind, _, place = name.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return None
+    host, _, port = unquote(place).rpartition(":")
+    return Peer(host.strip("[]"), int(port))
+
+
+def open_connections(ports: Collection[int]) -> dict[Peer, int]:
+    """The peers that are connected to these ports of this process, and the bytes that each has sent (0 if unknown)."""
+    return {peer: _received(found) for peer, found in _accepted(ports)}
+
+
+def close_connections(peers: Collection[Peer], ports: Collection[int]) -> None:
+    """Close connections of these peers to these ports; what they were doing is cancelled."""
+    for peer, found in _accepted(ports):
+        if peer in peers:
+            with suppress(OSError):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _accepted(ports: Collection[int]) -> Iterator[tuple[Peer, socket.socket]]:
+    for name in os.listdir(_FOLDER):
+        with suppress(OSError):
+            # A duplicate stays what it is if the other is closed meanwhile, and its number taken by something else.
+            fd = os.dup(int(name))
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.close(fd)
+                continue
+            with socket.socket(fileno=fd) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] in ports:
+                    host, port = found.getpeername()[:2]
+                    yield Peer(host.removeprefix("::ffff:"), port), found
+
+
+def _received(found: socket.socket) -> int:
+    if _TCP_INFO is None:
+        return 0
+    info = found.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _RECEIVED + 8)
+    return int(struct.unpack_from("=Q", info, _RECEIVED)[0]) if len(info) >= _RECEIVED + 8 else 0

@@ -21,8 +21,7 @@ from mmpos.images import ImageProcessor
 from mmpos.positions.place import place as place_here
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.sequence.builder import SequenceBuilder
-from mmpos_server.config import Limits
-from mmpos_server.profiles import Profile, Profiles
+from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.services import methods
 from mmpos_server.testing import running
 

@@ -29,8 +29,8 @@ from mmpos import SegmentTable, place
 from mmpos_server.app import Server
 from mmpos_server.certificates import Tls
 from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.messages import DATATYPES
 from mmpos_server.inference.rest import MAX_JSON, MAX_LISTS, MAX_NUMBERS
-from mmpos_server.inference.tensors import DATATYPES
 from mmpos_server.listening import Listen
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running

@@ -24,8 +24,7 @@ from mmpos.client.options import Options
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
 from mmpos.rotary import Rotary
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server.config import load
-from mmpos_server.profiles import Profiles
+from mmpos_server.config import Profiles, load
 from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory

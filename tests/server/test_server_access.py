@@ -25,17 +25,15 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
-from mmpos_server.access import OPEN
+from mmpos_server.access import OPEN, Tokens
+from mmpos_server.admission import client_name
 from mmpos_server.app import Server
 from mmpos_server.certificates import Tls
-from mmpos_server.clients import client_name
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.launch import Options
+from mmpos_server.launch import Options, supervise
 from mmpos_server.listening import Listen
 from mmpos_server.logs import Logs
 from mmpos_server.testing import running
-from mmpos_server.tokens import Tokens
-from mmpos_server.workers import supervise
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])

@@ -166,10 +166,10 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
 
 
 ENDLESS = """
-import threading, mmpos_server.placing
+import threading, mmpos_server.position_service
 async def place(self, query, answer, call):
     await call.run("place", threading.Event().wait)
-mmpos_server.placing.Placing.place = place
+mmpos_server.position_service.PositionService.place = place
 """
 
 

@@ -18,9 +18,8 @@ from mmpos import SegmentTable, Text, place
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError
 from mmpos_server.__main__ import main
-from mmpos_server.listening import Listen
+from mmpos_server.listening import Listen, Uds
 from mmpos_server.testing import running
-from mmpos_server.unix_socket import Uds
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 

@@ -19,8 +19,7 @@ from mmpos_bench.cases import Case, Contestant, Role
 from mmpos_bench.proofs import equal, holds
 from mmpos_bench.serving.processes import ServerProcess
 from mmpos_bench.timing import Budget
-from mmpos_server.config import load
-from mmpos_server.profiles import Profiles
+from mmpos_server.config import Profiles, load
 
 __all__ = ["Sharing"]
 

@@ -17,11 +17,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.rpc.errors import RETRY_AFTER, shortened
-from mmpos_server.failures import failure
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
 from mmpos_server.inference.rest import Wanted, infer_request, infer_response, plain, register_request
 from mmpos_server.listening import Listen, address, bind_http
+from mmpos_server.methods import failure
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmpos_server.access import Door
     from mmpos_server.call import Call
     from mmpos_server.certificates import Certificates
-    from mmpos_server.handlers import Endpoint, Surroundings
+    from mmpos_server.endpoints import Endpoint, ServerContext
     from mmpos_server.logs import Logs
 
 __all__ = ["HttpForm"]
@@ -145,7 +145,7 @@ class HttpForm:
     """
 
     def __init__(
-        self, endpoints: Iterable[Endpoint], surroundings: Surroundings, door: Door | None, listen: Listen
+        self, endpoints: Iterable[Endpoint], surroundings: ServerContext, door: Door | None, listen: Listen
     ) -> None:
         self.surroundings = surroundings
         self._door, self._listen = door, listen
@@ -155,7 +155,7 @@ class HttpForm:
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
 
-    def renew(self, surroundings: Surroundings) -> None:
+    def renew(self, surroundings: ServerContext) -> None:
         """Hold bodies to these limits from now on."""
         self.surroundings = surroundings
 

@@ -1,25 +1,32 @@
-"""The methods of the protocol."""
+"""Methods of the Open Inference Protocol, with the metadata and statistics of its models."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from time import time
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.rpc.errors import shortened
 from mmpos.support.info import version
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.failures import NotFoundError
+from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.metadata import put_config, put_metadata
+from mmpos_server.inference.messages import DATATYPES, get_request
 from mmpos_server.inference.models import Model
-from mmpos_server.inference.requests import get_request
-from mmpos_server.inference.statistics import Statistics
-from mmpos_server.methods import Method, Run, Twin
-from mmpos_server.profiles import Profile, Profiles
+from mmpos_server.methods import Method, NotFoundError, Run, Twin
 from mmpos_server.shared_memory import Regions, SharedMemory
 
-__all__ = ["SERVICE", "OpenInference"]
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
+    from mmpos_server.config import Profile
+    from mmpos_server.inference import open_inference_pb2 as pb
+    from mmpos_server.inference.models import Model
+
+__all__ = ["PLATFORM", "SERVICE", "OpenInference", "Statistics", "put_config", "put_metadata"]
+
 
 SERVICE = "inference.GRPCInferenceService"
 """Full name of the service."""
@@ -197,3 +204,95 @@ def _method(run: Run, *, admitted: bool = True) -> Method:
 def _refuse(message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, error: MmposError) -> None:
     answer.error_message = shortened(str(error))
     answer.infer_response.id = message.id
+
+
+PLATFORM = "mmpos"
+"""What runs the models."""
+
+_TOLD = attrgetter("told")
+
+
+def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profile) -> None:
+    """Fill a message with the tensors of a version."""
+    message.name, message.platform = model.name, PLATFORM
+    for tensors, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
+        for spec in filter(_TOLD, specs):
+            tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
+
+
+def put_config(message: pb.ModelConfig, model: Model, profile: Profile) -> None:
+    """Fill a message with the tensors of a version, and which of them may be left out."""
+    message.name, message.platform, message.backend = model.name, PLATFORM, PLATFORM
+    message.model_transaction_policy.decoupled = False
+    for spec in model.inputs(profile):
+        data_type = DATATYPES[spec.datatypes[0]].config
+        message.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
+    for spec in filter(_TOLD, model.outputs(profile)):
+        message.output.add(name=spec.name, data_type=DATATYPES[spec.datatypes[0]].config, dims=spec.shape)
+
+
+# Stages of a call, and what the protocol calls them. Encoding comes after the answer is there, and is not in here.
+_PARTS = {
+    "queue": "queue",
+    "decode": "compute_input",
+    "read": "compute_input",
+    "place": "compute_infer",
+    "build": "compute_infer",
+    "rotate": "compute_infer",
+    "write": "compute_output",
+}
+
+
+@dataclass
+class _Times:
+    """Requests of one version of one model, and seconds of them."""
+
+    succeeded: int = 0
+    failed: int = 0
+    documents: int = 0
+    last: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("success", "fail", *_PARTS.values()), 0.0))
+
+
+class Statistics:
+    """Counts since the server started; used from the event loop only.
+
+    Args:
+        versions: model and version of each that is counted.
+    """
+
+    def __init__(self, versions: Iterable[tuple[str, str]]) -> None:
+        self._times = {version: _Times() for version in versions}
+
+    def succeeded(self, model: str, version: str, call: Call) -> None:
+        """A request was answered."""
+        times = self._begin(model, version, call, "success")
+        times.succeeded += 1
+        times.documents += call.counts.get("documents", 1)
+        for stage, seconds in call.stages:
+            times.seconds[_PARTS[stage]] += seconds
+
+    def failed(self, model: str, version: str, call: Call) -> None:
+        """A request failed, or nobody waits for it any more."""
+        self._begin(model, version, call, "fail").failed += 1
+
+    def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
+        """Fill a message with the statistics of a model and a version, or of all where the name is empty."""
+        for (name, of), times in self._times.items():
+            if model in ("", name) and version in ("", of):
+                _put(message.model_stats.add(name=name, version=of), times)
+
+    def _begin(self, model: str, version: str, call: Call, outcome: str) -> _Times:
+        times = self._times[model, version]
+        times.last = time()
+        times.seconds[outcome] += call.seconds
+        return times
+
+
+def _put(message: pb.ModelStatistics, times: _Times) -> None:
+    message.last_inference = int(1000 * times.last)
+    message.inference_count, message.execution_count = times.documents, times.succeeded
+    for part, seconds in times.seconds.items():
+        duration = getattr(message.inference_stats, part)
+        duration.count = times.failed if part == "fail" else times.succeeded
+        duration.ns = round(1e9 * seconds)

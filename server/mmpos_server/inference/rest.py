@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.tensors import DATATYPES, from_contents
+from mmpos_server.inference.messages import DATATYPES, from_contents
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

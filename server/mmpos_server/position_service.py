@@ -1,4 +1,4 @@
-"""PositionService: a query is read, answered and written."""
+"""PositionService: reads a query, places its documents and writes the positions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.profiles import Profile, Profiles
-from mmpos_server.refusals import check_message, check_reply, check_segments, check_table, check_view
+from mmpos_server.config import Limits, Profile, Profiles
+from mmpos_server.limits import check_message, check_reply, check_segments, check_table, check_view
 
-__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "Placing", "complete", "segments_at_work"]
+__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "PositionService", "complete", "segments_at_work"]
 
 INLINE_BYTES, INLINE_SEGMENTS = 16_384, 4096
 """Queries up to this size, with what they have in shared memory, that make no more segments are answered between two
 others: a thread would cost more than they do."""
 
 
-class Placing:
+class PositionService:
     """The method of PositionService.
 
     Args:

@@ -18,14 +18,13 @@ from mmpos.rpc.tensors import get_torch, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check, check_answer, check_tensors
+from mmpos_server.config import Limits, Profiles
+from mmpos_server.limits import check, check_answer, check_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Rotations", "check_head_dim", "demand_torch", "device"]
+__all__ = ["RotaryService", "check_head_dim", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
 """Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
@@ -45,7 +44,7 @@ _LAYOUTS: dict[Any, str | None] = {
 }
 
 
-class Rotations:
+class RotaryService:
     """The methods of RotaryService.
 
     Args:

@@ -23,12 +23,11 @@ from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Pool
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
+from mmpos_server.config import Limits, Profiles
 from mmpos_server.decoding import Apart, is_heavy
-from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check, check_answer
+from mmpos_server.limits import check, check_answer
 
-__all__ = ["Building", "Document"]
+__all__ = ["Document", "SequenceService"]
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Document:
     outcome: InterleavedSequence | MmposError | None = None
 
 
-class Building:
+class SequenceService:
     """The method of SequenceService.
 
     Args:

@@ -1,4 +1,4 @@
-"""What is refused before work is done: claims of a request are counted, and compared with the limits."""
+"""Limit checks made before work is done: claims of a request are counted and compared with the limits."""
 
 from __future__ import annotations
 

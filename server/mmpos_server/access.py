@@ -35,7 +35,7 @@ OPEN = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
-"""What is answered to everybody: probes and balancers have no token."""
+"""Methods answered without a token, which probes and load balancers do not have."""
 
 _SECONDS = 1.0
 _STATUS, _DETAILS = to_status(
@@ -46,17 +46,17 @@ _token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
 
 
 def token_name() -> str | None:
-    """Whose token the running call has; None where none was asked for."""
+    """Return the client name of the token that the running call carries; None where no token is required."""
     return _token_name.get()
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Stands before all methods, those of other handlers and unknown ones included, and is closed unless told.
+    """Interceptor before all methods, known or not, that lets calls with a known token pass and refuses all others.
 
     Args:
-        tokens: who may pass.
-        metrics: where those who may not are counted.
-        logs: where they are written, once a second at most.
+        tokens: known tokens and their client names.
+        metrics: counts refused calls.
+        logs: gets a line about refused calls, once a second at most.
     """
 
     def __init__(self, tokens: Tokens, metrics: Metrics, logs: Logs) -> None:
@@ -69,13 +69,13 @@ class Door(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a call, or the one that refuses it."""
+        """Return the handler of a call, or one that refuses the call."""
         if not self.lets_in(handler_call_details.method, handler_call_details.invocation_metadata):
             return self._refusal
         return await continuation(handler_call_details)
 
     def lets_in(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call of this path may pass; the running task has then the name of its token."""
+        """Check whether a call may pass, and note the name of its token for the running task."""
         if method in OPEN:
             return True
         token = get_token(metadata)
@@ -86,17 +86,17 @@ class Door(grpc.aio.ServerInterceptor):
         return True
 
     def refused(self, peer: str) -> tuple[str, str]:
-        """Count a call of this peer that may not pass; gives its status and its details."""
+        """Count a refused call of this peer; returns the status and details that the call ends with."""
         self._refused, self._peer = self._refused + 1, peer
         self._metrics.unauthenticated.inc()
         return _STATUS, _DETAILS
 
     def open(self) -> None:
-        """Begin to look, every second, whether the tokens have changed."""
+        """Start checking every second whether the token file has changed."""
         self._watch = asyncio.create_task(self._look())
 
     async def close(self) -> None:
-        """End that."""
+        """Stop checking the token file."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -120,7 +120,7 @@ class Door(grpc.aio.ServerInterceptor):
 
 
 LEAST_CHARACTERS = 16
-"""A token of fewer could be guessed."""
+"""Least length of a token; a shorter one could be guessed."""
 
 _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -130,14 +130,14 @@ _Version = tuple[int, int, int, int]
 class Tokens:
     """The tokens of a file: one "NAME TOKEN" in a line, or a comment after "#"; a name may have several.
 
-    Two valid tokens of one name are a rotation: the new one is added, clients change, the old one is taken away.
+    To rotate a token, add the new one under the same name, let clients change over, and remove the old one.
 
     Args:
         path: the file.
-        logs: where it is written that a new version of the file is wrong; it is then as if it had not changed.
+        logs: gets an error when a new version of the file is wrong; the tokens then stay as they were.
 
     Raises:
-        InvalidInputError: the file is wrong; the message names file and line, and never says what stands there.
+        InvalidInputError: the file is wrong; the message names file and line, and never quotes the line.
     """
 
     def __init__(self, path: Path, logs: Logs) -> None:
@@ -146,22 +146,22 @@ class Tokens:
         self._version, self._names = _read(path)
 
     def name(self, token: str) -> str | None:
-        """Whose token it is; None if it is nobody's."""
+        """Return the client name of a token; None for an unknown token."""
         return self._names.get(_digest(token))
 
     def refresh(self) -> None:
         """Read the file again if it has changed; from any thread, one at a time."""
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except OSError:
-            found = None
-        version = None if found is None else file_version(found)
+            status = None
+        version = None if status is None else file_version(status)
         if version == self._version:
             return
         # Noted before it is read: what is wrong is said once, and what is written meanwhile is read the next time.
         self._version = version
         try:
-            if found is not None and not stat.S_ISREG(found.st_mode):
+            if status is not None and not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError(f"{self._path}: got a pipe or the like, want a file: it is not waited for")
             self._version, self._names = _read(self._path)
         except InvalidInputError as error:
@@ -175,7 +175,7 @@ def _digest(token: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
-    """Version of a file, and its names by the digests of their tokens."""
+    """Read a token file; returns its version, and the client names by digest of their tokens."""
     try:
         with path.open("rb") as file:
             version = file_version(os.fstat(file.fileno()))
@@ -202,7 +202,7 @@ def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
 
 
 def _entry(words: list[str]) -> tuple[bytes, str]:
-    """Digest and name of a line; errors quote nothing of it, as any word of it could be a token."""
+    """Parse a line into digest and name; errors quote nothing of the line, as any word of it could be a token."""
     if len(words) != 2:
         raise InvalidInputError(f"got words: {len(words)}, want 2: a name and a token")
     name, token = words

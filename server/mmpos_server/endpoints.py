@@ -47,15 +47,15 @@ __all__ = ["REQUEST_ID", "Endpoint", "Form", "ServerContext", "StreamEndpoint"]
 
 
 REQUEST_ID = "x-request-id"
-"""Metadata in which a client may send an id, and in which it gets it back."""
+"""Metadata key of the request id, which a client may set and gets back."""
 
-_ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that send a request again
+_ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _INLINE_BYTES, _INLINE_ELEMENTS = 2**20, 2**14
-"""Most of a message that is parsed, and of an answer that is written, between two other calls."""
+"""Largest message that is parsed, and largest answer that is written, on the event loop."""
 
 _SURELY_FEW = 2**15
-"""Bytes of a message that are not worth counting what is in them: each element has two, or is a packed number."""
+"""Bytes of a message below which its elements are not counted: each has two bytes, or is a packed number."""
 
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -67,17 +67,17 @@ def _ids() -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class ServerContext:
-    """What the methods of one server share.
+    """State that all methods of one server share.
 
     Args:
-        config: its settings.
-        admission: gates and pools.
-        clients: what each client has.
-        metrics: what is counted.
-        logs: what is written.
-        traffic: messages on their way.
-        tracing: what makes spans; None: nothing does.
-        shared_memory: what it takes of it.
+        config: settings of the server.
+        admission: gates and thread pools.
+        clients: slots of each client.
+        metrics: metrics of the server.
+        logs: log of the server.
+        traffic: messages in transit.
+        tracing: source of OpenTelemetry spans; None for none.
+        shared_memory: access to shared memory of clients.
         ids: ids of requests that came without one.
     """
 
@@ -92,7 +92,7 @@ class ServerContext:
     ids: Iterator[str] = field(default_factory=_ids)
 
     def call(self, context: Any) -> Call:
-        """The call of a context, with its id and deadline."""
+        """Create the call of a gRPC context, with its id, client and deadline."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
@@ -108,30 +108,30 @@ class ServerContext:
         return Call(request_id, self.admission, self.clients.lease(client_name(context)), deadline)
 
     async def share(self, raw: bytes, request: Message, call: Call) -> None:
-        """Give the call what its request has in shared memory; all of it is weighed before any is read.
+        """Open the shared memory that a request names for its call; its size is checked before any is read.
 
         Raises:
             LimitExceededError: more bytes, documents or parts than one request may name.
-            ServiceOverloadedError: the requests at work hold too many.
-            UnsupportedError: the answer is to go there, and this server takes no shared memory.
-            InvalidInputError: it is to go where nothing can.
+            ServiceOverloadedError: the requests at work hold too many bytes.
+            UnsupportedError: the answer is to go to shared memory, which this server does not use.
+            InvalidInputError: the answer is to go to an object that cannot be opened.
         """
         if mentions(raw, self.shared_memory):
-            # In a thread: a request may have a million parts to look at.
+            # In a thread: a request may have a million parts.
             size = await call.run("place", claimed, request, self.config.limits)
             check("shared_bytes", size, self.config.limits)
             await call.weigh(size)
         call.memory = Exchange(self.shared_memory, request)
 
     def failed(self, error: Exception, call: Call, method: str) -> Failure:
-        """The status of an error; one of the server's own is written down."""
+        """Return the status of an error; an internal error is logged."""
         failed = failure(error, call.request_id)
         if failed.status == "INTERNAL":
             self.logs.error("internal error", error, request_id=call.request_id, method=method, **call.trace)
         return failed
 
     def ended(self, kind: str, call: Call, method: str, status: str, context: Any, **sizes: int) -> None:
-        """Write the line of a request or of a stream; sizes are what else is worth a number."""
+        """Log the end of a request or stream, with further numbers in ``sizes``."""
         if self.logs.requests:
             self.logs.info(
                 kind,
@@ -148,46 +148,46 @@ class ServerContext:
 
 
 class Form(Protocol):
-    """What the messages of one request look like on the way, where that is not protobuf."""
+    """Encoding of the messages of one request, where that is not protobuf."""
 
     async def read(self, raw: bytes, call: Call) -> Any:
-        """The request in these bytes."""
+        """Decode a request."""
 
     async def write(self, response: Any, call: Call) -> bytes:
-        """The bytes of an answer."""
+        """Encode an answer."""
 
 
 class Endpoint:
-    """The unary form of a method.
+    """Unary endpoint of a method.
 
     Args:
-        method: what it does.
-        surroundings: of the server.
+        method: method to call.
+        server: state that the methods share.
     """
 
-    def __init__(self, method: Method, surroundings: ServerContext) -> None:
-        self.method, self._around = method, surroundings
+    def __init__(self, method: Method, server: ServerContext) -> None:
+        self.method, self._server = method, server
         self._path = f"{method.service}/{method.name}"
-        self._metrics = MethodMetrics(surroundings.metrics, method.name)
+        self._metrics = MethodMetrics(server.metrics, method.name)
 
-    def renew(self, method: Method, surroundings: ServerContext) -> None:
-        """Answer what comes from now on by this method, of the same name."""
-        self.method, self._around = method, surroundings
+    def renew(self, method: Method, server: ServerContext) -> None:
+        """Answer calls from now on by this method, of the same name."""
+        self.method, self._server = method, server
 
     async def serve(self, _requests: object, context: Any) -> bytes:
-        """Receive one request of gRPC and answer it, or abort with the status of the error."""
-        place = current_slot.get()
+        """Receive one gRPC request and answer it, or abort with the status of the error."""
+        slot = current_slot.get()
         try:
-            raw = await self._around.traffic.request(context)
+            raw = await self._server.traffic.request(context)
         except MmposError as error:
             return await self.handle(b"", context, missing=error)
-        if place is None:
+        if slot is None:
             return await self.handle(raw, context)
-        place.begin()
+        slot.begin()
         try:
             return await self.handle(raw, context)
         finally:
-            place.leave()  # before the answer is sent, which may take the client long to read
+            slot.leave()  # before the answer is sent, which may take the client long to read
 
     async def handle(
         self, raw: bytes, context: Any, form: Form | None = None, missing: MmposError | None = None
@@ -195,14 +195,14 @@ class Endpoint:
         """Answer one request, or abort with the status of the error.
 
         Args:
-            raw: the request.
-            context: of the transport.
-            form: what its messages look like, where it came over HTTP; None is protobuf over gRPC.
-            missing: why there is no request.
+            raw: bytes of the request.
+            context: context of the transport.
+            form: encoding of a request over HTTP; None is protobuf over gRPC.
+            missing: error of a request that did not arrive.
         """
-        call = self._around.call(context)
-        if self._around.tracing is not None:
-            self._around.tracing.begin(call, self._path, context)
+        call = self._server.call(context)
+        if self._server.tracing is not None:
+            self._server.tracing.begin(call, self._path, context)
         self._metrics.begin(len(raw))
         status, answer = "CANCELLED", b""
         try:
@@ -213,17 +213,17 @@ class Endpoint:
                     call.admit(len(raw))
                 answer = await self._answer(raw, call, form)
                 if form is None:  # over HTTP answers are counted where they are sent
-                    self._around.traffic.send(context, call, len(answer))
+                    self._server.traffic.send(context, call, len(answer))
                 status = "OK"
                 return answer
             except Exception as error:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
-                failed = self._around.failed(error, call, self.method.name)
+                failed = self._server.failed(error, call, self.method.name)
                 status, answer = failed.status, b""
                 metadata = ((REQUEST_ID, call.request_id), *failed.metadata)
             if form is None:
-                self._around.traffic.leave(context)
+                self._server.traffic.leave(context)
             await abort(context, failed.code, failed.message, metadata)
             return b""
         except asyncio.CancelledError:
@@ -234,29 +234,29 @@ class Endpoint:
         finally:
             call.release()
             sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
-            if self._around.tracing is not None:
-                self._around.tracing.end(call, status, **sizes)
+            if self._server.tracing is not None:
+                self._server.tracing.end(call, status, **sizes)
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, len(answer))
-            self._around.ended("request", call, self.method.name, status, context, **sizes)
+            self._server.ended("request", call, self.method.name, status, context, **sizes)
 
     async def _answer(self, raw: bytes, call: Call, form: Form | None) -> bytes:
-        limits = self._around.config.limits
+        limits = self._server.config.limits
         request = await (form.read(raw, call) if form else decode(self.method.request, raw, call, limits))
-        await self._around.share(raw, request, call)
+        await self._server.share(raw, request, call)
         response = self.method.response()
         await self.method.run(request, response, call)
         return await (form.write(response, call) if form else encode(response, call, limits))
 
 
 async def decode(kind: type[Message], raw: bytes, call: Call, limits: Limits) -> Message:
-    """The message in these bytes: parsed in a thread if it is not small, and only after what is in it was counted.
+    """Parse a message: in a thread if it is not small, and only after its elements were counted.
 
     Raises:
-        DecodeError: they are no such message.
-        LimitExceededError: more bytes than the limit, which gRPC refuses before, other ways to get here do not; or more
-            fields and numbers than a request within the limits has.
-        ServiceOverloadedError: too many wait for a thread.
+        DecodeError: the bytes are no such message.
+        LimitExceededError: more bytes than the limit (over gRPC the transport refuses them earlier), or more fields
+            and numbers than a request within the limits has.
+        ServiceOverloadedError: too many calls wait for a thread.
     """
     if len(raw) > limits.request_bytes:
         raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
@@ -279,11 +279,11 @@ def _parsed(kind: type[Message], raw: bytes, call: Call) -> Message:
 
 
 async def encode(response: Message, call: Call, limits: Limits) -> bytes:
-    """The bytes of a message: written in a thread if they are many.
+    """Serialize a message: in a thread if it is large.
 
     Raises:
-        LimitExceededError: more than the limit.
-        OutputError: its tensors went to shared memory, and did not fit.
+        LimitExceededError: more bytes than the limit.
+        OutputError: the tensors of the answer did not fit into shared memory.
     """
     call.checkpoint()
     call.memory.finish()
@@ -302,44 +302,44 @@ def _written(response: Message, call: Call) -> bytes:
 
 
 class StreamEndpoint:
-    """The stream form of a method.
+    """Streaming endpoint of a method: items are answered in order, several at once, and none fails another.
 
     Args:
-        method: what it does; it has a stream twin.
-        surroundings: of the server.
+        method: method with a stream form.
+        server: state that the methods share.
     """
 
-    def __init__(self, method: Method, surroundings: ServerContext) -> None:
-        self.renew(method, surroundings)
+    def __init__(self, method: Method, server: ServerContext) -> None:
+        self.renew(method, server)
         self.name = self._twin.name
         self._path = f"{method.service}/{self.name}"
-        self._metrics = MethodMetrics(surroundings.metrics, self.name)
+        self._metrics = MethodMetrics(server.metrics, self.name)
         self._open: set[_Stream] = set()
         self._draining = False
 
-    def renew(self, method: Method, surroundings: ServerContext) -> None:
-        """Answer the items that come from now on by this method, of the same name."""
+    def renew(self, method: Method, server: ServerContext) -> None:
+        """Answer items from now on by this method, of the same name."""
         assert method.twin is not None
-        self.method, self._twin, self._around = method, method.twin, surroundings
+        self.method, self._twin, self._server = method, method.twin, server
 
     def drain(self) -> None:
-        """Read no further from any stream: what was read is answered, then the stream ends with UNAVAILABLE."""
+        """Stop reading from all streams: items that were read are answered, then each stream ends with UNAVAILABLE."""
         self._draining = True
         for stream in self._open:
             stream.drain()
 
     async def handle(self, _requests: object, context: Any) -> None:
-        """Answer the items of one stream until it ends; abort with the status of what broke it."""
-        call = self._around.call(context)
-        if self._around.tracing is not None:
-            self._around.tracing.begin(call, self._path, context)
-        stream = _Stream(self, call, context, self._around.traffic)
-        gate = self._around.admission.streams
+        """Answer the items of one stream until it ends; abort with the status of an error of the stream."""
+        call = self._server.call(context)
+        if self._server.tracing is not None:
+            self._server.tracing.begin(call, self._path, context)
+        stream = _Stream(self, call, context, self._server.traffic)
+        gate = self._server.admission.streams
         status, entered = "CANCELLED", False
-        self._around.metrics.streams.inc()
+        self._server.metrics.streams.inc()
         try:
             try:
-                self._around.admission.arrive()
+                self._server.admission.arrive()
                 call.lease.begin_stream()
                 gate.enter()
                 entered = True
@@ -352,34 +352,34 @@ class StreamEndpoint:
             except Exception as error:
                 if isinstance(error, ServiceOverloadedError):
                     self._metrics.refused.inc()
-                failed = self._around.failed(error, call, self.name)
+                failed = self._server.failed(error, call, self.name)
                 status = failed.status
-            self._around.traffic.leave(context)
+            self._server.traffic.leave(context)
             await abort(context, failed.code, failed.message, ((REQUEST_ID, call.request_id), *failed.metadata))
         except asyncio.CancelledError:
             status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
             raise
         finally:
             self._open.discard(stream)
-            self._around.metrics.streams.dec()
+            self._server.metrics.streams.dec()
             if entered:
                 gate.leave(call.seconds)
             call.lease.end(call.seconds)
-            if self._around.tracing is not None:
-                self._around.tracing.end(call, status, items=stream.items)
-            self._around.ended("stream", call, self.name, status, context, items=stream.items)
+            if self._server.tracing is not None:
+                self._server.tracing.end(call, status, items=stream.items)
+            self._server.ended("stream", call, self.name, status, context, items=stream.items)
 
     async def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
-        """The answer to one item of a stream; an error of its own is in the answer.
+        """Answer one item of a stream; an error of the item is in its answer.
 
         Raises:
-            DecodeError: the bytes are no request, so there is no id to answer to.
-            LimitExceededError: likewise, they are too many.
+            DecodeError: the bytes are no request, so that the item has no id.
+            LimitExceededError: the bytes are too many, likewise.
             ServiceTimeoutError: the deadline of the stream has passed.
         """
-        # Here and not before it is read: who waits to read does not see that the stream has ended.
+        # After reading: a stream that waits before it reads would not notice its end.
         await call.lease.turn()
-        tracing = self._around.tracing
+        tracing = self._server.tracing
         if tracing is not None:
             tracing.begin_item(call, self._path, stream)
         self._metrics.begin(len(raw))
@@ -401,29 +401,29 @@ class StreamEndpoint:
             self._metrics.end(status, call.stages, call.counts, len(encoded))
 
     async def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
-        """The answer to one item, and its status."""
-        twin, limits = self._twin, self._around.config.limits
+        """Return the answer to one item, and its status."""
+        twin, limits = self._twin, self._server.config.limits
         request, response = await decode(twin.request, raw, call, limits), twin.response()
         try:
-            await self._around.share(raw, request, call)
+            await self._server.share(raw, request, call)
             await twin.run(request, response, call)
             return await encode(response, call, limits), "OK"
         except ServiceTimeoutError:
             raise
         except Exception as error:
-            failed = self._around.failed(error, call, self.name)
+            failed = self._server.failed(error, call, self.name)
             response = twin.response()
             twin.refuse(request, response, public(error, call.request_id))
             return response.SerializeToString(), failed.status
 
     def window(self) -> Window:
-        """How far a stream may read ahead."""
-        concurrency = self._around.config.concurrency
+        """Return the flow control of a new stream."""
+        concurrency = self._server.config.concurrency
         return Window(concurrency.stream_window, concurrency.stream_bytes)
 
 
 class _Stream:
-    """One open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
+    """Open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
 
     def __init__(self, endpoint: StreamEndpoint, call: Call, context: Any, traffic: Traffic) -> None:
         self._endpoint, self._call, self._context, self._traffic = endpoint, call, context, traffic
@@ -435,7 +435,7 @@ class _Stream:
         self.items = 0
 
     def drain(self) -> None:
-        """Read no further."""
+        """Stop reading."""
         self._draining = True
         if self._reader is not None:
             self._reader.cancel()
@@ -482,6 +482,6 @@ class _Stream:
 
     def _done(self, task: asyncio.Task[bytes]) -> None:
         self._at_work.discard(task)
-        # Looked at, so that an error of an item nobody waits for any more is no noise in the logs.
+        # Retrieved, so that asyncio does not log the error of an item that nobody waits for.
         if not task.cancelled() and task.exception() is None:
             self._window.answered(len(task.result()))

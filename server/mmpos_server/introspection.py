@@ -23,24 +23,24 @@ __all__ = ["HEALTH", "REFLECTION", "Health", "Introspection", "Reflection", "one
 
 
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
-"""Full names of the service, whose messages are the same in both."""
+"""Full names of the two versions of the reflection service, whose messages are the same."""
 
 Handlers = Mapping[str, Any]
 
 
 class Reflection:
-    """What the server offers, for tools.
+    """Reflection of the services of a server, for tools such as grpcurl.
 
     Args:
-        services: their full names.
-        pool: descriptions of them.
+        services: full names of the services.
+        pool: descriptors of the services.
     """
 
     def __init__(self, services: Iterable[str], pool: DescriptorPool) -> None:
         self._servicer: Any = reflection.ReflectionServicer(services, pool)
 
     async def answers(self, raw: bytes) -> AsyncIterator[bytes]:
-        """The answer to one request.
+        """Answer one reflection request.
 
         Raises:
             DecodeError: the bytes are no request.
@@ -51,37 +51,37 @@ class Reflection:
 
 
 class Introspection:
-    """Methods that are answered however much there is to do.
+    """Handlers of health and reflection, which are answered under any load.
 
     Args:
-        admission: has the gate of their open streams.
-        clients: what each client has.
-        traffic: messages on their way.
+        admission: gates of the server, with one for open streams of these services.
+        clients: slots of each client.
+        traffic: messages in transit.
     """
 
     def __init__(self, admission: Admission, clients: Clients, traffic: Traffic) -> None:
         self._admission, self._clients, self._traffic = admission, clients, traffic
 
     def renew(self, clients: Clients) -> None:
-        """Hold clients to these limits from now on."""
+        """Apply these client limits from now on."""
         self._clients = clients
 
     def health(self, health: Health) -> Handlers:
-        """The methods of health."""
+        """Return the handlers of the health service."""
         return {
             "Check": grpc.stream_unary_rpc_method_handler(partial(self._unary, health.check)),
             "Watch": grpc.stream_stream_rpc_method_handler(partial(self._stream, health.watch)),
         }
 
-    def reflection(self, found: Reflection) -> Handlers:
-        """The method of reflection."""
-        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(partial(self._stream, found.answers))}
+    def reflection(self, offered: Reflection) -> Handlers:
+        """Return the handler of the reflection service."""
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(partial(self._stream, offered.answers))}
 
     async def _unary(self, answer: Callable[[bytes], Awaitable[bytes]], _requests: object, context: Any) -> bytes:
         try:
-            found = await answer(await self._traffic.request(context))
+            response = await answer(await self._traffic.request(context))
             self._traffic.leave(context)
-            return found
+            return response
         except (MmposError, DecodeError) as error:
             await self._fail(error, context)
             return b""
@@ -112,7 +112,7 @@ class Introspection:
 
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-"""Full name of the service."""
+"""Full name of the health service."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -120,11 +120,11 @@ _Status = health_pb2.HealthCheckResponse
 class Health:
     """Health of each service and, under the empty name, of the server.
 
-    The servicer of grpc_health keeps watchers until they go by themselves, so that a server with one watcher would
-    never end within its grace, and forgets all watchers of a service when one leaves.
+    The servicer of grpc_health keeps watchers until they leave by themselves, so that a server with one watcher would
+    not stop within its grace, and forgets all watchers of a service when one leaves.
 
     Args:
-        services: their full names.
+        services: full names of the services.
     """
 
     def __init__(self, services: Iterable[str]) -> None:
@@ -132,7 +132,7 @@ class Health:
         self._stopping = asyncio.Event()
 
     async def check(self, raw: bytes) -> bytes:
-        """The status of one service now.
+        """Return the current status of one service.
 
         Raises:
             DecodeError: the bytes are no request.
@@ -140,12 +140,12 @@ class Health:
         """
         service = health_pb2.HealthCheckRequest.FromString(raw).service
         if service not in self._services:
-            # Cut, since it is of anybody: health asks for no token.
+            # Cut, since anybody may send it: health needs no token.
             raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
         return self._answer(service)
 
     async def watch(self, raw: bytes) -> AsyncIterator[bytes]:
-        """The status of one service now and when it changes; ends when the server drains.
+        """Yield the current status of one service, and the next one when the server drains.
 
         Raises:
             DecodeError: the bytes are no request.
@@ -157,7 +157,7 @@ class Health:
             yield self._answer(service)
 
     def stop(self) -> None:
-        """Say NOT_SERVING from now on."""
+        """Report NOT_SERVING from now on."""
         self._stopping.set()
 
     def _answer(self, service: str) -> bytes:
@@ -168,7 +168,7 @@ class Health:
 
 
 def one_pool(files: Iterable[Any]) -> DescriptorPool:
-    """A pool with these file descriptors, those that they import, and those of health and reflection."""
+    """Build a pool of these file descriptors, their imports, and those of health and reflection."""
     pool, added = DescriptorPool(), set[str]()
 
     def add(file: Any) -> None:

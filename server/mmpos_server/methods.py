@@ -44,7 +44,7 @@ __all__ = [
 
 
 Run = Callable[[Any, Any, "Call"], Awaitable[None]]
-"""Reads the request, fills the response; what it raises becomes the status."""
+"""Function that reads the request and fills the response; an exception becomes the status."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Twin:
     """The stream form of a method.
 
     Args:
-        name: its name.
+        name: name of the stream method.
         request: type of an item.
-        response: type of its answer.
-        run: reads an item, fills its answer.
-        refuse: fills the answer of an item that failed, from the item and the error.
+        response: type of the answer to an item.
+        run: function from an item to its answer.
+        refuse: function from a failed item and its error to the answer.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Twin:
 
 @dataclass(frozen=True)
 class Method:
-    """One method, and its stream twin if it has one.
+    """RPC method, with its stream form if it has one.
 
     Args:
         service: full name of its service, such as "mmpos.rpc.v1.PositionService".
-        name: its name.
+        name: name of the method.
         request: type of the request.
         response: type of the response.
-        run: from one to the other.
-        twin: its stream form.
-        admitted: whether it takes a place; what asks whether the server lives is answered however much there is to do.
-        pool: the threads that do most of its work.
+        run: function from the request to the response.
+        twin: stream form of the method.
+        admitted: whether a call takes a slot; liveness and readiness are answered under any load.
+        pool: thread pool that does most of the work.
     """
 
     service: str
@@ -92,7 +92,7 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """What answers requests with a query, and responses with that field, by a function from the one to the other."""
+    """Wrap a function from a query to a field of the response as one from request to response."""
 
     async def whole(request: Any, response: Any, call: Call) -> None:
         await run(required("", request, "query"), answering(response, field), call)
@@ -101,7 +101,7 @@ def queried(run: Run, field: str) -> Run:
 
 
 def streamed(name: str, request: type[Message], response: type[Message], run: Run) -> Twin:
-    """The stream form of a method of ours: items have an id besides, and an error of their own."""
+    """Return the stream form of a method of mmpos, whose items have an id and may have an error of their own."""
 
     async def item(request: Any, response: Any, call: Call) -> None:
         response.id = request.id
@@ -115,14 +115,14 @@ def streamed(name: str, request: type[Message], response: type[Message], run: Ru
 
 
 def answering(response: Any, field: str) -> Any:
-    """The field of a response that is to be filled; it is set, even if nothing will be in it."""
+    """Return a field of a response after setting it, so that it is present even if it stays empty."""
     target = getattr(response, field)
     target.SetInParent()
     return target
 
 
 class NotFoundError(InvalidInputError):
-    """A request names what is not here, in a protocol that has a status of its own for it: NOT_FOUND."""
+    """Unknown name in a request of a protocol that has the status NOT_FOUND for it."""
 
 
 _KNOWN = (
@@ -137,11 +137,11 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call fails.
+    """Status, details and metadata with which a call fails.
 
     Args:
         status: name of the gRPC status.
-        message: its details.
+        message: details of the status.
         metadata: trailing metadata.
     """
 
@@ -151,12 +151,12 @@ class Failure:
 
     @property
     def code(self) -> grpc.StatusCode:
-        """The status."""
+        """Status as grpc has it."""
         return grpc.StatusCode[self.status]
 
 
 def public(error: Exception, request_id: str) -> MmposError:
-    """The error that a client may see: its own mistakes as they are, the server's by the id of the request only."""
+    """Return the error that a client may see: client errors as they are, internal ones by request id only."""
     if isinstance(error, DecodeError):
         return InvalidInputError("request: got bytes that are not such a message, want valid protobuf")
     if isinstance(error, _KNOWN):
@@ -165,7 +165,7 @@ def public(error: Exception, request_id: str) -> MmposError:
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """The status of an error, cut to what a header holds."""
+    """Return the status of an error, its message cut to the size of a header."""
     seen = public(error, request_id)
     status, message = to_status(seen)
     if isinstance(seen, NotFoundError):

@@ -33,10 +33,10 @@ _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.
 
 
 class Metrics:
-    """What a server counts.
+    """Metrics of one server, in a registry of its own.
 
-    In a worker of several, prometheus_client keeps the numbers in files that the supervisor reads; it decides so by
-    the environment that the supervisor gives to its workers.
+    In workers prometheus_client keeps the values in files that the supervisor reads, as the environment variable
+    PROMETHEUS_MULTIPROC_DIR says.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class Metrics:
 
 
 class MethodMetrics:
-    """The metrics of one method, without a search for labels; used from the event loop only.
+    """Metrics of one method, with labels resolved once; used from the event loop only.
 
     Args:
-        metrics: those of the server.
+        metrics: metrics of the server.
         method: name of the method.
     """
 
@@ -85,17 +85,17 @@ class MethodMetrics:
         self.refused = metrics.refused.labels(method)
 
     def begin(self, size: int) -> None:
-        """A request of so many bytes came."""
+        """Count a request of so many bytes."""
         self._metrics.in_flight.inc()
         self._bytes_in.inc(size)
 
     def end(self, status: str, stages: Iterable[tuple[str, float]], counts: dict[str, int], size: int) -> None:
-        """It was answered.
+        """Count the end of a request.
 
         Args:
             status: name of the gRPC status.
             stages: name and seconds of each stage.
-            counts: documents, tokens and images of the answer, where there are any.
+            counts: documents, tokens and images of the answer.
             size: bytes of the answer.
         """
         self._metrics.in_flight.dec()
@@ -115,24 +115,24 @@ class MethodMetrics:
 
 
 def aggregate(folder: str) -> CollectorRegistry:
-    """A registry of the sums over all workers that keep their numbers in this folder."""
+    """Return a registry of the sums over all workers that keep their values in a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]
     return registry
 
 
 class About(Collector):
-    """What the process is: its build, when it started, and when its certificate expires.
+    """Metrics of the process: build, start time, and expiry of the certificate.
 
     Args:
-        tls: the files that it serves with; None is no TLS.
+        tls: TLS files of the server; None is no TLS.
     """
 
     def __init__(self, tls: Tls | None) -> None:
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics; that of a certificate which cannot be read at the moment is left out."""
+        """Yield the metrics, without that of a certificate that cannot be read."""
         build = {"version": version(), "python": python_version()}
         yield InfoMetricFamily("mmpos_build", "Version of the server, and of its Python.", build)
         yield GaugeMetricFamily("mmpos_start_time_seconds", "When the server started, in unix time.", self._started)
@@ -148,26 +148,26 @@ class About(Collector):
 
 
 MOST_CONNECTIONS = 256
-"""Beyond them the oldest ones are closed: those that are silent never keep a probe out."""
+"""Most connections of the page; further ones close the oldest, so that idle clients never keep a probe out."""
 
 SECONDS = 5.0
-"""Connections end after at most twice this time, whatever they do."""
+"""Seconds of a connection of the page: each is closed after at most twice this time."""
 
 
 class Page:
-    """What the page says.
+    """HTTP page of metrics, liveness and readiness.
 
     Args:
-        registry: the metrics.
-        loop: the event loop of the server: as long as it turns, the server lives.
-        ready: whether the server takes calls; asked from the thread of the page.
+        registry: metrics to show.
+        loop: event loop of the server; the server is live as long as the loop runs callbacks.
+        ready: returns whether the server takes calls; called from the thread of the page.
     """
 
     def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
         self._registry, self._loop, self._ready = registry, loop, ready
 
     def application(self) -> web.Application:
-        """The three paths; any other is not found."""
+        """Return the application with the paths /metrics, /livez and /readyz."""
         application = web.Application()
         application.on_response_prepare.append(_last)
         application.add_routes(
@@ -180,7 +180,7 @@ class Page:
         return web.Response(body=encode(self._registry), headers={"Content-Type": kind})
 
     async def _livez(self, request: web.Request) -> web.Response:
-        """Wait for a turn of the event loop; how long that may take is for the probe's timeout to say."""
+        """Wait for a round of the event loop; the timeout of the probe decides how long that may take."""
         turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         try:
             await asyncio.wait_for(asyncio.wrap_future(turn), SECONDS)
@@ -196,12 +196,12 @@ class Page:
 
 @contextmanager
 def exposed(page: Page, host: str, port: int) -> Iterator[int]:
-    """Serve the page while inside; gives the port.
+    """Serve the page in a thread while the context is open; yields the port.
 
     Args:
-        page: what it says.
-        host: where to listen, unless a service manager hands over a socket.
-        port: likewise; 0 picks one.
+        page: page to serve.
+        host: address to listen on, unless systemd passes a socket.
+        port: port to listen on, likewise; 0 picks a free one.
 
     Raises:
         InvalidInputError: the port is taken or the address is not of this machine.
@@ -223,15 +223,15 @@ def exposed(page: Page, host: str, port: int) -> Iterator[int]:
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        found = bind(host, port)
-        found.listen(MOST_CONNECTIONS)
+        listening = bind(host, port)
+        listening.listen(MOST_CONNECTIONS)
     except InvalidInputError as error:
         raise InvalidInputError(f"metrics-{error}".removesuffix(" (0 picks one)")) from None
-    return found
+    return listening
 
 
 async def _last(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep no connection for a second request."""
+    """Close the connection after one request."""
     response.force_close()
 
 
@@ -244,7 +244,7 @@ async def _serve(page: Page, listening: socket.socket, ended: asyncio.Event) -> 
     loop = asyncio.get_running_loop()
 
     def connection() -> asyncio.Protocol:
-        # In the second next round, when this connection counts.
+        # Two rounds later, when this connection is among those of the server.
         loop.call_soon(loop.call_soon, limit)
         return server()
 
@@ -264,7 +264,7 @@ async def _serve(page: Page, listening: socket.socket, ended: asyncio.Event) -> 
 
 
 async def _sweep(server: web.Server) -> None:
-    """End what was there at the last look already: the silent, the slow, and those that do not read."""
+    """Close connections that were open at the previous check: idle and slow ones, and those that do not read."""
     before: set[web.RequestHandler] = set()
     while True:
         await asyncio.sleep(SECONDS)

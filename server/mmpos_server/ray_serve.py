@@ -35,27 +35,27 @@ __all__ = ["SERVICER", "Answer", "Replica", "add_services", "answered", "answers
 
 
 SERVICER = "mmpos_server.ray_serve.add_services"
-"""What grpc_servicer_functions of Serve's gRPCOptions has to name."""
+"""Name for grpc_servicer_functions of Serve's gRPCOptions."""
 
 _ARGUMENTS = ("config", "num_replicas", "log_level")
 
 
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
-    """Each service and its methods, whose names differ also between services: Serve routes by them alone."""
+    """Yield each service and its methods, whose names are unique in all services: Serve routes by method name."""
     for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield service, list(service.methods)
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    # Watch would stay in a replica for as long as a client lives, and keep it from going.
+    # No Watch, which would keep a replica alive as long as its client.
     yield health, [health.methods_by_name["Check"]]
 
 
 def add_services(servicer: object, server: Any) -> None:
-    """Add all services to a server, as generated code does for one; messages stay bytes, as replicas read them.
+    """Add all services to a server, as generated code does for one service; messages stay bytes.
 
     Args:
-        servicer: has the methods of all services.
-        server: of Serve, or of grpc.aio.
+        servicer: object with the methods of all services.
+        server: server of Serve, or of grpc.aio.
     """
     for service, members in _methods():
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -66,31 +66,31 @@ def add_services(servicer: object, server: Any) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One at a time: Serve looks at the first of a list only.
+        # One at a time: Serve takes the first of a list only.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 class Replica:
-    """The methods of all services as Serve calls them; each replica has gates, pools and profiles of its own.
+    """Replica of a Ray Serve deployment: methods of all services, with gates, pools and profiles of its own.
 
     Args:
-        config: limits, concurrency, limits of clients, pools and profiles.
-        log_level: lowest level that is written to stderr.
+        config: settings of the server.
+        log_level: lowest level of log lines that are written to stderr.
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
         launch.keep_large_blocks()
         admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         logs = Logs(log_level)
-        around = ServerContext(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
+        context = ServerContext(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
         offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
-        self.unary = {method.name: Endpoint(method, around) for method in offered}
-        streams = [StreamEndpoint(method, around) for method in offered if method.twin]
+        self.unary = {method.name: Endpoint(method, context) for method in offered}
+        streams = [StreamEndpoint(method, context) for method in offered if method.twin]
         self.streams = {stream.name: stream for stream in streams}
         self._health = Health(method.service for method in offered)
 
     async def Check(self, request: bytes, grpc_context: Any) -> Answer:  # noqa: N802 (the name in the protocol)
-        """SERVING, since a replica answers."""
+        """Answer a health check: SERVING, since the replica answers."""
 
         async def check(raw: bytes, context: Any) -> bytes:
             try:
@@ -104,7 +104,7 @@ class Replica:
 
 
 def _add(method: MethodDescriptor) -> None:
-    """Give replicas the method of this name."""
+    """Add a method to the class Replica."""
     name = method.name
 
     async def unary(self: Replica, request: bytes, grpc_context: Any) -> Answer:
@@ -127,12 +127,12 @@ for _, _members in _methods():
 
 
 def application(config: ServerConfig | None = None, *, log_level: str = "warning", **options: Any) -> serve.Application:
-    """An application of one deployment, "mmpos", for serve.run.
+    """Create an application of one deployment, "mmpos", for serve.run.
 
     Args:
-        config: settings of each replica; None is the embedded ones. Files that profiles name are read by replicas.
-        log_level: lowest level that replicas write to their stderr: a key of LEVELS.
-        options: of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
+        config: settings of each replica; None is the embedded ones. Replicas read the files that profiles name.
+        log_level: lowest level that replicas write to stderr, a key of LEVELS.
+        options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 
     Raises:
         InvalidInputError: a profile or the level is wrong.
@@ -143,20 +143,23 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
     config = config or load()
     if log_level not in LEVELS:
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
-    # What is wrong is said once, and not by every replica.
+    # Errors are reported once, and not by every replica.
     Profiles.from_config(config)
-    places = config.concurrency
-    # As many as the gates let in, and one to be refused by them: what is beyond waits in Serve's queue.
+    concurrency = config.concurrency
+    # As many as the gates admit, and one that they refuse; further calls wait in Serve's queue.
     calls = (
-        places.max_in_flight + places.max_in_flight_images + places.max_in_flight_heavy + places.max_in_flight_rotary
+        concurrency.max_in_flight
+        + concurrency.max_in_flight_images
+        + concurrency.max_in_flight_heavy
+        + concurrency.max_in_flight_rotary
     )
-    options.setdefault("max_ongoing_requests", calls + places.max_streams + 1)
+    options.setdefault("max_ongoing_requests", calls + concurrency.max_streams + 1)
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application as ``serve run mmpos_server.ray_serve:app config=FILE`` and files of Serve ask for it.
+    """Create the application for ``serve run mmpos_server.ray_serve:app config=FILE`` and Serve config files.
 
     Args:
         arguments: "config", the path of a file of settings; "num_replicas", a number or "auto"; "log_level".
@@ -167,60 +170,60 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     for name in arguments:
         if name not in _ARGUMENTS:
             raise InvalidInputError(f"{name}: got an unknown argument, want one of {', '.join(_ARGUMENTS)}")
-    given = dict(arguments)
-    config = given.pop("config", None)
-    if "num_replicas" in given:
-        given["num_replicas"] = _replicas(given["num_replicas"])
+    options = dict(arguments)
+    config = options.pop("config", None)
+    if "num_replicas" in options:
+        options["num_replicas"] = _replicas(options["num_replicas"])
     # Replicas work in folders of their own.
-    return application(load(None if config is None else Path(config).absolute()), **given)
+    return application(load(None if config is None else Path(config).absolute()), **options)
 
 
 def _replicas(value: Any) -> Any:
-    """A number that may be text, since the command line gives nothing else."""
+    """Parse a number of replicas, which is text on the command line."""
     if value == "auto" or (str(value).isdecimal() and int(value) >= 1):
         return value if value == "auto" else int(value)
     raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')
 
 
 class Answer:
-    """Bytes in the place of the message that they are.
+    """Serialized message with the interface of a message.
 
     Args:
-        raw: the bytes.
+        raw: bytes of the message.
     """
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
     def SerializeToString(self) -> bytes:  # noqa: N802 (the name that Serve calls)
-        """The bytes."""
+        """Return the bytes."""
         return self._raw
 
 
 async def answered(handle: Callable[[bytes, Any], Awaitable[bytes]], request: bytes, context: Any) -> Answer:
-    """The answer of an endpoint to a request.
+    """Call a unary endpoint from Serve.
 
     Args:
-        handle: of the endpoint.
-        request: the message.
-        context: of Serve; gets the status of a call that fails.
+        handle: ``handle`` of the endpoint.
+        request: bytes of the request.
+        context: context of Serve; gets the status of a call that fails.
     """
     try:
         return Answer(await handle(request, _Context(context)))
     except _AbortedError:
-        # Returned and not raised: of what raises, Serve sends no trailing metadata.
+        # Returned and not raised: after an exception Serve sends no trailing metadata.
         return Answer(b"")
 
 
 async def answers(
     handle: Callable[[object, Any], Awaitable[None]], requests: AsyncIterator[bytes], context: Any
 ) -> AsyncIterator[Answer]:
-    """The answers of a stream's endpoint.
+    """Call a streaming endpoint from Serve.
 
     Args:
-        handle: of the endpoint.
-        requests: the messages.
-        context: of Serve; gets the status of a stream that fails.
+        handle: ``handle`` of the endpoint.
+        requests: bytes of the items.
+        context: context of Serve; gets the status of a stream that fails.
     """
     exchange = _Exchange(context, requests)
     handling = asyncio.ensure_future(handle(None, exchange))
@@ -235,11 +238,11 @@ async def answers(
 
 
 class _AbortedError(Exception):
-    """The context has the status."""
+    """Call that was aborted; its context has the status."""
 
 
 class _Context:
-    """What endpoints ask of the context of gRPC, where Serve's has it not, or otherwise."""
+    """Adapter that gives Serve's context the interface of a gRPC context."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -248,7 +251,7 @@ class _Context:
         return getattr(self._context, name)
 
     def time_remaining(self) -> None:
-        """Serve tells no deadline; its ingress cancels calls whose deadline has passed."""
+        """Return None: Serve passes no deadline; its ingress cancels late calls."""
 
     def set_trailing_metadata(self, metadata: Any) -> None:
         self._context.set_trailing_metadata(list(metadata))
@@ -261,7 +264,7 @@ class _Context:
 
 
 class _Exchange(_Context):
-    """The same of a stream: requests are read from Serve, and an answer is written when Serve has taken it."""
+    """Adapter of a stream's context: reads items from Serve, and returns from a write when Serve has taken it."""
 
     def __init__(self, context: Any, requests: AsyncIterator[bytes]) -> None:
         super().__init__(context)

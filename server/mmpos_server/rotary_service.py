@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RotaryService", "check_head_dim", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
-"""Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
+"""Largest head_dim: frequencies are computed in exact arithmetic, pair by pair."""
 
 _TABLES: dict[Any, str | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
@@ -45,25 +45,25 @@ _LAYOUTS: dict[Any, str | None] = {
 
 
 class RotaryService:
-    """The methods of RotaryService.
+    """Implementation of RotaryService.
 
     Args:
         profiles: settings of models.
-        limits: most that one request may ask for.
+        limits: limits of one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
         if find_spec("torch") is not None:
-            # It takes seconds to import: now, and not while the first client waits.
+            # The import takes seconds: now, and not while the first client waits.
             import_module("mmpos.rotary.apply")
 
     async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        """cos and sin of every token."""
+        """Answer CosSin: cos and sin of every token."""
         await call.run("rotary", self._cos_sin, message, answer, call)
 
     async def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """q and k, rotated."""
+        """Answer Rotate: rotated q and k."""
         await call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
@@ -107,18 +107,18 @@ class RotaryService:
     def turn(
         self, q: Tensor, k: Tensor | None, positions: Any, rotary: Rotary, call: Call, *, layout: Any, conjugate: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """q and k, rotated on the accelerator if there is one."""
+        """Rotate q and k, on the accelerator if there is one."""
         from mmpos.rotary import apply_rotary
 
         where = device()
         call.checkpoint()
         with call.stage("rotate"):
             q, k = q.to(where), None if k is None else k.to(where)
-            found: tuple[Tensor, Tensor | None] = apply_rotary(
+            rotated: tuple[Tensor, Tensor | None] = apply_rotary(
                 q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True
             )
         call.checkpoint()
-        return found
+        return rotated
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
@@ -128,7 +128,7 @@ class RotaryService:
         return self.rotary(message.profile if message.HasField("profile") else None)
 
     def rotary(self, name: str | None) -> Rotary:
-        """The rotation of a profile; None is the default one."""
+        """Return the rotation of a profile; None is the default profile."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
@@ -145,18 +145,18 @@ class RotaryService:
 
 @lru_cache(maxsize=64)
 def _parsed(message: bytes) -> Rotary:
-    """The rotation of a message; its frequencies take milliseconds, and a client sends the same again and again."""
+    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
     return get_rotary("rotary", pb.Rotary.FromString(message))
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuse a rotation of more channels than this server makes frequencies for."""
+    """Refuse a rotation with a head_dim above MAX_HEAD_DIM."""
     if head_dim > MAX_HEAD_DIM:
         raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
 
 def device() -> str:
-    """Where rotations run: "cuda", "cpu", or nothing without torch."""
+    """Return the device of rotations: "cuda" or "cpu"; "" without torch."""
     if find_spec("torch") is None:
         return ""
     import torch

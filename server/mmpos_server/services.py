@@ -1,4 +1,4 @@
-"""The methods of all services, and what the server says of itself."""
+"""All methods of the server: those of mmpos, GetInfo, and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGE = "mmpos.rpc.v1"
 
 
 def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
-    """All methods of a server with these profiles, these limits, and what it takes of shared memory."""
+    """Return all methods of a server with these profiles, limits and shared memory."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
     place = queried(positions.place, "positions")
@@ -83,7 +83,7 @@ class _Info:
     memory: SharedMemory
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
-        """Version, schemes, limits and profiles."""
+        """Answer GetInfo: version, schemes, limits, profiles, device and shared memory."""
         answer.version = version()
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)

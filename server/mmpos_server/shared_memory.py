@@ -36,30 +36,30 @@ __all__ = ["Exchange", "LargeTensors", "Region", "Regions", "SharedMemory", "cla
 
 
 MAX_REGIONS = 256
-"""Most that are registered at once: each holds a file of this process open."""
+"""Most regions that are registered at once: each holds a file of this process open."""
 
 MAX_NAME = 256
-"""Most characters of the name of a region, which is kept as long as it is registered."""
+"""Most characters of the name of a region."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Region:
-    """A part of a POSIX shared memory object of a client; its object is never removed here.
+    """Range of bytes of a client's POSIX shared memory object, which is never removed here.
 
-    It is read and written through its descriptor and not through a map of it: a client that shrinks its object while
-    the server touches a map of it would end the server (SIGBUS), and what is checked in place could change afterwards.
-    The descriptor is closed when nobody holds the region any more.
+    The bytes are read and written through a descriptor, and not through a memory map: a client that shrinks its object
+    while the server uses a map would end the server (SIGBUS), and mapped bytes could change after a check. The
+    descriptor is closed when nobody holds the region any more.
 
     Args:
-        name: what errors call it.
+        name: name of the region in errors.
         key: name of the object, as shm_open takes it.
-        offset: first byte of the part.
-        byte_size: its bytes.
+        offset: first byte of the region.
+        byte_size: size of the region.
 
     Raises:
-        InvalidInputError: no such object, one of another user, or one that is smaller.
+        InvalidInputError: the object does not exist, is smaller, or is of another user.
         LimitExceededError: this process or the machine has as many files open as it may.
     """
 
@@ -79,15 +79,15 @@ class Region:
         self._check(name)
 
     def read(self, name: str, offset: int, byte_size: int) -> npt.NDArray[np.uint8]:
-        """A copy of bytes of the part, which may be written to.
+        """Read bytes of the region into a new array, which may be written to.
 
         Args:
-            name: what errors call them.
-            offset: first of them, counted from that of the part.
-            byte_size: how many.
+            name: name of the bytes in errors.
+            offset: first byte, counted from the start of the region.
+            byte_size: number of bytes.
 
         Raises:
-            InvalidInputError: bytes outside the part, or of an object that has shrunk.
+            InvalidInputError: the bytes are outside the region, or the object has shrunk.
         """
         at = self.within(name, offset, byte_size)
         self._check(name)  # before memory is taken for as many bytes as the client claims
@@ -101,15 +101,15 @@ class Region:
         return data
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes into the part.
+        """Write bytes into the region.
 
         Args:
-            name: what errors call them.
-            offset: where the first one goes, counted from the part's.
+            name: name of the bytes in errors.
+            offset: first byte, counted from the start of the region.
             data: the bytes.
 
         Raises:
-            InvalidInputError: bytes outside the part, or of an object that has shrunk.
+            InvalidInputError: the bytes are outside the region, or the object has shrunk.
             LimitExceededError: the machine has no memory left for the object.
         """
         rest = memoryview(data).cast("B")
@@ -123,15 +123,15 @@ class Region:
             at, rest = at + done, rest[done:]
 
     def within(self, name: str, offset: int, byte_size: int) -> int:
-        """The place in the object of bytes of the part.
+        """Check that bytes are within the region, and return their offset in the object.
 
         Args:
-            name: what errors call them.
-            offset: first of them, counted from that of the part.
-            byte_size: how many.
+            name: name of the bytes in errors.
+            offset: first byte, counted from the start of the region.
+            byte_size: number of bytes.
 
         Raises:
-            InvalidInputError: bytes outside the part.
+            InvalidInputError: the bytes are outside the region.
         """
         if offset < 0 or byte_size < 0 or offset + byte_size > self.byte_size:
             raise InvalidInputError(
@@ -140,26 +140,26 @@ class Region:
         return self.offset + offset
 
     def _check(self, name: str) -> None:
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise InvalidInputError(f"{name}.key: got {self.key!r}, want a plain object of this server's user")
-        if self.offset + self.byte_size > found.st_size:
+        if self.offset + self.byte_size > status.st_size:
             raise InvalidInputError(
                 f"{name}: got bytes {self.offset} to {self.offset + self.byte_size} of {self.key!r}, "
-                f"want at most {found.st_size}, its size"
+                f"want at most {status.st_size}, its size"
             )
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What a server takes of shared memory.
+    """Access of a server to shared memory of clients.
 
     Args:
-        prefix: how names of objects must begin, so that clients reach nothing else of the server's user; None takes
-            no shared memory.
+        prefix: prefix of the names of objects, so that clients reach no other objects of the server's user; None
+            allows no shared memory.
 
     Raises:
-        InvalidInputError: a prefix that names of objects cannot have.
+        InvalidInputError: names of objects cannot begin with the prefix.
     """
 
     prefix: str | None = None
@@ -171,10 +171,10 @@ class SharedMemory:
             )
 
     def check(self, listen: Listen) -> None:
-        """Refuse to take shared memory from where others than this machine can ask for it.
+        """Check that only clients on this machine can reach the server, if it uses shared memory.
 
         Raises:
-            InvalidInputError: such an address.
+            InvalidInputError: other machines can reach an address.
         """
         if self.prefix is not None and not local(listen):
             raise InvalidInputError(
@@ -182,11 +182,11 @@ class SharedMemory:
             )
 
     def open(self, name: str, key: str, offset: int, byte_size: int) -> Region:
-        """A part of an object, checked.
+        """Open a region of an object.
 
         Raises:
             UnsupportedError: this server takes no shared memory.
-            InvalidInputError: another name, or what Region refuses.
+            InvalidInputError: the name has not the prefix, or Region refuses it.
         """
         if self.prefix is None:
             raise UnsupportedError(f"{name}: got shared memory, want a server started with --shared-memory")
@@ -201,7 +201,7 @@ class Regions:
     """Regions that clients have registered by name; used from the event loop only.
 
     Args:
-        memory: what this server takes.
+        memory: access of the server to shared memory.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -209,11 +209,11 @@ class Regions:
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Take a region.
+        """Register a region.
 
         Raises:
             UnsupportedError: this server takes no shared memory.
-            InvalidInputError: a name that is taken, or what Region refuses.
+            InvalidInputError: the name is taken, or Region refuses the object.
             LimitExceededError: too many regions, or too long a name.
         """
         region = self._memory.open("region", key, offset, byte_size)
@@ -226,21 +226,21 @@ class Regions:
         self._regions[name] = region
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all of them if the name is empty; what reads it goes on."""
+        """Forget a region, or all regions if the name is empty; running reads go on."""
         if name:
             self._regions.pop(name, None)
         else:
             self._regions.clear()
 
     def get(self, where: str, name: str) -> Region:
-        """The region of a name.
+        """Return the region of a name.
 
         Args:
-            where: what errors call it.
-            name: under which it was registered.
+            where: name of the field in errors.
+            name: name under which the region was registered.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no region has this name.
         """
         if name not in self._regions:
             raise InvalidInputError(f"{where}: got region {name[:300]!r}, want one that is registered")
@@ -254,15 +254,15 @@ _NONE = SharedMemory()
 
 
 class Exchange:
-    """Shared memory of one request; a Memory of the wire. Nothing of it is kept when the request is answered.
+    """Shared memory and large tensors of one request; implements ``mmpos.rpc.memory.Memory``.
 
     Args:
-        memory: what the server takes.
-        request: the message, which may say where the tensors of the answer go; None: it says nothing.
+        memory: access of the server to shared memory.
+        request: message that may name an object for the tensors of the answer; None names none.
 
     Raises:
-        UnsupportedError: it says so, and the server takes no shared memory.
-        InvalidInputError: likewise, and there is no such object, or it is smaller.
+        UnsupportedError: an object is named, and the server takes no shared memory.
+        InvalidInputError: the object does not exist, or is too small.
     """
 
     def __init__(self, memory: SharedMemory | None = None, request: Message | None = None) -> None:
@@ -270,8 +270,8 @@ class Exchange:
         self._output: Region | None = None
         self._name, self._end = "", 0
         self._large = LargeTensors()
-        if request is not None and (found := _output(request)) is not None:
-            self._name, shared = found
+        if request is not None and (output := _output(request)) is not None:
+            self._name, shared = output
             self._output = self._memory.open(self._name, shared.key, shared.offset, shared.byte_size)
 
     @property
@@ -280,20 +280,20 @@ class Exchange:
         return self._output is not None
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor of the request, in memory of its own.
+        """Read a copy of the bytes of a tensor of the request.
 
         Raises:
             UnsupportedError: the server takes no shared memory.
-            InvalidInputError: no such object, or a smaller one.
+            InvalidInputError: the object does not exist, or is too small.
         """
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
         return region.read(name, 0, shared.byte_size)
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Put the bytes of a tensor of the answer after those before it, if the request says where they go.
+        """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.
 
-        What does not fit is counted only, and ``finish`` refuses the answer. Large ones that go nowhere else are kept
-        for ``serialize``.
+        A tensor that does not fit is counted only, and ``finish`` refuses the answer. A large tensor that does not go
+        to shared memory is kept for ``serialize``.
         """
         if self._output is None:
             return self._large.put(message, data)
@@ -306,10 +306,10 @@ class Exchange:
         return True
 
     def expect(self, sizes: Iterable[float]) -> None:
-        """Refuse an answer before it is made: tensors of so many bytes, which must all fit.
+        """Check that tensors of these sizes fit into shared memory, before they are made.
 
         Raises:
-            OutputError: they do not.
+            OutputError: they do not fit.
         """
         end = 0
         for size in sizes:
@@ -317,15 +317,15 @@ class Exchange:
         self._fit(end)
 
     def finish(self) -> None:
-        """Refuse an answer whose tensors did not all fit.
+        """Check that all tensors of the answer did fit into shared memory.
 
         Raises:
-            OutputError: with the bytes they need.
+            OutputError: they did not; the error has the bytes they need.
         """
         self._fit(self._end)
 
     def serialize(self, answer: Message) -> bytes:
-        """The bytes of the answer."""
+        """Serialize the answer."""
         return self._large.serialize(answer)
 
     def _fit(self, end: int) -> None:
@@ -335,38 +335,38 @@ class Exchange:
 
 
 def mentions(raw: bytes, memory: SharedMemory) -> bool:
-    """Whether a request may have tensors in shared memory, by its bytes: without the prefix every key is refused."""
+    """Check by its bytes whether a request may name shared memory: any key without the prefix is refused."""
     return memory.prefix is not None and b"/" + memory.prefix.encode() in raw
 
 
 def claimed(message: Message, limits: Limits) -> int:
-    """Bytes of shared memory that a message names, in all; they may be any number.
+    """Sum the bytes of shared memory that a message names.
 
     Raises:
-        LimitExceededError: more documents and parts than may be looked at.
+        LimitExceededError: more documents and parts than the limits allow.
     """
     size, entries, most = 0, 0, limits.documents + limits.segments
     waiting: list[Any] = [message]
     while waiting:
-        found = waiting.pop()
-        if isinstance(found, pb.SharedMemory):
-            size += max(found.byte_size, 0)
+        current = waiting.pop()
+        if isinstance(current, pb.SharedMemory):
+            size += max(current.byte_size, 0)
             continue
-        for name, repeated in _leading(found.DESCRIPTOR):
+        for name, repeated in _leading(current.DESCRIPTOR):
             if repeated:
-                several = getattr(found, name)
+                several = getattr(current, name)
                 entries += len(several)
                 if entries > most:
                     raise LimitExceededError(f"segments: got {entries} documents and parts, want at most {most}")
                 waiting.extend(several)
-            elif found.HasField(name):
-                waiting.append(getattr(found, name))
+            elif current.HasField(name):
+                waiting.append(getattr(current, name))
     return size
 
 
 @lru_cache(maxsize=256)
 def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
-    """The fields of a message in which shared memory may be named, and whether each is a list."""
+    """Return the fields of a message that may name shared memory, and whether each is repeated."""
     target = pb.SharedMemory.DESCRIPTOR
     return tuple(
         (field.name, field.is_repeated)
@@ -377,7 +377,7 @@ def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
 
 @lru_cache(maxsize=256)
 def _holder(kind: Any) -> str | None:
-    """Which message of a request says where its answer goes: "query", itself (""), or None of them."""
+    """Return the field of a request whose message has ``output``: "query", "" for the request itself, or None."""
     if "output" in kind.fields_by_name:
         return ""
     query = kind.fields_by_name.get("query")
@@ -385,7 +385,7 @@ def _holder(kind: Any) -> str | None:
 
 
 def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
-    """Where the answer of a request goes, and what errors call that."""
+    """Return the shared memory for the answer of a request, with its name in errors; None for none."""
     holder = _holder(request.DESCRIPTOR)
     if holder is None:
         return None
@@ -394,26 +394,26 @@ def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
 
 
 LEAST_BYTES = 2**20
-"""Of a tensor that is large."""
+"""Least size of a large tensor."""
 
-# Stands in a message for a tensor; nobody outside of this process has ever seen it.
+# Stands in a message for a tensor; random, so that no client can send it.
 _MARK = secrets.token_bytes(16)
 _NUMBER = struct.Struct("<I")
 
-_VARINT, _FIXED64, _FIXED32 = 0, 1, 5  # the low bits of a tag: what follows, if not so many bytes
+_VARINT, _FIXED64, _FIXED32 = 0, 1, 5  # low bits of a tag; anything else is followed by a length
 
 Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview
 
 
 class LargeTensors:
-    """The large tensors of one answer."""
+    """Large tensors of one answer, kept out of its message, which protobuf would copy several times under the GIL."""
 
     def __init__(self) -> None:
         self._tensors: list[Data] = []
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a tensor, if they are many; nobody may write to them any more."""
+        """Keep the bytes of a large tensor; False for a smaller one. Nobody may write to the bytes afterwards."""
         if data.size < LEAST_BYTES:
             return False
         message.data = _MARK + _NUMBER.pack(len(self._tensors))
@@ -421,7 +421,7 @@ class LargeTensors:
         return True
 
     def serialize(self, message: Message) -> bytes:
-        """The bytes of a message, with the large tensors that were put into it; other threads run meanwhile."""
+        """Serialize a message with its large tensors; other threads run meanwhile."""
         raw = message.SerializeToString()
         if not self._tensors:
             return raw
@@ -437,7 +437,7 @@ class LargeTensors:
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Data]]) -> tuple[list[Piece], int]:
-    """The pieces of a message in these bytes, tensors in place of their marks, and its size."""
+    """Return the pieces of a message, with tensors in place of their marks, and its size."""
     pieces: list[Piece] = []
     size, kept, at = 0, begin, begin
     while tensors and tensors[0][0] < end:
@@ -465,7 +465,7 @@ def _tensor(data: Data) -> tuple[list[Piece], int]:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A varint, and where it ends."""
+    """Parse a varint; returns its value and its end."""
     value = shift = 0
     while True:
         byte = raw[at]
@@ -477,8 +477,8 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _varint_bytes(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])

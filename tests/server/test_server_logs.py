@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from waiting import eventually
 from mmpos.client import Client
 from mmpos_server.certificates import Tls
 from mmpos_server.listening import Listen, warn
-from mmpos_server.logs import Logs
+from mmpos_server.logs import Logs, logging_all
 
 SAYS = """
 import asyncio, gc, logging, os, sys, threading, warnings
@@ -145,3 +146,10 @@ def test_a_server_warns_once_however_many_workers_it_has(start: Start, tmp_path:
     tokens.chmod(0o644)
     server = start("--token-file", str(tokens), "--workers", "2")
     assert [line["setting"] for line in server.lines() if line["level"] == "warning"] == ["token-file"]
+
+
+def test_a_process_logs_by_itself_again_after_its_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_all("info", "console"):
+        pass
+    logging.getLogger("library").warning("later")
+    assert capsys.readouterr().err == "later\n"

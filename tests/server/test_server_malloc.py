@@ -32,5 +32,6 @@ def test_memory_of_a_peak_is_given_back_at_rest() -> None:
     if done.returncode == 7:
         pytest.skip("only glibc keeps memory so, and can give it back")
     largest, kept, rest = map(int, done.stdout.split())
-    assert (largest >= 200, kept >= 190) == (True, True), done.stdout
+    # Some of the blocks may lie in memory that imports have freed.
+    assert (largest >= 190, kept >= 190) == (True, True), done.stdout
     assert rest < 32

@@ -56,12 +56,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Datatype:
-    """A type of tensors.
+    """Data type of tensors.
 
     Args:
-        dtype: of the array; None for BYTES, whose elements have no size, and the uint16 of its bits for BF16.
-        contents: the field of InferTensorContents; None for types that come raw only.
-        config: what ModelConfig calls it.
+        dtype: numpy dtype; None for BYTES, whose elements have no fixed size, and uint16 for the bits of BF16.
+        contents: field of InferTensorContents; None for types that are sent as raw bytes only.
+        config: value in ModelConfig.
     """
 
     dtype: np.dtype[Any] | None
@@ -79,22 +79,22 @@ DATATYPES = {
     "FP64": Datatype(np.dtype("<f8"), "fp64_contents", pb.TYPE_FP64),
     "BYTES": Datatype(None, "bytes_contents", pb.TYPE_STRING),
 }
-"""The types that models of this server take or give, by the protocol's names."""
+"""Types of the tensors of all models, by their names in the protocol."""
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that a model takes or gives.
+    """Input or output tensor of a model.
 
     Args:
-        name: its name.
-        datatypes: names of the types that it may have, first the one that metadata tells.
-        shape: its extents as metadata tells them; -1 is any.
+        name: name of the tensor.
+        datatypes: names of its possible types, first the one in metadata.
+        shape: shape in metadata; -1 is any size.
         optional: whether an input may be left out.
-        ndim: numbers of axes that are taken besides, with any extents.
-        told: whether metadata tells it; not an output that a version has only where a request names another scheme.
+        ndim: further numbers of axes that are accepted, with any sizes.
+        reported: whether metadata lists it; False for an output that exists only with another scheme.
     """
 
     name: str
@@ -102,13 +102,13 @@ class Spec:
     shape: tuple[int, ...]
     optional: bool = False
     ndim: tuple[int, ...] = ()
-    told: bool = True
+    reported: bool = True
 
     def check(self, datatype: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor of another type or shape.
+        """Check the type and shape of a tensor.
 
         Raises:
-            InvalidInputError: naming which.
+            InvalidInputError: the type or the shape is not accepted.
         """
         if datatype not in self.datatypes:
             raise InvalidInputError(f"{self.name}.datatype: got {datatype[:100]!r}, want {' or '.join(self.datatypes)}")
@@ -119,22 +119,22 @@ class Spec:
         if not fits:
             others = "".join(f" or {ndim} axes" for ndim in self.ndim)
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want {self.shape}{others}")
-        # An array has less than 2**63 bytes along its axes, even if one of them is empty.
+        # numpy needs less than 2**63 bytes for the axes that are not empty.
         if min(shape) < 0 or math.prod(size or 1 for size in shape) >= 2**60:
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want sizes that an array can have")
 
 
 def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | memoryview) -> npt.NDArray[Any]:
-    """The array of raw bytes: a view of them, which may be written to if they may.
+    """Return the array of raw bytes, as a view that is writable if the bytes are.
 
     Args:
-        name: of the tensor, for errors.
-        datatype: one with a size.
-        shape: a checked one.
-        data: the bytes.
+        name: name of the tensor, for errors.
+        datatype: any type but BYTES.
+        shape: shape that was checked.
+        data: raw bytes.
 
     Raises:
-        InvalidInputError: more or fewer bytes than the shape says.
+        InvalidInputError: more or fewer bytes than the shape has.
     """
     dtype = DATATYPES[datatype].dtype
     assert dtype is not None
@@ -145,34 +145,35 @@ def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | m
 
 
 def elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> list[bytes]:
-    """The elements of raw BYTES: each a length of four bytes, and then as many.
+    """Return the elements of raw BYTES, each of which has its length in four bytes before it.
 
     Raises:
-        InvalidInputError: more or fewer elements than the shape says, or one that is cut off.
+        InvalidInputError: more or fewer elements than the shape has, or one that is cut off.
     """
-    found: list[bytes] = []
+    values: list[bytes] = []
     wanted, at = math.prod(shape), 0
-    while at < len(data) and len(found) < wanted:
+    while at < len(data) and len(values) < wanted:
         begin = at + _LENGTH.size
         end = begin + _LENGTH.unpack_from(data, at)[0] if begin <= len(data) else begin
         if end > len(data):
-            raise InvalidInputError(f"{name}: got {len(data)} bytes, want {end} or more for element {len(found)}")
-        found.append(bytes(data[begin:end]))
+            raise InvalidInputError(f"{name}: got {len(data)} bytes, want {end} or more for element {len(values)}")
+        values.append(bytes(data[begin:end]))
         at = end
-    if len(found) != wanted or at != len(data):
+    if len(values) != wanted or at != len(data):
         raise InvalidInputError(
-            f"{name}: got {len(found)} elements in {at} of {len(data)} bytes, want {wanted} for shape {shape}"
+            f"{name}: got {len(values)} elements in {at} of {len(data)} bytes, want {wanted} for shape {shape}"
         )
-    return found
+    return values
 
 
 def from_contents(
     name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents
 ) -> npt.NDArray[Any] | list[bytes]:
-    """The array, or the elements, of numbers that came one by one.
+    """Return the array, or the elements of BYTES, of InferTensorContents.
 
     Raises:
-        InvalidInputError: numbers in the field of another type, more or fewer than the shape says, or too large ones.
+        InvalidInputError: the field is that of another type, has more or fewer numbers than the shape, or too large
+            ones.
     """
     kind = DATATYPES[datatype]
     for field, _ in contents.ListFields():
@@ -190,66 +191,66 @@ def from_contents(
 
 
 def to_bytes(datatype: str, array: npt.NDArray[Any]) -> bytes:
-    """The raw bytes of an array."""
+    """Return the raw bytes of an array."""
     return array.astype(DATATYPES[datatype].dtype, copy=False).tobytes()
 
 
 MAX_TEXT = 2**20
-"""Most characters of a JSON text: while it is parsed, nothing else happens in the process."""
+"""Most characters of a JSON text: parsing it blocks the process."""
 
 MAX_DEPTH = 16
-"""Most lists and objects inside each other: what reads and what quotes them works its way down by recursion."""
+"""Deepest nesting of lists and objects, which are parsed and quoted by recursion."""
 MAX_SCHEME = 2**12
-"""Most characters of a scheme, which is read between two other calls."""
+"""Most characters of a scheme, which is parsed on the event loop."""
 
 Kind = Literal["bool", "int64", "string"]
 
 IGNORED = ("triton_enable_empty_final_response",)
-"""A client's wish to be told of the last answer to a request, which it always is."""
+"""Accepted without effect: it asks to mark the last answer to a request, which is always marked."""
 
 
 def get_parameters(
     where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]
 ) -> dict[str, Any]:
-    """The values of parameters, by name.
+    """Return the values of parameters, by name.
 
     Args:
-        where: what errors call their map.
-        parameters: as they came.
-        known: kind of each that may come.
+        where: name of the map in errors.
+        parameters: parameters of the message.
+        known: kind of each known parameter.
 
     Raises:
-        UnsupportedError: one that is not known, since what it asks for would not be done.
-        InvalidInputError: a value of another kind.
+        UnsupportedError: a parameter is unknown, and so would be ignored.
+        InvalidInputError: a value is of another kind.
     """
-    if len(parameters) > len(known) + len(IGNORED):  # counted first: looking at a million takes seconds
+    if len(parameters) > len(known) + len(IGNORED):  # counted first: a million of them would take seconds
         raise UnsupportedError(f"{where}: got {len(parameters)} of them, want {' or '.join(known)}")
     unknown = set(parameters) - set(known) - set(IGNORED)
     if unknown:
         raise UnsupportedError(f"{where}: got {min(unknown)[:100]!r}, want {' or '.join(known)}")
-    found = {}
+    values = {}
     for name in known:
         if name in parameters:
             choice = parameters[name].WhichOneof("parameter_choice")
             if choice != f"{known[name]}_param":
                 raise InvalidInputError(f"{where}[{name!r}]: got {choice or 'no value'}, want {known[name]}_param")
-            found[name] = getattr(parameters[name], choice)
-    return found
+            values[name] = getattr(parameters[name], choice)
+    return values
 
 
 def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
-    """What a JSON text of so many characters says.
+    """Parse a JSON text of limited length.
 
     Raises:
-        InvalidInputError: it is none.
-        LimitExceededError: it is too long.
+        InvalidInputError: the text is not JSON.
+        LimitExceededError: the text is too long.
     """
     if len(text) > most:
         raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
     try:
         value = json.loads(text)
-        # What Python reads and JSON has not: infinities, of which no integer can be made, and half characters, which
-        # no message and no status can hold.
+        # Python also parses what JSON does not have: infinities, which are no integers, and lone surrogates, which no
+        # message and no status can hold.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
@@ -259,7 +260,7 @@ def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
 
 
 def scheme_of(text: str) -> Scheme:
-    """The scheme of a parameter: its name, or message Scheme as JSON."""
+    """Parse a scheme: a name, or message Scheme as JSON."""
     if not text.lstrip().startswith("{"):
         return get_scheme("scheme", scheme_pb2.Scheme(name=text))
     message = _message("scheme", loaded("scheme", text, MAX_SCHEME), scheme_pb2.Scheme())
@@ -267,7 +268,7 @@ def scheme_of(text: str) -> Scheme:
 
 
 def views_of(text: str, limits: Limits) -> list[View]:
-    """The views of a parameter: a JSON list of messages View."""
+    """Parse views: a JSON list of messages View."""
     values = loaded("views", text)
     if not isinstance(values, list):
         raise InvalidInputError(f"parameters['views']: got {text[:100]!r}, want a JSON list of views")
@@ -278,12 +279,12 @@ def views_of(text: str, limits: Limits) -> list[View]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether there are more than so many lists and objects inside each other."""
-    found = [value] if isinstance(value, list | dict) else []
+    """Check whether lists and objects are nested deeper than so many levels."""
+    nested = [value] if isinstance(value, list | dict) else []
     for _ in range(levels):
-        inner = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in found)
-        found = [value for value in inner if isinstance(value, list | dict)]
-    return bool(found)
+        inner = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in nested)
+        nested = [value for value in inner if isinstance(value, list | dict)]
+    return bool(nested)
 
 
 def _message(name: str, value: Any, message: Any) -> Any:
@@ -300,13 +301,13 @@ _KNOWN: Mapping[str, Kind] = {_REGION: "string", _SIZE: "int64", _OFFSET: "int64
 
 @dataclass(frozen=True)
 class RegionRange:
-    """Bytes of a registered region.
+    """Range of bytes of a registered region.
 
     Args:
-        region: which.
-        name: under which it is registered.
-        offset: the first of them, counted from that of the region.
-        byte_size: how many.
+        region: the region.
+        name: name under which it is registered.
+        offset: first byte, counted from the start of the region.
+        byte_size: number of bytes.
     """
 
     region: Region
@@ -314,27 +315,27 @@ class RegionRange:
     offset: int
     byte_size: int
 
-    def read(self, what: str) -> memoryview:
-        """A copy of the bytes, which may be written to, for a tensor of this name."""
-        return self.region.read(what, self.offset, self.byte_size).data
+    def read(self, name: str) -> memoryview:
+        """Return a writable copy of the bytes; name is that of the tensor, for errors."""
+        return self.region.read(name, self.offset, self.byte_size).data
 
-    def write(self, what: str, data: bytes) -> None:
-        """Put the bytes of a tensor of this name there."""
-        self.region.write(what, self.offset, data)
+    def write(self, name: str, data: bytes) -> None:
+        """Write bytes to the range; name is that of the tensor, for errors."""
+        self.region.write(name, self.offset, data)
 
     def put(self, parameters: MessageMap[str, pb.InferParameter], byte_size: int) -> None:
-        """Tell where so many bytes are."""
+        """Fill the parameters of a tensor of so many bytes in this range."""
         parameters[_REGION].string_param = self.name
         parameters[_SIZE].int64_param = byte_size
         parameters[_OFFSET].int64_param = self.offset
 
 
 def get_region_range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> RegionRange | None:
-    """The place that the parameters of a tensor tell; None if it is not in shared memory.
+    """Return the range of shared memory that the parameters of a tensor name; None for a tensor in the message.
 
     Raises:
-        InvalidInputError: no such region, bytes outside it, or half of what is needed.
-        UnsupportedError: a parameter of another name.
+        InvalidInputError: the region is unknown, the bytes are outside it, or a parameter is missing.
+        UnsupportedError: a parameter is unknown.
     """
     values = get_parameters(f"{where}.parameters", parameters, _KNOWN)
     if not values:
@@ -349,18 +350,18 @@ def get_region_range(where: str, parameters: Mapping[str, pb.InferParameter], re
 
 
 _MAX_AXES = 64
-"""Of a shape that an error quotes; no tensor has as many."""
+"""Most axes of a shape that an error quotes; no tensor has as many."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that came.
+    """Input tensor of a request.
 
     Args:
-        spec: what the model says of it.
-        datatype: its type.
-        shape: its extents.
-        source: its bytes, its numbers one by one, or where it lies.
+        spec: specification by the model.
+        datatype: name of the type.
+        shape: shape of the tensor.
+        source: raw bytes, numbers in the message, or a range of shared memory.
     """
 
     spec: Spec
@@ -369,7 +370,7 @@ class Input:
     source: bytes | pb.InferTensorContents | RegionRange
 
     def read(self) -> Any:
-        """Its array, or the list of its elements if its type is BYTES."""
+        """Return the array, or the list of elements if the type is BYTES."""
         name, source = self.spec.name, self.source
         if isinstance(source, pb.InferTensorContents):
             return from_contents(name, self.datatype, self.shape, source)
@@ -381,15 +382,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks of a model.
+    """Inference request, checked; its tensors are read on demand.
 
     Args:
-        profile: its version.
-        named: whether the client named it.
+        profile: version of the model.
+        named: whether the client named the version.
         parameters: values by name.
-        inputs: tensors by name.
-        outputs: names of those that are wanted, each with its place if it is to go to shared memory; None: all.
-        shared_bytes: of what came in shared memory.
+        inputs: input tensors by name.
+        outputs: names of the wanted outputs, each with its range of shared memory if it goes there; None is all.
+        shared_bytes: bytes of inputs in shared memory.
     """
 
     profile: Profile
@@ -400,15 +401,15 @@ class Request:
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
-        """Whether this output is wanted."""
+        """Check whether an output is wanted."""
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> npt.NDArray[Any] | None:
-        """The array of an input; None if it did not come. It may read much: call it in a thread."""
+        """Read the array of an input, in a thread if it may be large; None for an input that is left out."""
         return self.inputs[name].read() if name in self.inputs else None
 
     def elements(self, name: str) -> list[bytes] | None:
-        """The elements of an input of BYTES, likewise."""
+        """Read the elements of an input of BYTES, as ``array`` does."""
         return self.inputs[name].read() if name in self.inputs else None
 
 
@@ -421,31 +422,31 @@ def get_request(
     regions: Regions,
     limits: Limits,
 ) -> Request:
-    """The request of a message.
+    """Check a message, and return its request.
 
     Args:
-        message: what came.
-        profile: the version that it asks.
-        inputs: what the model takes.
-        outputs: what it gives.
-        parameters: which ones it knows.
-        regions: those that are registered.
-        limits: most bytes in shared memory.
+        message: message of the client.
+        profile: version of the model.
+        inputs: input tensors of the model.
+        outputs: output tensors of the model.
+        parameters: parameters of the model, with their kinds.
+        regions: registered regions.
+        limits: limits of one request.
 
     Raises:
-        InvalidInputError: a name that is not known, not there or there twice; a tensor without its numbers, with
-            numbers twice, or of another type or shape.
-        UnsupportedError: a parameter that is not known.
+        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, data twice, or another type or
+            shape.
+        UnsupportedError: a parameter is unknown.
         LimitExceededError: too many bytes in shared memory.
     """
-    given = _inputs(message, {spec.name: spec for spec in inputs}, regions)
-    shared_bytes = sum(tensor.source.byte_size for tensor in given.values() if isinstance(tensor.source, RegionRange))
+    tensors = _inputs(message, {spec.name: spec for spec in inputs}, regions)
+    shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, RegionRange))
     check("shared_bytes", shared_bytes, limits)
     return Request(
         profile,
         bool(message.model_version),
         get_parameters("parameters", message.parameters, parameters),
-        given,
+        tensors,
         _outputs(message, [spec.name for spec in outputs], regions),
         shared_bytes,
     )
@@ -453,96 +454,96 @@ def get_request(
 
 def _inputs(message: pb.ModelInferRequest, specs: Mapping[str, Spec], regions: Regions) -> dict[str, Input]:
     _check_count("inputs", len(message.inputs), specs)
-    places = [get_region_range(f"inputs[{i}]", tensor.parameters, regions) for i, tensor in enumerate(message.inputs)]
+    ranges = [get_region_range(f"inputs[{i}]", tensor.parameters, regions) for i, tensor in enumerate(message.inputs)]
     raw = iter(message.raw_input_contents)
-    slots = sum(place is None for place in places)
+    slots = sum(shared is None for shared in ranges)
     if message.raw_input_contents and len(message.raw_input_contents) != slots:
         got = len(message.raw_input_contents)
         raise InvalidInputError(
             f"raw_input_contents: got {got}, want {slots}, one for each input outside shared memory"
         )
-    found: dict[str, Input] = {}
-    for i, (tensor, place) in enumerate(zip(message.inputs, places, strict=True)):
-        spec = _spec(f"inputs[{i}]", tensor.name, specs, found)
+    tensors: dict[str, Input] = {}
+    for i, (tensor, shared) in enumerate(zip(message.inputs, ranges, strict=True)):
+        spec = _spec(f"inputs[{i}]", tensor.name, specs, tensors)
         if len(tensor.shape) > _MAX_AXES:
             raise InvalidInputError(f"{spec.name}.shape: got {len(tensor.shape)} axes, want {spec.shape}")
         shape = tuple(tensor.shape)
         spec.check(tensor.datatype, shape)
         source: bytes | pb.InferTensorContents | RegionRange = tensor.contents
-        if place is not None or message.raw_input_contents:
+        if shared is not None or message.raw_input_contents:
             if tensor.HasField("contents"):
-                other = "raw_input_contents" if place is None else "shared memory"
+                other = "raw_input_contents" if shared is None else "shared memory"
                 raise InvalidInputError(f"{spec.name}: got contents and {other}, want one of them")
-            source = next(raw) if place is None else place
-        found[spec.name] = Input(spec, tensor.datatype, shape, source)
+            source = next(raw) if shared is None else shared
+        tensors[spec.name] = Input(spec, tensor.datatype, shape, source)
     for spec in specs.values():
-        if not spec.optional and spec.name not in found:
+        if not spec.optional and spec.name not in tensors:
             raise InvalidInputError(f"inputs: got none of name {spec.name!r}, want it")
-    return found
+    return tensors
 
 
 def _outputs(
     message: pb.ModelInferRequest, names: Sequence[str], regions: Regions
 ) -> dict[str, RegionRange | None] | None:
     _check_count("outputs", len(message.outputs), names)
-    found: dict[str, RegionRange | None] = {}
+    wanted: dict[str, RegionRange | None] = {}
     for i, output in enumerate(message.outputs):
-        name = _spec(f"outputs[{i}]", output.name, {name: name for name in names}, found)
-        found[name] = get_region_range(f"outputs[{i}]", output.parameters, regions)
-    return found or None
+        name = _spec(f"outputs[{i}]", output.name, {name: name for name in names}, wanted)
+        wanted[name] = get_region_range(f"outputs[{i}]", output.parameters, regions)
+    return wanted or None
 
 
 def _check_count(name: str, got: int, known: Collection[str]) -> None:
-    """Refuse more tensors than there are names, before they are looked at."""
+    """Refuse more tensors than there are names, before they are read."""
     if got > len(known):
         raise InvalidInputError(f"{name}: got {got} tensors, want at most {len(known)}")
 
 
-def _spec(where: str, name: str, known: Mapping[str, Any], found: Mapping[str, object]) -> Any:
-    """What is known under a name that comes once."""
+def _spec(where: str, name: str, known: Mapping[str, Any], seen: Mapping[str, object]) -> Any:
+    """Return the entry of a known name that was not seen before."""
     if name not in known:
         raise InvalidInputError(f"{where}.name: got {name[:100]!r}, want one of {', '.join(known)}")
-    if name in found:
+    if name in seen:
         raise InvalidInputError(f"{where}.name: got {name!r} again, want it once")
     return known[name]
 
 
 Output = Callable[[], "tuple[str, npt.NDArray[Any]]"]
-"""Makes an output: its type and its array."""
+"""Function that makes an output: its type and its array."""
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Mapping[str, Output]) -> None:
     """Make the wanted outputs and fill a message with them; call it in a thread if they are large.
 
-    Those in shared memory come last: clients of one kind count all outputs to find the raw bytes of one, clients of
-    the other kind only those outside shared memory, and so both find the same.
+    Outputs in shared memory come last: some clients count all outputs to locate raw bytes, others only those outside
+    shared memory, and in this order both get the same.
 
     Args:
-        message: to be filled.
-        request: says which are wanted, and where.
-        outputs: those that there are.
+        message: message to fill.
+        request: names the wanted outputs, and their ranges of shared memory.
+        outputs: functions that make the outputs.
 
     Raises:
-        UnsupportedError: one was asked for that there is not.
-        InvalidInputError: one is larger than its place in shared memory.
+        UnsupportedError: a wanted output does not exist.
+        InvalidInputError: an output is larger than its range of shared memory.
     """
     wanted: Mapping[str, RegionRange | None] = dict.fromkeys(outputs) if request.outputs is None else request.outputs
     _check_names(list(wanted), outputs)
     held: list[tuple[str, RegionRange, bytes]] = []
-    for name, place in sorted(wanted.items(), key=lambda item: item[1] is not None):
+    for name, shared in sorted(wanted.items(), key=lambda item: item[1] is not None):
         datatype, array = outputs[name]()
         data = to_bytes(datatype, array)
         tensor = message.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        if place is None:
+        if shared is None:
             message.raw_output_contents.append(data)
             continue
-        if len(data) > place.byte_size:
-            raise InvalidInputError(f"{name}: got shared_memory_byte_size {place.byte_size}, want >= {len(data)}")
-        place.put(tensor.parameters, len(data))
-        held.append((name, place, data))
-    # Once nothing can be wrong any more with the others.
-    for name, place, data in held:
-        place.write(name, data)
+        if len(data) > shared.byte_size:
+            raise InvalidInputError(f"{name}: got shared_memory_byte_size {shared.byte_size}, want >= {len(data)}")
+        shared.put(tensor.parameters, len(data))
+        held.append((name, shared, data))
+    # Once all outputs are known to fit.
+    for name, shared, data in held:
+        shared.write(name, data)
 
 
 def _check_names(wanted: Sequence[str], outputs: Mapping[str, Output]) -> None:

@@ -33,13 +33,13 @@ SERVICE = "inference.GRPCInferenceService"
 
 
 class OpenInference:
-    """The protocol over some models.
+    """Implementation of GRPCInferenceService.
 
     Args:
-        models: what it offers; profiles are their versions.
-        profiles: settings of models; the default one is the version that an empty name means.
-        limits: most that one request may ask for.
-        memory: what is taken of shared memory.
+        models: models of the service; profiles are their versions.
+        profiles: settings of models; the default profile is the version with an empty name.
+        limits: limits of one request.
+        memory: access to shared memory of clients.
     """
 
     def __init__(self, models: list[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
@@ -53,7 +53,7 @@ class OpenInference:
         }
 
     def methods(self) -> list[Method]:
-        """All methods; those that ask whether the server lives are answered however much there is to do."""
+        """Return all methods; liveness and readiness are answered under any load."""
         infer = Method(
             SERVICE,
             "ModelInfer",
@@ -62,8 +62,8 @@ class OpenInference:
             self._infer,
             Twin("ModelStreamInfer", pb.ModelInferRequest, pb.ModelStreamInferResponse, self._stream_infer, _refuse),
         )
-        asked = [_method(run, admitted=False) for run in (self._server_live, self._server_ready, self._model_ready)]
-        told: list[Run] = [
+        probes = [_method(run, admitted=False) for run in (self._server_live, self._server_ready, self._model_ready)]
+        admitted: list[Run] = [
             self._server_metadata,
             self._model_metadata,
             self._model_config,
@@ -75,7 +75,7 @@ class OpenInference:
             self._cuda_shared_memory_register,
             self._cuda_shared_memory_unregister,
         ]
-        return [*asked, *(_method(run) for run in told), infer]
+        return [*probes, *(_method(run) for run in admitted), infer]
 
     async def _server_live(self, message: pb.ServerLiveRequest, answer: pb.ServerLiveResponse, call: Call) -> None:
         answer.live = True
@@ -173,13 +173,13 @@ class OpenInference:
     async def _cuda_shared_memory_unregister(
         self, message: pb.CudaSharedMemoryUnregisterRequest, answer: pb.CudaSharedMemoryUnregisterResponse, call: Call
     ) -> None:
-        """Nothing is registered, as clients that clean up want it."""
+        """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
 
     def _find(self, name: str, version: str) -> tuple[Model, Profile]:
-        """A model and its version, the default one if its name is empty.
+        """Return a model and its version; an empty version is the default one.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: the model or the version does not exist.
         """
         if name not in self._models:
             raise NotFoundError(f"model: got {name[:300]!r}, want one of {', '.join(map(repr, self._models))}")
@@ -193,7 +193,7 @@ class OpenInference:
 
 
 def _method(run: Run, *, admitted: bool = True) -> Method:
-    """A method whose function and whose messages are named after it."""
+    """Return the method whose name and messages follow from the name of its function."""
     name = run.__name__.title().replace("_", "")
     messages: Any = pb
     return Method(
@@ -207,32 +207,32 @@ def _refuse(message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, 
 
 
 PLATFORM = "mmpos"
-"""What runs the models."""
+"""Platform and backend of all models, in their metadata."""
 
-_TOLD = attrgetter("told")
+_REPORTED = attrgetter("reported")
 
 
 def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profile) -> None:
-    """Fill a message with the tensors of a version."""
+    """Fill the metadata of a version of a model."""
     message.name, message.platform = model.name, PLATFORM
     for tensors, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
-        for spec in filter(_TOLD, specs):
+        for spec in filter(_REPORTED, specs):
             tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
 
 
 def put_config(message: pb.ModelConfig, model: Model, profile: Profile) -> None:
-    """Fill a message with the tensors of a version, and which of them may be left out."""
+    """Fill the configuration of a version of a model, with its optional inputs."""
     message.name, message.platform, message.backend = model.name, PLATFORM, PLATFORM
     message.model_transaction_policy.decoupled = False
     for spec in model.inputs(profile):
         data_type = DATATYPES[spec.datatypes[0]].config
         message.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
-    for spec in filter(_TOLD, model.outputs(profile)):
+    for spec in filter(_REPORTED, model.outputs(profile)):
         message.output.add(name=spec.name, data_type=DATATYPES[spec.datatypes[0]].config, dims=spec.shape)
 
 
-# Stages of a call, and what the protocol calls them. Encoding comes after the answer is there, and is not in here.
-_PARTS = {
+# Stages of a call by their names in the protocol. Encoding comes after ``infer``, and has no name there.
+_DURATIONS = {
     "queue": "queue",
     "decode": "compute_input",
     "read": "compute_input",
@@ -245,39 +245,41 @@ _PARTS = {
 
 @dataclass
 class _Times:
-    """Requests of one version of one model, and seconds of them."""
+    """Counts and seconds of the requests of one version of one model."""
 
     succeeded: int = 0
     failed: int = 0
     documents: int = 0
     last: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("success", "fail", *_PARTS.values()), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("success", "fail", *_DURATIONS.values()), 0.0)
+    )
 
 
 class Statistics:
-    """Counts since the server started; used from the event loop only.
+    """Statistics of all models since the server started; used from the event loop only.
 
     Args:
-        versions: model and version of each that is counted.
+        versions: name and version of each model.
     """
 
     def __init__(self, versions: Iterable[tuple[str, str]]) -> None:
         self._times = {version: _Times() for version in versions}
 
     def succeeded(self, model: str, version: str, call: Call) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         times = self._begin(model, version, call, "success")
         times.succeeded += 1
         times.documents += call.counts.get("documents", 1)
         for stage, seconds in call.stages:
-            times.seconds[_PARTS[stage]] += seconds
+            times.seconds[_DURATIONS[stage]] += seconds
 
     def failed(self, model: str, version: str, call: Call) -> None:
-        """A request failed, or nobody waits for it any more."""
+        """Count a request that failed or was cancelled."""
         self._begin(model, version, call, "fail").failed += 1
 
     def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
-        """Fill a message with the statistics of a model and a version, or of all where the name is empty."""
+        """Fill a message with statistics; an empty model or version stands for all."""
         for (name, of), times in self._times.items():
             if model in ("", name) and version in ("", of):
                 _put(message.model_stats.add(name=name, version=of), times)
@@ -292,7 +294,7 @@ class Statistics:
 def _put(message: pb.ModelStatistics, times: _Times) -> None:
     message.last_inference = int(1000 * times.last)
     message.inference_count, message.execution_count = times.documents, times.succeeded
-    for part, seconds in times.seconds.items():
-        duration = getattr(message.inference_stats, part)
-        duration.count = times.failed if part == "fail" else times.succeeded
+    for name, seconds in times.seconds.items():
+        duration = getattr(message.inference_stats, name)
+        duration.count = times.failed if name == "fail" else times.succeeded
         duration.ns = round(1e9 * seconds)

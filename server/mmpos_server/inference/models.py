@@ -49,40 +49,40 @@ __all__ = [
 
 
 class Model(Protocol):
-    """A model; its versions are the profiles of the server."""
+    """Model of the protocol; its versions are the profiles of the server."""
 
     name: str
-    """What requests call it."""
+    """Name of the model in requests."""
     parameters: Mapping[str, Kind]
-    """Values that requests may have beside the tensors."""
+    """Parameters of requests, with their kinds."""
 
     @property
     def ready(self) -> bool:
-        """Whether what it needs is installed."""
+        """Whether the packages that the model needs are installed."""
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Tensors that a version takes."""
+        """Return the input tensors of a version."""
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Tensors that a version gives."""
+        """Return the output tensors of a version."""
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Fill the outputs of an answer; what it raises becomes the status."""
+        """Fill the outputs of an answer; an exception becomes the status."""
 
 
 def scheme_of_profile(profile: Profile) -> Scheme:
-    """The scheme that a version places by."""
+    """Return the scheme of a version."""
     scheme = profile.builder.scheme
     return get_scheme(scheme) if isinstance(scheme, str) else scheme
 
 
 def position_outputs(profile: Profile) -> list[Spec]:
-    """The outputs that tell positions, as they are where a request names no other scheme."""
+    """Return the outputs with positions, as they are without a scheme in the request."""
     scheme = scheme_of_profile(profile)
     return [
         Spec("position_ids", ("FP64" if scheme.fractional else "INT32",), (scheme.axes, -1)),
-        Spec("next_positions", ("INT64",), (-1,), told=scheme.resumable),
-        Spec("deltas", ("INT64",), (-1,), told=scheme.resumable),
+        Spec("next_positions", ("INT64",), (-1,), reported=scheme.resumable),
+        Spec("deltas", ("INT64",), (-1,), reported=scheme.resumable),
         Spec("cu_seqlens", ("INT32",), (-1,)),
         Spec("table", ("INT64",), (5 + 4 * scheme.axes, -1)),
         Spec("table_documents", ("INT64",), (4, -1)),
@@ -90,8 +90,8 @@ def position_outputs(profile: Profile) -> list[Spec]:
 
 
 INLINE_IDS, INLINE_TEXT = 32_768, 2048
-"""Up to so many ids are written, and characters of views read, between two other requests: a thread would cost more
-than they do."""
+"""Most ids that are written, and characters of views that are parsed, on the event loop: a thread would cost more than
+the work."""
 
 _SPANS = ("lengths", "offsets", "grid_thw", "documents")
 _IDS = ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask", "cu_seqlens")
@@ -100,11 +100,11 @@ _NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token
 
 
 class Positions:
-    """Placeholder spans, or input_ids and grids, to positions.
+    """Model "positions": placeholder spans, or input_ids and grids, to positions.
 
     Args:
-        service: places.
-        limits: most that one request may ask for.
+        service: implementation of PositionService.
+        limits: limits of one request.
     """
 
     name = "positions"
@@ -120,7 +120,7 @@ class Positions:
         self._service, self._limits = service, limits
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Spans, or input_ids: all are optional, since a request has one kind or the other."""
+        """Return spans and input_ids: all are optional, since a request has one kind or the other."""
         ids = ("INT64", "INT32")
         return [
             Spec("lengths", ("INT64",), (-1,), optional=True),
@@ -136,7 +136,7 @@ class Positions:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Ids, the table, and what follows from it."""
+        """Return position_ids, next positions, the table, and the rest."""
         return position_outputs(profile)
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
@@ -208,14 +208,14 @@ class Positions:
 
 
 def _only(request: Request, kind: str, others: Sequence[str]) -> None:
-    """Refuse inputs of the other kind of documents."""
+    """Refuse inputs that describe documents in the other way."""
     for name in others:
         if name in request.inputs:
             raise InvalidInputError(f"inputs: got {name!r} beside {kind!r}, want one or the other")
 
 
 def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
-    """Compare the bytes of the wanted outputs with the limit, before they are made."""
+    """Check the bytes of the wanted outputs against the limit, before they are made."""
     if request.wants("position_ids"):
         check_reply(positions, Dense(), limits, call)
     if request.wants("table") or request.wants("table_documents"):
@@ -223,20 +223,19 @@ def check_outputs(positions: PositionTable, request: Request, call: Call, limits
 
 
 def outputs_of(positions: PositionTable) -> dict[str, Output]:
-    """The outputs that tell these positions; without the next ones where the scheme has none."""
+    """Return the outputs of a position table; without next positions where the scheme has none."""
     result = PositionsResult.of(positions)
     integers: dict[str, IntArray | None] = {"next_positions": result.next_positions, "deltas": result.deltas}
-    found: dict[str, Output] = {
+    return {
         "position_ids": lambda: ("FP64" if positions.fractional else "INT32", positions.dense()),
-        **{name: _given("INT64", values) for name, values in integers.items() if values is not None},
-        "cu_seqlens": _given("INT32", result.cu_seqlens),
-        "table": _given("INT64", positions.table),
-        "table_documents": _given("INT64", positions.documents),
+        **{name: _constant("INT64", values) for name, values in integers.items() if values is not None},
+        "cu_seqlens": _constant("INT32", result.cu_seqlens),
+        "table": _constant("INT64", positions.table),
+        "table_documents": _constant("INT64", positions.documents),
     }
-    return found
 
 
-def _given(datatype: str, array: Any) -> Output:
+def _constant(datatype: str, array: Any) -> Output:
     return lambda: (datatype, array)
 
 
@@ -244,11 +243,11 @@ _PIXELS = {"uint8": "UINT8", "float32": "FP32"}
 
 
 class Sequences:
-    """Parts of documents to input_ids, positions and patches of one packed batch.
+    """Model "sequences": text and image files to input_ids, positions and patches of one packed batch.
 
     Args:
-        service: builds.
-        limits: most that one request may ask for.
+        service: implementation of SequenceService.
+        limits: limits of one request.
     """
 
     name = "sequences"
@@ -259,7 +258,7 @@ class Sequences:
         self._service, self._limits = service, limits
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """The parts of all documents, what each is, and how many each document has."""
+        """Return the parts of all documents, their kinds, and the number of parts of each document."""
         return [
             Spec("parts", ("BYTES",), (-1,)),
             Spec("kinds", ("BYTES",), (-1,), optional=True),
@@ -267,7 +266,7 @@ class Sequences:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Sequences, one after the other."""
+        """Return the sequences, packed one after the other."""
         images = _images(profile)
         return [
             Spec("input_ids", ("INT64",), (-1,)),
@@ -278,15 +277,15 @@ class Sequences:
         ]
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Build a batch."""
+        """Build a batch of sequences."""
         values = request.parameters
         scheme = scheme_of(values["scheme"]) if "scheme" in values else None
         builder = self._service.builder(request.profile.name, scheme, values.get("start", 0))
         documents = await self._service.solve(
             lambda: self._read(request), builder, call, patches=request.wants("patches")
         )
-        found = await call.run("place", self._write, documents, builder, request, answer, call)
-        call.count(documents=len(documents), tokens=found[0], images=found[1])
+        tokens, images = await call.run("place", self._write, documents, builder, request, answer, call)
+        call.count(documents=len(documents), tokens=tokens, images=images)
 
     def _read(self, request: Request) -> list[Document]:
         [count] = request.inputs["parts"].shape
@@ -348,7 +347,7 @@ def _part(name: str, part: bytes, kind: bytes) -> str | bytes:
 
 
 def _built(name: str, document: Document) -> InterleavedSequence:
-    """The sequence of a document; an error of one document is that of the request, whose tensors have room for all."""
+    """Return the sequence of a document; its error fails the whole request, since the tensors are packed."""
     outcome = document.outcome
     if isinstance(outcome, MmposError):
         raise type(outcome)(f"{name}.{outcome}") from outcome
@@ -372,9 +371,9 @@ def _sequence_outputs(
         return "INT64", np.concatenate([_none(0, 2), *moved])
 
     def patches() -> tuple[str, Any]:
-        size, found = images.patch_size, (sequence.patches for sequence in sequences)
+        size, kept = images.patch_size, (sequence.patches for sequence in sequences)
         none = np.empty((0, size, size, 3), images.dtype)
-        return _PIXELS[images.dtype], np.concatenate([none, *(one for one in found if one is not None)])
+        return _PIXELS[images.dtype], np.concatenate([none, *(one for one in kept if one is not None)])
 
     return {"input_ids": ids, **outputs_of(positions), "grid_thw": grids, "image_spans": spans, "patches": patches}
 
@@ -384,11 +383,11 @@ def _none(*shape: int) -> Any:
 
 
 class Rotate:
-    """q and k to rotated q and k.
+    """Model "rotate": q and k to rotated q and k.
 
     Args:
-        service: rotates.
-        limits: most that one request may ask for.
+        service: implementation of RotaryService.
+        limits: limits of one request.
     """
 
     name = "rotate"
@@ -399,11 +398,11 @@ class Rotate:
 
     @property
     def ready(self) -> bool:
-        """Whether there is torch."""
+        """Whether torch is installed."""
         return bool(device())
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """q, k, and positions as ids or as a table."""
+        """Return q, k, and positions as ids or as a table."""
         ids = ("INT32", "INT64", "FP64")
         fractional = scheme_of_profile(profile).fractional
         return [
@@ -414,11 +413,11 @@ class Rotate:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """q, and k if it came, of the type that they came in."""
+        """Return q, and k if it is sent, of their own type."""
         return self._tensors(profile)
 
     async def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        """Rotate."""
+        """Rotate q and k."""
         await call.turn("rotary")
         await call.run("rotary", self._infer, request, answer, call)
 
@@ -466,7 +465,7 @@ class Rotate:
 
 
 def _rotary(text: str) -> Rotary:
-    """The rotation of a parameter."""
+    """Parse the parameter ``rotary``."""
     values = loaded("rotary", text)
     if not isinstance(values, dict):
         raise InvalidInputError(
@@ -483,12 +482,12 @@ def _rotary(text: str) -> Rotary:
 
 @lru_cache(maxsize=64)
 def _rotary_of(text: str) -> Rotary:
-    """The rotation of a JSON text; its frequencies take milliseconds, and a client sends the same again and again."""
+    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
     return Rotary.from_dict(json.loads(text))
 
 
 def _tensor(request: Request, name: str) -> Tensor | None:
-    """The torch tensor of an input, which may be written to."""
+    """Return the torch tensor of an input, which may be written to."""
     array = request.array(name)
     if array is None:
         return None

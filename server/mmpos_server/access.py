@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmpos_server.logs import Logs
     from mmpos_server.metrics import Metrics
 
-__all__ = ["LEAST_CHARACTERS", "OPEN", "Door", "Tokens", "token_name"]
+__all__ = ["LEAST_CHARACTERS", "OPEN", "TokenInterceptor", "Tokens", "token_name"]
 
 
 OPEN = frozenset(
@@ -38,9 +38,7 @@ OPEN = frozenset(
 """Methods answered without a token, which probes and load balancers do not have."""
 
 _SECONDS = 1.0
-_STATUS, _DETAILS = to_status(
-    ServiceUnauthenticatedError('authorization: got no token that is known, want "Bearer TOKEN"')
-)
+_STATUS, _DETAILS = to_status(ServiceUnauthenticatedError('authorization: got no known token, want "Bearer TOKEN"'))
 
 _token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
 
@@ -50,7 +48,7 @@ def token_name() -> str | None:
     return _token_name.get()
 
 
-class Door(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor before all methods, known or not, that lets calls with a known token pass and refuses all others.
 
     Args:
@@ -70,11 +68,11 @@ class Door(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Return the handler of a call, or one that refuses the call."""
-        if not self.lets_in(handler_call_details.method, handler_call_details.invocation_metadata):
+        if not self.authenticate(handler_call_details.method, handler_call_details.invocation_metadata):
             return self._refusal
         return await continuation(handler_call_details)
 
-    def lets_in(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    def authenticate(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Check whether a call may pass, and note the name of its token for the running task."""
         if method in OPEN:
             return True
@@ -162,7 +160,7 @@ class Tokens:
         self._version = version
         try:
             if status is not None and not stat.S_ISREG(status.st_mode):
-                raise InvalidInputError(f"{self._path}: got a pipe or the like, want a file: it is not waited for")
+                raise InvalidInputError(f"{self._path}: got a pipe or a device, want a regular file")
             self._version, self._names = _read(self._path)
         except InvalidInputError as error:
             self._logs.error("tokens stay as they were", reason=str(error))
@@ -204,7 +202,7 @@ def _read(path: Path) -> tuple[_Version, dict[bytes, str]]:
 def _entry(words: list[str]) -> tuple[bytes, str]:
     """Parse a line into digest and name; errors quote nothing of the line, as any word of it could be a token."""
     if len(words) != 2:
-        raise InvalidInputError(f"got words: {len(words)}, want 2: a name and a token")
+        raise InvalidInputError(f"got {len(words)} words, want 2: a name and a token")
     name, token = words
     if not _NAME.fullmatch(name):
         raise InvalidInputError("got a name with other characters, want up to 128 of a-z, A-Z, 0-9 and _.:/+=@-")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote
 
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 from mmpos.support.info import cores
 from mmpos_server.access import token_name
 from mmpos_server.decoding import Decoders
+from mmpos_server.traffic import peer_of
 
 if TYPE_CHECKING:
     from mmpos_server.config import ClientLimits, Concurrency, Pools
@@ -262,8 +262,8 @@ def _certificate_name(identity: Any) -> str:
 
 
 def _host(peer: str) -> str:
-    kind, _, address = peer.partition(":")
-    return unquote(address.rpartition(":")[0]).strip("[]") if kind in ("ipv4", "ipv6") else kind
+    address = peer_of(peer)
+    return peer.partition(":")[0] if address is None else address.host
 
 
 class Rate:

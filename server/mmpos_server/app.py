@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.access import Door, Tokens
+from mmpos_server.access import TokenInterceptor, Tokens
 from mmpos_server.admission import Admission, Clients
 from mmpos_server.certificates import Certificates
 from mmpos_server.config import Profiles
@@ -23,7 +23,7 @@ from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.traffic import Traffic
-from mmpos_server.transport import DiscreetLog, TransportServer, Width
+from mmpos_server.transport import MetadataLogFilter, TransportServer, Width
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
@@ -97,15 +97,15 @@ class Server:
         self._unary = [Endpoint(method, self._context) for method in self._methods]
         self._streams = [StreamEndpoint(method, self._context) for method in self._methods if method.twin]
         tokens = self.listen.token_file
-        self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
+        self._interceptor = TokenInterceptor(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._http: HttpForm | None = None
         if self.listen.http_port is not None:
             from mmpos_server.inference.http import HttpForm
 
-            self._http = HttpForm(self._unary, self._context, self._door, self.listen)
+            self._http = HttpForm(self._unary, self._context, self._interceptor, self.listen)
         self._server: TransportServer | None = None
         self._health: Health | None = None
-        self._log = DiscreetLog(self.logs)
+        self._log = MetadataLogFilter(self.logs)
         self._certificates: asyncio.Task[None] | None = None
         self._sockets = ExitStack()
 
@@ -127,7 +127,7 @@ class Server:
         services = list(dict.fromkeys(method.service for method in self._methods))
         options = transport_options(self.config, reuse_port=listen.reuse_port)
         ahead = self.config.concurrency.max_pending
-        server = TransportServer([self._door] if self._door else [], options, ahead)
+        server = TransportServer([self._interceptor] if self._interceptor else [], options, ahead)
         for service in services:
             server.add(service, self._handlers(service), self._widths(service))
         self._health = Health(services)
@@ -151,8 +151,8 @@ class Server:
             self._certificates = asyncio.create_task(certificates.watch())
         self._log.open()
         self._traffic.open([int(addresses[0].rpartition(":")[2])] if listen.tcp else [])
-        if self._door is not None:
-            self._door.open()
+        if self._interceptor is not None:
+            self._interceptor.open()
         return addresses
 
     def _add_port(self, server: TransportServer, certificates: Certificates | None) -> str:
@@ -221,8 +221,8 @@ class Server:
         self._log.close()
         if self._certificates is not None:
             self._certificates.cancel()
-        if self._door is not None:
-            await self._door.close()
+        if self._interceptor is not None:
+            await self._interceptor.close()
         self._admission.close()
         # Cancelled tasks learn of it in the next round of the event loop.
         await asyncio.sleep(0)

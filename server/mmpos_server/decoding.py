@@ -32,7 +32,7 @@ from mmpos.images import ImageProcessor
 from mmpos.images.decode import File, Source, decode, to_rgb
 from mmpos.images.headers import Header, orient, read_header
 
-__all__ = ["Apart", "Decoders", "is_heavy", "main"]
+__all__ = ["Decoders", "IsolatedImageProcessor", "is_heavy", "main"]
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -52,7 +52,7 @@ def is_heavy(part: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Apart(ImageProcessor):
+class IsolatedImageProcessor(ImageProcessor):
     """ImageProcessor whose expensive images are decoded by processes, with the same results.
 
     Args:
@@ -193,7 +193,7 @@ class _Process:
         if code >= 0:  # not by the image: stderr says how
             raise RuntimeError(f"a process that decodes ended with exit code {code}")
         name = signal.Signals(-code).name
-        return InvalidInputError(f"image: got a {kind} over which its decoder ended ({name}), want a sound one")
+        return InvalidInputError(f"image: got a {kind} that crashed its decoder ({name}), want a valid file")
 
     def kill(self) -> None:
         """Kill the process."""

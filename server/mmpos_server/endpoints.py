@@ -456,7 +456,9 @@ class _Stream:
                 await self._traffic.write(self._context, answered)
                 self._window.leave(size + len(answered))
             if self._draining and not self._ended:
-                raise ServiceUnavailableError("the server is about to stop, want a new stream for what has no answer")
+                raise ServiceUnavailableError(
+                    "the server is about to stop, want a new stream for items without an answer"
+                )
             await self._reader
         finally:
             self._reader.cancel()

@@ -26,7 +26,7 @@ from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.listening import Listen, address, bind, bind_http, inherits, notify, warn
 from mmpos_server.logs import Logs, logging_all
-from mmpos_server.metrics import About, Page, aggregate, exposed
+from mmpos_server.metrics import Page, ProcessMetrics, aggregate, exposed
 from mmpos_server.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ async def _serve(options: Options, logs: Logs) -> None:
     server = Server(options.settings(), options.listen, logs=logs, shared_memory=options.memory(), tracing=tracing)
     with ExitStack() as closing:
         registry = server.metrics.registry
-        registry.register(About(options.listen.tls))
+        registry.register(ProcessMetrics(options.listen.tls))
         closing.enter_context(options.page(Page(registry, loop, lambda: server.ready)))
         addresses = await server.start()
         _watch(lambda: (second if first.is_set() else first).set(), reread.set, supervised=options.worker)
@@ -323,7 +323,7 @@ class _Supervisor:
             loop.add_signal_handler(number, self._stop)
         with ExitStack() as closing:
             registry = aggregate(self._folder)
-            registry.register(About(self._options.listen.tls))
+            registry.register(ProcessMetrics(self._options.listen.tls))
             closing.enter_context(self._options.page(Page(registry, loop, lambda: self.ready)))
             keeping = keep_reading(self._reread, self._config, self._options.settings, self._renew, self._logs)
             reading = asyncio.create_task(keeping)
@@ -349,7 +349,7 @@ class _Supervisor:
         all_ready.cancel()
         ignore_signals()
         if self._failed:
-            raise InvalidInputError("workers: got one that could not start, want what it says above to be mended")
+            raise InvalidInputError("workers: got one that could not start, want its error above fixed")
 
     async def _renew(self, config: ServerConfig) -> None:
         """Let the workers reread settings that were checked here; each logs the result.

@@ -96,7 +96,7 @@ def warn(listen: Listen, logs: Logs) -> None:
     if not local(listen):
         target = address(listen.host, listen.port)
         if listen.tls is None:
-            logs.warning("anybody on the network may call, and may read it: no TLS, no tokens", address=target)
+            logs.warning("anybody on the network may call, and read the traffic: no TLS, no tokens", address=target)
         elif listen.token_file is None and listen.tls.client_ca is None:
             logs.warning("anybody on the network may call: no tokens, no certificates of clients", address=target)
     for name, path in (("token-file", listen.token_file), ("tls-key", listen.tls.key if listen.tls else None)):
@@ -230,7 +230,7 @@ class Uds:
         except OSError as error:
             raise InvalidInputError(f"uds: got {self.path} ({error.strerror}), want a path to listen on") from None
         if not stat.S_ISSOCK(kind):
-            raise InvalidInputError(f"uds: got {self.path}, where something else is, want a free path")
+            raise InvalidInputError(f"uds: got {self.path}, which is no socket, want a free path")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             try:

@@ -21,8 +21,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 Form = Literal["json", "console"]
 
-# A line of gRPC's core, in C++: its level, time, thread and place in the source.
-_CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<place>\S+)\] (?P<event>.*)")
+# A line of gRPC's core, in C++: its level, time, thread and source location.
+_CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
 # Logged by grpc.aio, with an internal traceback, when it notices a closed connection while it answers.
@@ -95,7 +95,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith(_GONE):
-            self._logs.seldom("answer that could not be sent")
+            self._logs.seldom("answer could not be sent")
             return
         error = record.exc_info[1] if record.exc_info else None
         write = self._logs.error if record.levelno >= logging.ERROR else self._logs.warning
@@ -172,8 +172,8 @@ def _relay(reading: int, logs: Logs) -> None:
             match = _CORE.match(line)
             if match:
                 # Limited: callers can cause a line for each header of each call.
-                if times := logs.times(match["place"]):
+                if times := logs.times(match["source"]):
                     write = getattr(logs, _CORE_LEVELS.get(match["level"], "error"))
-                    write(match["event"], logger="grpc", place=match["place"], times=times)
+                    write(match["event"], logger="grpc", source=match["source"], times=times)
             elif line.strip():
                 logs.warning(line.rstrip(), logger="stderr")

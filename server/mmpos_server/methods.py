@@ -158,7 +158,7 @@ class Failure:
 def public(error: Exception, request_id: str) -> MmposError:
     """Return the error that a client may see: client errors as they are, internal ones by request id only."""
     if isinstance(error, DecodeError):
-        return InvalidInputError("request: got bytes that are not such a message, want valid protobuf")
+        return InvalidInputError("request: got bytes that are no message of this method, want valid protobuf")
     if isinstance(error, _KNOWN):
         return error
     return ServiceError(f"internal error, request {request_id}")

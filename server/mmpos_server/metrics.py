@@ -26,7 +26,7 @@ from mmpos_server.listening import bind, inherited
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["About", "MethodMetrics", "Metrics", "Page", "aggregate", "exposed"]
+__all__ = ["MethodMetrics", "Metrics", "Page", "ProcessMetrics", "aggregate", "exposed"]
 
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -121,7 +121,7 @@ def aggregate(folder: str) -> CollectorRegistry:
     return registry
 
 
-class About(Collector):
+class ProcessMetrics(Collector):
     """Metrics of the process: build, start time, and expiry of the certificate.
 
     Args:

@@ -24,7 +24,7 @@ from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Pool
 from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profiles
-from mmpos_server.decoding import Apart, is_heavy
+from mmpos_server.decoding import IsolatedImageProcessor, is_heavy
 from mmpos_server.limits import check, check_answer
 
 __all__ = ["Document", "SequenceService"]
@@ -139,9 +139,9 @@ class SequenceService:
     def _one(self, builder: SequenceBuilder, document: Document, call: Call) -> InterleavedSequence | MmposError:
         if document.heavy:
             assert builder.images is not None, "every profile has an image processor"
-            builder = replace(builder, images=Apart.of(builder.images, call.decoders, call.checkpoint))
+            builder = replace(builder, images=IsolatedImageProcessor.of(builder.images, call.decoders, call.checkpoint))
         try:
-            sequence = builder.build(_Watched(document.parts, call))
+            sequence = builder.build(_CheckedParts(document.parts, call))
         except ServiceError:  # of the checkpoint
             raise
         except MmposError as error:
@@ -167,7 +167,7 @@ class SequenceService:
         return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
 
 
-class _Watched(list[Any]):
+class _CheckedParts(list[Any]):
     """List of parts that stops when nobody waits for the answer any more."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:

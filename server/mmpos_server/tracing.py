@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from time import time_ns
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from mmpos.support.extras import needed_for
 from mmpos.support.info import version
+from mmpos_server.traffic import peer_of
 
 with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry import propagate, trace
@@ -138,9 +138,9 @@ def _below(span: Span) -> Context:
 
 
 def _peer(peer: str) -> dict[str, str | int]:
-    """Return the span attributes of a peer, such as ipv4:127.0.0.1:50051 or ipv6:%5B::1%5D:50051."""
-    kind, _, address = peer.partition(":")
-    host, _, port = unquote(address).rpartition(":")
-    if kind in ("ipv4", "ipv6") and port.isdecimal():
-        return {"network.peer.address": host.strip("[]"), "network.peer.port": int(port)}
-    return {"network.peer.address": address} if kind == "unix" and address else {}
+    """Return the span attributes of gRPC's name of a peer."""
+    address = peer_of(peer)
+    if address is not None:
+        return {"network.peer.address": address.host, "network.peer.port": address.port}
+    path = peer.removeprefix("unix:")
+    return {"network.peer.address": path} if path and path != peer else {}

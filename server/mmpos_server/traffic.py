@@ -255,7 +255,7 @@ class Traffic:
                     await self._look_at_sockets()
                     rested = monotonic() + _SHARE * (monotonic() - began)
             except Exception as error:  # whatever it is: limits must not end for good
-                self._logs.error("connections were not looked at", error)
+                self._logs.error("connections could not be checked", error)
 
     async def _look_at_sockets(self) -> None:
         # Before the sockets are read: what arrives meanwhile counts as in transit until the next check.
@@ -270,7 +270,7 @@ class Traffic:
         """Fail the requests and stream items that are late."""
         now, times = monotonic(), self._times
         seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
-        late: MmposError = ServiceTimeoutError(f"request: got not all of it within {seconds:g} s")
+        late: MmposError = ServiceTimeoutError(f"request: got only part of it within {seconds:g} s")
         if self._draining:
             late = ServiceUnavailableError("the server is about to stop")
         for passage in _older(self._requests, now - seconds):
@@ -322,7 +322,7 @@ class Traffic:
             hosts[peer.host] += 1
             if hosts[peer.host] > limit:
                 crowd.add(peer)
-                self._logs.seldom("connection closed: its client has too many", client=peer.host, limit=limit)
+                self._logs.seldom("connection closed: client has too many", client=peer.host, limit=limit)
         return crowd
 
     def _stuck(self) -> set[Peer]:
@@ -335,7 +335,7 @@ class Traffic:
             contexts.append(context)
         peers = {peer for context in contexts if (peer := peer_of(context.peer()))}
         for peer in peers:
-            self._logs.seldom("connection closed: its client does not take answers", client=peer.host)
+            self._logs.seldom("connection closed: client does not read answers", client=peer.host)
         return peers
 
 
@@ -367,12 +367,10 @@ class Peer(NamedTuple):
 
 
 def peer_of(name: str) -> Peer | None:
-    """Parse gRPC's name of a peer; None for a peer without a port, as on a unix socket."""
+    """Parse gRPC's name of a peer, as ipv4:127.0.0.1:50051 or ipv6:%5B::1%5D:50051; None for one without a port."""
     kind, _, address = name.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return None
     host, _, port = unquote(address).rpartition(":")
-    return Peer(host.strip("[]"), int(port))
+    return Peer(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdecimal() else None
 
 
 def open_connections(ports: Collection[int]) -> dict[Peer, int]:

@@ -22,8 +22,8 @@ from mmpos_server.logs import Logs
 
 __all__ = [
     "LOOK_SECONDS",
-    "DiscreetLog",
     "Lane",
+    "MetadataLogFilter",
     "Overload",
     "Slot",
     "TransportServer",
@@ -334,7 +334,7 @@ async def abort(context: Any, code: grpc.StatusCode, details: str, metadata: tup
         pass
 
 
-class DiscreetLog(logging.Filter):
+class MetadataLogFilter(logging.Filter):
     """Log filter that drops records of grpc.aio with invalid metadata of callers, which may hold tokens.
 
     Args:
@@ -351,7 +351,7 @@ class DiscreetLog(logging.Filter):
         """Check whether a record is written."""
         if not str(record.msg).startswith("Invalid encoding on"):
             return True
-        self._logs.seldom("metadata that is no UTF-8")
+        self._logs.seldom("metadata is not UTF-8")
         return False
 
     def open(self) -> None:

@@ -438,7 +438,7 @@ def test_tokens_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"trainer {TOKEN}\n")
     with serving(listen={"token_file": path}) as (_, port):
-        message = {"error": 'authorization: got no token that is known, want "Bearer TOKEN"'}
+        message = {"error": 'authorization: got no known token, want "Bearer TOKEN"'}
         refused: list[dict[str, str]] = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Bearer \xff\xfe"}]
         for headers in refused:
             code, told, back = ask(port, "POST", "/v2/models/positions/infer", {"inputs": [LENGTHS]}, headers)

@@ -38,7 +38,7 @@ from mmpos_server.testing import running
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 PLACE, STREAM = "/mmpos.rpc.v1.PositionService/Place", "/mmpos.rpc.v1.PositionService/StreamPlace"
-UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no token that is known, want "Bearer TOKEN"')
+UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no known token, want "Bearer TOKEN"')
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_tokens_are_not_kept(file: Path) -> None:
     [
         ("", "{}: got no token, want at least one line with a name and a token"),
         ("# alice only\n", "{}: got no token, want at least one line with a name and a token"),
-        (f"\n{ALICE}\n", "{}: line 2: got words: 1, want 2: a name and a token"),
-        (f"alice {ALICE} # hers\n", "{}: line 1: got words: 4, want 2: a name and a token"),
+        (f"\n{ALICE}\n", "{}: line 2: got 1 words, want 2: a name and a token"),
+        (f"alice {ALICE} # hers\n", "{}: line 1: got 4 words, want 2: a name and a token"),
         ("alice short-short-1\n", "{}: line 1: got a token of 13 characters, want >= 16"),
         (
             f"alice {ALICE}ß\n",

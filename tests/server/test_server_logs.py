@@ -115,7 +115,7 @@ def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: p
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
         path.chmod(0o640)
-    no_tls = "anybody on the network may call, and may read it: no TLS, no tokens"
+    no_tls = "anybody on the network may call, and read the traffic: no TLS, no tokens"
     no_lock = "anybody on the network may call: no tokens, no certificates of clients"
     tls, mutual = Tls(cert, key), Tls(cert, key, cert)
     for host in ("0.0.0.0", "::"):

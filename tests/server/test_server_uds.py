@@ -111,7 +111,7 @@ def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> No
     else:
         path.symlink_to("elsewhere")
     before = path.lstat()
-    assert mistake(Uds(path)) == f"uds: got {path}, where something else is, want a free path"
+    assert mistake(Uds(path)) == f"uds: got {path}, which is no socket, want a free path"
     assert path.lstat() == before
 
 

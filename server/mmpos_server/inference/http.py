@@ -19,14 +19,14 @@ from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.rpc.errors import RETRY_AFTER, shortened
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
-from mmpos_server.inference.rest import Wanted, infer_request, infer_response, plain, register_request
+from mmpos_server.inference.rest import BinaryOutputs, infer_request, infer_response, plain, register_request
 from mmpos_server.listening import Listen, address, bind_http
 from mmpos_server.methods import failure
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos_server.access import Door
+    from mmpos_server.access import TokenInterceptor
     from mmpos_server.call import Call
     from mmpos_server.certificates import Certificates
     from mmpos_server.endpoints import Endpoint, ServerContext
@@ -140,13 +140,15 @@ class HttpForm:
     Args:
         endpoints: unary endpoints of the server; those of the protocol are served.
         server: state that its methods share.
-        door: check of tokens; None admits everybody.
+        interceptor: check of tokens; None admits everybody.
         listen: addresses, with http_port set.
     """
 
-    def __init__(self, endpoints: Iterable[Endpoint], server: ServerContext, door: Door | None, listen: Listen) -> None:
+    def __init__(
+        self, endpoints: Iterable[Endpoint], server: ServerContext, interceptor: TokenInterceptor | None, listen: Listen
+    ) -> None:
         self._server = server
-        self._door, self._listen = door, listen
+        self._interceptor, self._listen = interceptor, listen
         self._endpoints = {one.method.name: one for one in endpoints if one.method.service == SERVICE}
         self._settings = server.config.http
         self._busy: set[Any] = set()
@@ -260,8 +262,10 @@ class HttpForm:
             self._busy.discard(request.protocol)
 
     async def _answered(self, request: web.Request, method: str, form: _Form, context: _Context) -> bytes:
-        if self._door is not None and not self._door.lets_in(f"/{SERVICE}/{method}", context.invocation_metadata()):
-            raise _AbortedError(*self._door.refused(context.peer()))
+        if self._interceptor is not None and not self._interceptor.authenticate(
+            f"/{SERVICE}/{method}", context.invocation_metadata()
+        ):
+            raise _AbortedError(*self._interceptor.refused(context.peer()))
         try:
             raw = await self._body(request)
         except MmposError as error:
@@ -359,15 +363,15 @@ class _TensorForm(_Form):
     def __init__(self, parts: Mapping[str, str], json_size: str | None) -> None:
         super().__init__()
         self._parts, self._json_size = parts, json_size
-        self._wanted = Wanted(False, {})
+        self._binary = BinaryOutputs(False, {})
 
     async def read(self, raw: bytes, call: Call) -> pb.ModelInferRequest:
         size = None if self._json_size is None else _natural(JSON_SIZE, self._json_size)
         arguments = raw, size, self._parts["name"], self._parts.get("version", "")
         if len(raw) <= _INLINE_BYTES:
-            message, self._wanted = self._decoded(call, *arguments)
+            message, self._binary = self._decoded(call, *arguments)
         else:
-            message, self._wanted = await call.run("place", self._decoded, call, *arguments)
+            message, self._binary = await call.run("place", self._decoded, call, *arguments)
         return message
 
     async def write(self, response: pb.ModelInferResponse, call: Call) -> bytes:
@@ -376,13 +380,13 @@ class _TensorForm(_Form):
             return self._encoded(call, response)
         return await call.run("place", self._encoded, call, response)
 
-    def _decoded(self, call: Call, *arguments: Any) -> tuple[pb.ModelInferRequest, Wanted]:
+    def _decoded(self, call: Call, *arguments: Any) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
         with call.stage("decode"):
             return infer_request(*arguments)
 
     def _encoded(self, call: Call, response: pb.ModelInferResponse) -> bytes:
         with call.stage("encode"):
-            head, behind = infer_response(response, self._wanted)
+            head, behind = infer_response(response, self._binary)
             if behind:
                 self.headers = {"Content-Type": "application/octet-stream", JSON_SIZE: str(len(head))}
             return head + behind
@@ -442,7 +446,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            self._logs.info("request that is no HTTP", reason=shortened(error.message))
+            self._logs.info("request is not HTTP", reason=shortened(error.message))
         else:
             self._logs.error(record.getMessage(), error)
 

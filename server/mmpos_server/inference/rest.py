@@ -19,7 +19,7 @@ from mmpos_server.inference.messages import DATATYPES, from_contents
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["Wanted", "infer_request", "infer_response", "plain", "register_request"]
+__all__ = ["BinaryOutputs", "infer_request", "infer_response", "plain", "register_request"]
 
 MAX_JSON = 2**21
 """Most bytes of JSON: parsing it blocks the process. The bytes of tensors behind it may be far more."""
@@ -67,7 +67,7 @@ class _Register(_Model):
     byte_size: Annotated[int, _UINT64]
 
 
-class Wanted:
+class BinaryOutputs:
     """Choice of outputs that are wanted as bytes behind the JSON.
 
     Args:
@@ -83,7 +83,9 @@ class Wanted:
         return self._named.get(name, self._otherwise)
 
 
-def infer_request(raw: bytes, json_size: int | None, name: str, version: str) -> tuple[pb.ModelInferRequest, Wanted]:
+def infer_request(
+    raw: bytes, json_size: int | None, name: str, version: str
+) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
     """Parse a request; returns its message, and the choice of outputs as bytes.
 
     Args:
@@ -112,15 +114,15 @@ def infer_request(raw: bytes, json_size: int | None, name: str, version: str) ->
         if "binary_data" in values:
             named[output.name] = _flag(f"{where}['binary_data']", values.pop("binary_data"))
         _put_parameters(where, message.outputs.add(name=output.name).parameters, values)
-    return message, Wanted(otherwise, named)
+    return message, BinaryOutputs(otherwise, named)
 
 
-def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[bytes, bytes]:
+def infer_response(message: pb.ModelInferResponse, binary: BinaryOutputs) -> tuple[bytes, bytes]:
     """Format an answer; returns its JSON, and the bytes of tensors that follow it.
 
     Args:
         message: the answer.
-        wanted: choice of outputs as bytes.
+        binary: choice of outputs as bytes.
 
     Raises:
         LimitExceededError: too many numbers are wanted as JSON.
@@ -137,7 +139,7 @@ def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[byte
             output["parameters"] = _parameters(tensor.parameters)
             continue
         data = next(raw)
-        if wanted.as_bytes(tensor.name):
+        if binary.as_bytes(tensor.name):
             output["parameters"] = {"binary_data_size": len(data)}
             behind.append(data)
             continue
@@ -156,7 +158,7 @@ def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[byte
     try:
         return json.dumps({**head, "outputs": outputs}, allow_nan=False).encode(), b"".join(behind)
     except ValueError:
-        raise InvalidInputError("outputs: got nan or inf, which JSON has not, want binary_data") from None
+        raise InvalidInputError("outputs: got nan or inf, which JSON does not have, want binary_data") from None
 
 
 def register_request(raw: bytes, name: str) -> pb.SystemSharedMemoryRegisterRequest:

@@ -143,7 +143,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytes
     os.mkfifo(file)
     tokens.refresh()
     assert tokens.name(ALICE) == known
-    assert "got a pipe or the like" in capsys.readouterr().err
+    assert "got a pipe or a device" in capsys.readouterr().err
     file.unlink()
     file.write_text(f"eve {ALICE}\n")
     tokens.refresh()

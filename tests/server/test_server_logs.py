@@ -75,7 +75,7 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", None, "answer that could not "),
+        ("warning", None, "answer could not be se"),
         ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),

@@ -388,7 +388,7 @@ class ClientLease:
         """Take the slot of an open health or reflection stream.
 
         Raises:
-            ServiceOverloadedError: the client has too many.
+            ServiceOverloadedError: the client has too many of these streams.
         """
         client = self._enter()
         if client is not None:
@@ -398,7 +398,7 @@ class ClientLease:
         """Take the slot of an open stream.
 
         Raises:
-            ServiceOverloadedError: the client has too many.
+            ServiceOverloadedError: the client has too many streams.
         """
         client = self._enter()
         if client is not None:

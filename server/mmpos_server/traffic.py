@@ -322,7 +322,7 @@ class Traffic:
             hosts[peer.host] += 1
             if hosts[peer.host] > limit:
                 crowd.add(peer)
-                self._logs.seldom("connection closed: client has too many", client=peer.host, limit=limit)
+                self._logs.seldom("connection closed: client has too many connections", client=peer.host, limit=limit)
         return crowd
 
     def _stuck(self) -> set[Peer]:

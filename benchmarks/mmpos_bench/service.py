@@ -35,8 +35,7 @@ with needed_for("the service suite", extra="server"):
     from mmpos_bench.serving.orders import OPTIONS, Clients, Order
     from mmpos_bench.serving.processes import ServerProcess, echo, service, started
     from mmpos_bench.serving.questions import PHOTOGRAPHS, Asking, Question
-    from mmpos_server.config import load
-    from mmpos_server.profiles import Profiles
+    from mmpos_server.config import Profiles, load
 
 __all__ = ["cases"]
 

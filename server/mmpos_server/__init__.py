@@ -1,1 +1,1 @@
-"""The room of the gRPC service; the wheel ships this name beside mmpos, and never a bare ``server``."""
+"""The gRPC service of mmpos, for clients in other languages, processes and machines."""

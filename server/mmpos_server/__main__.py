@@ -1,4 +1,4 @@
-"""The program ``python -m mmpos_server``: serves."""
+"""Entry point of ``python -m mmpos_server``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mmpos.support.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop.
+    """Run the server until a signal stops it.
 
     Args:
-        arguments: what follows the program's name; None is the process's own.
+        arguments: command line after the program's name; None takes that of the process.
 
     Returns:
-        The exit code, one of mmpos.support.program.EXIT_CODES.
+        Exit code, one of mmpos.support.program.EXIT_CODES.
     """
     return run_program("mmpos_server", _app, arguments)
 

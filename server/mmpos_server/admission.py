@@ -1,25 +1,30 @@
-"""Admission: how much may be queued or running at once, and the thread pools in which it runs."""
+"""Admission control: slots, waiting lines and thread pools of the server, and the limits of each client."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 from mmpos.support.info import cores
+from mmpos_server.access import token_name
 from mmpos_server.decoding import Decoders
+from mmpos_server.traffic import peer_of
 
 if TYPE_CHECKING:
-    from mmpos_server.config import Concurrency, Pools
+    from mmpos_server.config import ClientLimits, Concurrency, Pools
 
-__all__ = ["Admission", "Gate", "Line", "Pool", "Window"]
+__all__ = ["Admission", "ClientLease", "Clients", "Gate", "Line", "Pool", "Rate", "Window", "client_name"]
+
 
 Pool = Literal["place", "image", "heavy", "rotary"]
 
-# Hints beyond these serve nobody: a client would hammer, or give up.
+# Bounds of retry hints: below, a client would send requests without pause; above, it would give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 
 _CALM = 1.0
@@ -30,11 +35,11 @@ _FIRST_ITEMS = 4
 
 
 class Gate:
-    """A number of places; who finds none free is refused at once. Used from the event loop only.
+    """Counter of slots that refuses entry at once when no slot is free. Used from the event loop only.
 
     Args:
-        name: the setting that says how many.
-        limit: how many.
+        name: setting of the limit, as errors call it.
+        limit: number of slots.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -44,66 +49,66 @@ class Gate:
 
     @property
     def full(self) -> bool:
-        """Whether no place is left."""
+        """Whether no slot is free."""
         return self.taken >= self.limit
 
     def enter(self, count: int = 1, held: int = 0) -> None:
-        """Take places.
+        """Take slots.
 
         Args:
-            count: how many.
-            held: those that whoever comes has taken before.
+            count: number of slots.
+            held: slots that the same caller has taken before.
 
         Raises:
-            ServiceOverloadedError: there are not so many; with the time after which to come back.
+            ServiceOverloadedError: fewer are free; with the seconds after which to retry.
         """
-        # One that is larger than all places together may come alone.
+        # A request larger than the limit may enter alone.
         if self.taken > held and self.taken + count > self.limit:
             raise ServiceOverloadedError(f"{self.name}: got {self.taken} taken of {self.limit}", self.retry_after)
         self.taken += count
 
     def leave(self, seconds: float, count: int = 1) -> None:
-        """Give them back after so many seconds."""
+        """Return slots that were held for so many seconds."""
         self.taken -= count
         self._mean = seconds if self._mean is None else self._mean + 0.05 * (seconds - self._mean)
 
     @property
     def retry_after(self) -> float:
-        """Seconds: after about the mean stay (waiting included), those inside now have left (Little's law)."""
+        """Seconds after which to retry: the mean stay, in which the callers inside now leave (Little's law)."""
         return 1.0 if self._mean is None else min(max(self._mean, _LEAST_WAIT), _LONGEST_WAIT)
 
 
 class Line:
-    """The tasks of one pool that wait for a thread. Used from the event loop only.
+    """Queue of one thread pool. Used from the event loop only.
 
-    A call waits as long as the tasks before it take. Measured in calls that is their number over that of the tasks of
-    one call, or over that of the threads if there are more of them: what a task takes cancels out. Many may wait, as
-    long as all get their turn. As soon as one is refused, only few may: some must go away in any case, so those who
-    stay are served quickly.
+    A call waits as long as the tasks before it take. Measured in calls, the wait is the number of these tasks over
+    the tasks per call, or over the number of threads if there are more threads; the time of a task cancels out. Many
+    calls may wait as long as all of them are served. Once a call is refused, only few may wait: some calls must be
+    refused in any case, and short waits serve the others quickly.
 
     Args:
-        gate: how many calls may be inside at most.
-        threads: of the pool.
-        wait: calls that a call may wait for.
-        short_wait: calls that it may wait for while others are refused.
+        gate: slots of calls that wait or run.
+        threads: threads of the pool.
+        wait: most calls that a call may wait for.
+        short_wait: most calls that a call may wait for while others are refused.
     """
 
     def __init__(self, gate: Gate, threads: int, wait: int, short_wait: int) -> None:
         self.gate = gate
         self.tasks = 0
-        """That wait or run."""
+        """Tasks that wait or run."""
         self._threads, self._wait, self._short_wait = threads, wait, short_wait
         self._per_call = 1.0
         self._overloaded_until = -math.inf
 
     def join(self, *, inside: bool) -> None:
-        """Take a place for a call that is about to give its first task to the pool.
+        """Take a slot for a call that is about to submit its first task to the pool.
 
         Args:
-            inside: whether it has gone through the gate before.
+            inside: whether the call has entered the gate before.
 
         Raises:
-            ServiceOverloadedError: it would wait too long, or there is no place; with the time to come back.
+            ServiceOverloadedError: the wait is too long, or no slot is free; with the seconds after which to retry.
         """
         now = monotonic()
         most = self._short_wait if now < self._overloaded_until else self._wait
@@ -121,26 +126,26 @@ class Line:
             raise
 
     def left(self, tasks: int) -> None:
-        """A call has left that gave so many tasks to the pool."""
+        """Note that a call has ended that submitted so many tasks."""
         self._per_call += 0.05 * (tasks - self._per_call)
 
 
 class Admission:
-    """The gates and pools of one server.
+    """Gates and thread pools of one server.
 
     Args:
-        concurrency: places.
-        pools: threads.
+        concurrency: limits of the gates.
+        pools: number of threads of each pool.
     """
 
     arrivals: int = 0
-    """Calls and streams that have come so far."""
+    """Calls and streams that have arrived so far."""
     last_arrival: float = -math.inf
-    """When the last of them came, by the monotonic clock."""
+    """Time of the last arrival, by the monotonic clock."""
     announced: bool = False
-    """Whether the server says that it is about to stop."""
+    """Whether health reports NOT_SERVING because the server is about to stop."""
     ending: bool = False
-    """Whether what comes now is refused, as the server is about to stop."""
+    """Whether new calls are refused because the server is about to stop."""
 
     def __init__(self, concurrency: Concurrency, pools: Pools) -> None:
         self.gates: dict[Pool, Gate] = {
@@ -169,7 +174,7 @@ class Admission:
         self.decoders = Decoders(pools.heavy_seconds)
 
     def arrive(self) -> None:
-        """A call or a stream came.
+        """Note that a call or a stream has arrived.
 
         Raises:
             ServiceUnavailableError: the server is about to stop.
@@ -180,21 +185,21 @@ class Admission:
             raise ServiceUnavailableError("the server is about to stop")
 
     def close(self) -> None:
-        """Let the threads end; what they have begun they finish or stop at a checkpoint."""
+        """Shut the pools down; tasks at work run to their end or to their next checkpoint."""
         for executor in self.executors.values():
             executor.shutdown(wait=False, cancel_futures=True)
         self.decoders.close()
 
 
 class Window:
-    """How far a stream may read ahead of its answers. Used by one reader on the event loop.
+    """Flow control of one stream: limits reading ahead of the answers. Used by one reader on the event loop.
 
-    What an item becomes may be far larger than the item, and waits here while the client does not read. So answers
-    count, and for those at work the largest one so far; few are begun until one is known.
+    The answer to an item may be far larger than the item, and is held while the client does not read. Answers count
+    therefore, and each item at work counts as the largest answer so far. Few items begin before one answer is known.
 
     Args:
         items: most items that are read and not answered.
-        size: bytes of these items and of their answers from which on no further is read.
+        size: bytes of these items and their answers at which reading pauses.
     """
 
     def __init__(self, items: int, size: int) -> None:
@@ -204,33 +209,33 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether no further item may be read; one alone may always."""
+        """Whether reading pauses; one item alone may always be read."""
         if self._items and self._largest < 0 and self._items >= _FIRST_ITEMS:
             return True
         expected = self._at_work * max(self._largest, 0)
         return self._items >= self._most or (self._items > 0 and self._bytes + expected >= self._size)
 
     async def room(self) -> None:
-        """Wait until one more may be read."""
+        """Wait until one more item may be read."""
         while self.full:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def enter(self, size: int) -> None:
-        """An item of so many bytes was read, and is at work."""
+        """Note that an item of so many bytes was read and is at work."""
         self._items += 1
         self._at_work += 1
         self._bytes += size
 
     def answered(self, size: int) -> None:
-        """An item has become an answer of so many bytes."""
+        """Note that an item was answered with so many bytes."""
         self._at_work -= 1
         self._bytes += size
         self._largest = max(self._largest, size)
         self._wake()
 
     def leave(self, size: int) -> None:
-        """An answer was sent; so many bytes of it and of its item are gone."""
+        """Note that an answer was sent; size is the bytes of the answer and of its item."""
         self._items -= 1
         self._bytes -= size
         self._wake()
@@ -238,3 +243,230 @@ class Window:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+_MOST_IDLE = 10_000  # idle clients whose rate is kept; bounds memory when a caller has many addresses
+
+
+def client_name(context: Any) -> str:
+    """Return the name of the caller: that of its token, else of its certificate, else its address without port."""
+    return token_name() or _certificate_name(context.auth_context()) or _host(context.peer())
+
+
+def _certificate_name(identity: Any) -> str:
+    for key in ("x509_common_name", "x509_subject_alternative_name"):
+        for value in identity.get(key, ()):
+            if value:
+                return str(value.decode(errors="replace"))
+    return ""
+
+
+def _host(peer: str) -> str:
+    address = peer_of(peer)
+    return peer.partition(":")[0] if address is None else address.host
+
+
+class Rate:
+    """Token bucket: so many requests per second on average, with a burst after a pause.
+
+    Args:
+        per_second: requests per second; 0 is no limit.
+        burst: most requests at once; 0 is those of one second.
+        clock: returns seconds.
+    """
+
+    def __init__(self, per_second: float, burst: int = 0, clock: Callable[[], float] = monotonic) -> None:
+        self.per_second, self._clock = per_second, clock
+        self._most = float(burst or max(per_second, 1.0))
+        self._left, self._then = self._most, clock()
+
+    @property
+    def wait(self) -> float:
+        """Seconds until the next request may come; 0 is now."""
+        if not self.per_second:
+            return 0.0
+        now = self._clock()
+        self._left = min(self._most, self._left + self.per_second * (now - self._then))
+        self._then = now
+        return max(0.0, 1.0 - self._left) / self.per_second
+
+    @property
+    def rested(self) -> bool:
+        """Whether the whole burst is available again."""
+        return self.wait == 0.0 and self._left >= self._most
+
+    def take(self) -> None:
+        """Count one request, after ``wait`` was 0."""
+        if self.per_second:
+            self._left -= 1.0
+
+
+class _Client:
+    """Slots of one client: those it has taken, and its limits."""
+
+    def __init__(self, name: str, limits: ClientLimits) -> None:
+        self.name, self.leases = name, 0
+        self.rate = Rate(limits.requests_per_second, limits.burst)
+        self.calls = self._gate("max_in_flight", limits)
+        self.bytes = self._gate("max_in_flight_bytes", limits)
+        self.unsent = self._gate("max_unsent_bytes", limits)
+        self.streams = self._gate("max_streams", limits)
+        self.watches = self._gate("max_watches", limits)
+        self._max_share = limits.max_share
+        self._shares: dict[str, Gate] = {}
+
+    def share(self, gate: Gate) -> Gate | None:
+        """Return the client's own limit within a gate; None without one."""
+        if not self._max_share:
+            return None
+        if gate.name not in self._shares:
+            most = max(1, int(gate.limit * self._max_share))
+            self._shares[gate.name] = Gate(f"clients.max_share of {gate.name} of {self.name!r}", most)
+        return self._shares[gate.name]
+
+    def _gate(self, field: str, limits: ClientLimits) -> Gate | None:
+        limit = getattr(limits, field)
+        return Gate(f"clients.{field} of {self.name!r}", limit) if limit else None
+
+
+class ClientLease:
+    """Slots that one call or stream of a client holds. Used from the event loop only.
+
+    Args:
+        name: name of the client.
+        clients: the clients of the server; None where there is no limit.
+    """
+
+    __slots__ = ("_client", "_clients", "_taken", "name")
+
+    def __init__(self, name: str, clients: Clients | None) -> None:
+        self.name, self._clients = name, clients
+        self._client: _Client | None = None
+        self._taken: list[tuple[Gate, int]] = []
+
+    def begin_call(self, size: int) -> None:
+        """Take the slots of a call with a request of so many bytes.
+
+        Raises:
+            ServiceOverloadedError: the client has reached a limit of its own.
+        """
+        client = self._enter()
+        if client is None:
+            return
+        rate = client.rate
+        if wait := rate.wait:
+            want = f"want <= {rate.per_second:g} on average"
+            raise ServiceOverloadedError(f"clients.requests_per_second of {self.name!r}: got more, {want}", wait)
+        self._take(client.calls)
+        self._take(client.bytes, size)
+        rate.take()
+
+    def weigh(self, size: int) -> None:
+        """Take room for so many bytes besides those of the request.
+
+        Raises:
+            ServiceOverloadedError: the client holds too many bytes.
+        """
+        if self._client is not None:
+            gate = self._client.bytes
+            self._take(gate, size, sum(count for taken, count in self._taken if taken is gate))
+
+    def answer(self, size: int) -> None:
+        """Take room for an answer of so many bytes.
+
+        Raises:
+            ServiceOverloadedError: the client has left too many bytes of answers unread.
+        """
+        if self._client is not None:
+            self._take(self._client.unsent, size)
+
+    def share(self, gate: Gate) -> Gate | None:
+        """Return the client's own limit within a gate, to be entered together with the gate; None is no limit."""
+        return None if self._client is None else self._client.share(gate)
+
+    def begin_watch(self) -> None:
+        """Take the slot of an open health or reflection stream.
+
+        Raises:
+            ServiceOverloadedError: the client has too many of these streams.
+        """
+        client = self._enter()
+        if client is not None:
+            self._take(client.watches)
+
+    def begin_stream(self) -> None:
+        """Take the slot of an open stream.
+
+        Raises:
+            ServiceOverloadedError: the client has too many streams.
+        """
+        client = self._enter()
+        if client is not None:
+            self._take(client.streams)
+
+    async def turn(self) -> None:
+        """Wait until the rate of the client admits an item of the stream."""
+        if self._client is not None:
+            rate = self._client.rate
+            while seconds := rate.wait:
+                await asyncio.sleep(seconds)
+            rate.take()
+
+    def end(self, seconds: float) -> None:
+        """Return all slots, which were held for so many seconds."""
+        for gate, count in self._taken:
+            gate.leave(seconds, count)
+        self._taken.clear()
+        if self._clients is not None and self._client is not None:
+            self._clients.leave(self._client)
+        self._client = None
+
+    def _enter(self) -> _Client | None:
+        if self._clients is not None:
+            self._client = self._clients.enter(self.name)
+        return self._client
+
+    def _take(self, gate: Gate | None, count: int = 1, held: int = 0) -> None:
+        if gate is not None:
+            gate.enter(count, held)
+            self._taken.append((gate, count))
+
+
+class Clients:
+    """Clients of a server: those with open calls, and those whose rate has not recovered since.
+
+    Args:
+        limits: limits of each client.
+    """
+
+    def __init__(self, limits: ClientLimits) -> None:
+        self._limits = limits
+        self._limited = any(limits.model_dump(exclude={"burst"}).values())
+        self._here: dict[str, _Client] = {}
+        self._idle: OrderedDict[str, _Client] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._here) + len(self._idle)
+
+    def lease(self, name: str) -> ClientLease:
+        """Return a lease for one call or stream of the client of this name."""
+        return ClientLease(name, self if self._limited else None)
+
+    def enter(self, name: str) -> _Client:
+        """Return the client of this name, and count one more lease of it."""
+        client = self._here.get(name) or self._idle.pop(name, None) or _Client(name, self._limits)
+        self._here[name] = client
+        client.leases += 1
+        return client
+
+    def leave(self, client: _Client) -> None:
+        """End a lease; after its last one, a client is forgotten as soon as its rate has recovered."""
+        client.leases -= 1
+        if client.leases:
+            return
+        self._idle[client.name] = self._here.pop(client.name)
+        while self._idle:
+            oldest = next(iter(self._idle.values()))
+            if len(self._idle) <= _MOST_IDLE and not oldest.rate.rested:
+                break
+            del self._idle[oldest.name]

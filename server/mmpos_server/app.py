@@ -12,25 +12,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.access import Door
-from mmpos_server.admission import Admission
+from mmpos_server.access import TokenInterceptor, Tokens
+from mmpos_server.admission import Admission, Clients
 from mmpos_server.certificates import Certificates
-from mmpos_server.clients import Clients
-from mmpos_server.descriptors import one_pool
-from mmpos_server.handlers import Endpoint, Surroundings
-from mmpos_server.health import SERVICE as HEALTH
-from mmpos_server.health import Health
-from mmpos_server.introspection import REFLECTION, Introspection, Reflection
-from mmpos_server.lanes import Width
+from mmpos_server.config import Profiles
+from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
+from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, Reflection, one_pool
 from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import Metrics
-from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.streams import StreamEndpoint
-from mmpos_server.tokens import Tokens
 from mmpos_server.traffic import Traffic
-from mmpos_server.transport import DiscreetLog, TransportServer
+from mmpos_server.transport import MetadataLogFilter, TransportServer, Width
 
 if TYPE_CHECKING:
     from mmpos_server.config import Limits, ServerConfig
@@ -40,29 +33,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Server"]
 
-# How long calls may keep coming before and after they are refused, and for how long there must be none.
+# Seconds that calls may keep arriving before and after they are refused; rounds and seconds without any.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _ON_THEIR_WAY = 4
-"""Calls of a method between transport and threads, so that these never wait: a cheap call takes as long as its way."""
+"""Further calls of a method between transport and threads, so that the threads never wait for a call."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
-    """One server on one event loop. Profiles are built here, so that a wrong one fails before anything listens.
+    """Server on one event loop. The constructor builds the profiles, so that errors in them come before it listens.
 
     Args:
         config: limits, concurrency, limits of clients, pools and profiles.
-        listen: where, and to whom.
-        logs: what to write; None is errors only.
-        shared_memory: what it takes of it; None is nothing.
-        tracing: what makes spans of its calls; None: nothing does.
-        methods: what it offers, from profiles, limits and shared memory; None is all services of mmpos.
+        listen: addresses to listen on, TLS and tokens.
+        logs: log of the server; None writes errors only.
+        shared_memory: access to shared memory of clients; None for none.
+        tracing: source of OpenTelemetry spans; None for none.
+        methods: function from profiles, limits and shared memory to the methods; None is all services of mmpos.
 
     Raises:
-        InvalidInputError: a profile or the file of tokens is wrong; the message names file and field or line. Or others
-            than this machine could reach what it takes of shared memory.
+        InvalidInputError: a profile or the token file is wrong (the message names file and field or line), or shared
+            memory is used and other machines could reach the server.
     """
 
     def __init__(
@@ -90,7 +83,7 @@ class Server:
         self._methods = self._offered(config)
         self._admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         self._traffic = Traffic(config, self._admission, self.logs)
-        self._around = Surroundings(
+        self._context = ServerContext(
             config,
             self._admission,
             clients,
@@ -101,111 +94,111 @@ class Server:
             memory,
         )
         self._introspection = Introspection(self._admission, clients, self._traffic)
-        self._unary = [Endpoint(method, self._around) for method in self._methods]
-        self._streams = [StreamEndpoint(method, self._around) for method in self._methods if method.twin]
+        self._unary = [Endpoint(method, self._context) for method in self._methods]
+        self._streams = [StreamEndpoint(method, self._context) for method in self._methods if method.twin]
         tokens = self.listen.token_file
-        self._door = Door(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
+        self._interceptor = TokenInterceptor(Tokens(tokens, self.logs), self.metrics, self.logs) if tokens else None
         self._http: HttpForm | None = None
         if self.listen.http_port is not None:
             from mmpos_server.inference.http import HttpForm
 
-            self._http = HttpForm(self._unary, self._around, self._door, self.listen)
+            self._http = HttpForm(self._unary, self._context, self._interceptor, self.listen)
         self._server: TransportServer | None = None
         self._health: Health | None = None
-        self._log = DiscreetLog(self.logs)
+        self._log = MetadataLogFilter(self.logs)
         self._certificates: asyncio.Task[None] | None = None
         self._sockets = ExitStack()
 
     @property
     def ready(self) -> bool:
-        """Whether it takes calls and says so; from any thread."""
+        """Whether the server takes calls and reports SERVING; from any thread."""
         return self._server is not None and not self._admission.announced
 
     async def start(self) -> list[str]:
         """Listen and serve.
 
         Returns:
-            The addresses, as clients write them: of the port, of the unix socket, of the port for HTTP.
+            Addresses as clients write them: of the port, of the unix socket, of the port for HTTP.
 
         Raises:
-            InvalidInputError: a place is taken, the host is not of this machine, or a file of TLS is wrong.
+            InvalidInputError: an address is taken, the host is not of this machine, or a TLS file is wrong.
         """
         listen = self.listen
         services = list(dict.fromkeys(method.service for method in self._methods))
         options = transport_options(self.config, reuse_port=listen.reuse_port)
         ahead = self.config.concurrency.max_pending
-        server = TransportServer([self._door] if self._door else [], options, ahead)
+        server = TransportServer([self._interceptor] if self._interceptor else [], options, ahead)
         for service in services:
             server.add(service, self._handlers(service), self._widths(service))
         self._health = Health(services)
         server.add(HEALTH, self._introspection.health(self._health))
-        # Methods of several pools of descriptors, which a reflection knows one of.
+        # The methods come from several descriptor pools, and reflection takes one.
         pool = one_pool(method.request.DESCRIPTOR.file for method in self._methods)
-        found = Reflection([*services, HEALTH, REFLECTION[0]], pool)
+        offered = Reflection([*services, HEALTH, REFLECTION[0]], pool)
         for name in REFLECTION:
-            server.add(name, self._introspection.reflection(found))
-        # Before the ports: a wrong file is worth more words than a taken port.
+            server.add(name, self._introspection.reflection(offered))
+        # Before the ports: an error in a file comes before one of a taken port.
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
-        places = [self._add_port(server, certificates)] if listen.tcp else []
+        addresses = [self._add_port(server, certificates)] if listen.tcp else []
         if listen.uds:
             self._sockets.callback(listen.uds.listen(server.add_insecure_port))
-            places.append(listen.uds.address)
+            addresses.append(listen.uds.address)
         if self._http is not None:
-            places.append(await self._http.start(certificates))
+            addresses.append(await self._http.start(certificates))
         await server.start()
         self._server = server
         if certificates is not None:
             self._certificates = asyncio.create_task(certificates.watch())
         self._log.open()
-        self._traffic.open([int(places[0].rpartition(":")[2])] if listen.tcp else [])
-        if self._door is not None:
-            self._door.open()
-        return places
+        self._traffic.open([int(addresses[0].rpartition(":")[2])] if listen.tcp else [])
+        if self._interceptor is not None:
+            self._interceptor.open()
+        return addresses
 
     def _add_port(self, server: TransportServer, certificates: Certificates | None) -> str:
-        """Listen on the port; gives its address."""
+        """Listen on the port; returns its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
-        # Asked before the transport is, whose own answer is a number and lines on stderr.
+        # Before the transport, whose own answer to a taken port is a number and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
-        place = address(listen.host, listen.port)
+        target = address(listen.host, listen.port)
         try:
-            port = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
+            port = server.add_secure_port(target, credentials) if credentials else server.add_insecure_port(target)
         except RuntimeError:
             port = 0
         if not port:
-            raise InvalidInputError(f"port: got {place}, which cannot be listened on, want a free one (0 picks one)")
+            raise InvalidInputError(f"port: got {target}, which cannot be listened on, want a free one (0 picks one)")
         return address(listen.host, port)
 
     async def renew(self, config: ServerConfig) -> None:
-        """Answer what comes from now on with other profiles, limits and limits of clients.
+        """Answer calls from now on with other profiles, limits and client limits.
 
         Raises:
             InvalidInputError: a profile is wrong; nothing has changed.
-            ImportError: it needs a package that is not installed.
+            ImportError: a profile needs a package that is not installed.
         """
         # In a thread: a tokenizer may take seconds to read.
         methods = await asyncio.to_thread(self._offered, config)
         clients = Clients(config.clients)
-        self.config, around = config, replace(self._around, config=config, clients=clients)
+        self.config, context = config, replace(self._context, config=config, clients=clients)
         self._traffic.renew(config)
         self._introspection.renew(clients)
         if self._http is not None:
-            self._http.renew(around)
-        offered = {(method.service, method.name): method for method in methods}
+            self._http.renew(context)
+        by_name = {(method.service, method.name): method for method in methods}
         endpoints: list[Endpoint | StreamEndpoint] = [*self._unary, *self._streams]
         for endpoint in endpoints:
-            endpoint.renew(offered[endpoint.method.service, endpoint.method.name], around)
+            endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], context)
 
     def announce_stop(self) -> None:
-        """Say NOT_SERVING to those that ask for health, and go on serving."""
+        """Report NOT_SERVING in health checks, and go on serving."""
         self._admission.announced = True
         if self._health is not None:
             self._health.stop()
 
     async def stop(self, grace: float | None = 30.0) -> None:
-        """Take no further calls, answer those that came, and end.
+        """Take no further calls, answer those that have arrived, and stop.
 
-        A stream ends with UNAVAILABLE after the answers to what was read from it.
+        A stream ends with UNAVAILABLE after the answers to the items that were read.
 
         Args:
             grace: seconds after which calls at work are cancelled; None is at once.
@@ -217,7 +210,7 @@ class Server:
             began = monotonic()
             await self._settle(grace or 0.0)
             self._traffic.drain()
-            # Before it is closed: until then no other socket can be taken for it.
+            # Before the transport closes the sockets: until then no other file can be mistaken for them.
             self._sockets.close()
             left = None if grace is None else max(0.0, grace - (monotonic() - began))
             ending = asyncio.create_task(self._server.stop(left))
@@ -228,16 +221,16 @@ class Server:
         self._log.close()
         if self._certificates is not None:
             self._certificates.cancel()
-        if self._door is not None:
-            await self._door.close()
+        if self._interceptor is not None:
+            await self._interceptor.close()
         self._admission.close()
-        # What was cancelled is told so in the next rounds of the loop.
+        # Cancelled tasks learn of it in the next round of the event loop.
         await asyncio.sleep(0)
 
     async def _settle(self, seconds: float) -> None:
-        """Wait until no call comes, since the transport cancels those it has received and not yet handed over.
+        """Wait until no call arrives, since the transport cancels calls it has received and not yet handed over.
 
-        They are answered for a while; if there is no end of them, the next ones are told to go elsewhere.
+        Calls are answered for a while; if they keep arriving, further ones are refused with UNAVAILABLE.
         """
         admission = self._admission
         for admission.ending in (False, True):
@@ -245,14 +238,15 @@ class Server:
             while monotonic() < end:
                 await asyncio.sleep(0.01)
                 quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
-                # Rounds of the loop hand over what waits; time lets through what clients are about to send.
+                # Rounds of the loop hand over waiting calls; time lets through calls that clients are sending.
                 if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
     def _handlers(self, service: str) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        """The methods of a service over raw bytes: broken ones are the caller's mistake, not the transport's.
+        """Return the handlers of a service over raw bytes, so that invalid messages get a status of ours.
 
-        All read their requests themselves; on the wire one message is as a stream of one.
+        All are registered as streams, since of a stream nothing is read before the handler asks for it; on the wire
+        both are the same.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             endpoint.method.name: grpc.stream_unary_rpc_method_handler(endpoint.serve)
@@ -265,9 +259,9 @@ class Server:
         return handlers
 
     def _widths(self, service: str) -> dict[str, Width]:
-        """How many calls of the unary methods of a service are taken at once.
+        """Return how many calls of each unary method of a service are taken at once.
 
-        Under overload as many as there are threads for them, as many again that wait, and some on their way.
+        Under overload these are two per thread, one at work and one that waits, and a few in between.
         """
         most, threads = self.config.concurrency.max_at_work, self._admission.threads
         return {

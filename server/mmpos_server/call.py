@@ -1,4 +1,4 @@
-"""One request on its way through the server: its id, its time, its places and what it counted."""
+"""One request in the server: its id, deadline, slots, stage times and counts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
-from mmpos_server.exchange import Exchange
+from mmpos_server.shared_memory import Exchange
 
 if TYPE_CHECKING:
-    from mmpos_server.admission import Admission, Gate, Pool
-    from mmpos_server.clients import Visit
+    from mmpos_server.admission import Admission, ClientLease, Gate, Pool
     from mmpos_server.decoding import Decoders
 
 __all__ = ["Call"]
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Stage:
-    """A part of a call that is timed; a generator would cost three times as much."""
+    """Timed stage of a call; a generator would cost three times as much."""
 
     __slots__ = ("_began", "_name", "_stages")
 
@@ -40,10 +39,10 @@ class Call:
     """One request, or one item of a stream.
 
     Args:
-        request_id: what logs and the client call it.
-        admission: gates and pools.
-        visit: of the client.
-        deadline: of the monotonic clock; None is none.
+        request_id: id of the request in logs and metadata.
+        admission: gates and thread pools of the server.
+        lease: slots of the client.
+        deadline: time by the monotonic clock; None is no deadline.
     """
 
     __slots__ = (
@@ -57,44 +56,46 @@ class Call:
         "_tasks",
         "answer_bytes",
         "counts",
+        "lease",
         "memory",
         "request_bytes",
         "request_id",
         "sending",
         "span",
         "stages",
-        "visit",
         "weighed",
     )
 
-    def __init__(self, request_id: str, admission: Admission, visit: Visit, deadline: float | None = None) -> None:
+    def __init__(
+        self, request_id: str, admission: Admission, lease: ClientLease, deadline: float | None = None
+    ) -> None:
         self.request_id = request_id
-        self.visit = visit
+        self.lease = lease
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
-        self.span: Any = None  # of tracing, where there is any
+        self.span: Any = None  # set by tracing
         self.memory = Exchange()
-        self.sending = False  # whether its answer is on its way, and the visit ends with that
-        self.request_bytes = 0  # of its message
-        self.answer_bytes = 0.0  # of the tensors in its message, as far as they were told before they are made
-        self.weighed = 0  # bytes besides those of the request: of shared memory, there and back
+        self.sending = False  # whether the answer is being sent, and the lease ends once it is
+        self.request_bytes = 0  # size of its message
+        self.answer_bytes = 0.0  # tensors of the answer, as far as their size is known before they exist
+        self.weighed = 0  # bytes besides those of the request: in shared memory, of inputs and outputs
         self._admission = admission
         self._deadline = deadline
         self._cancelled = False
         self._gate: Gate | None = None
-        self._share: Gate | None = None  # of the client in this gate
+        self._share: Gate | None = None  # the client's own limit within this gate
         self._tasks: dict[Pool, int] = {}
         self._bytes = 0
         self._began = perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since it came."""
+        """Seconds since the call arrived."""
         return perf_counter() - self._began
 
     @property
     def trace(self) -> dict[str, str]:
-        """What lines of the log say to find its span."""
+        """Ids of the span, for lines of the log."""
         context = None if self.span is None else self.span.get_span_context()
         if context is None or not context.is_valid:  # not valid where the environment turns spans off
             return {}
@@ -107,20 +108,20 @@ class Call:
 
     @property
     def stopping(self) -> bool:
-        """Whether the server says that it is about to stop."""
+        """Whether the server has announced that it stops."""
         return self._admission.announced
 
     @property
     def decoders(self) -> Decoders:
-        """The processes of the server that decode."""
+        """Processes of the server that decode images."""
         return self._admission.decoders
 
     def checkpoint(self) -> None:
-        """Go on only if somebody still waits for the answer; cheap, and callable from any thread.
+        """Raise if nobody waits for the answer any more; cheap, and callable from any thread.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.
-            asyncio.CancelledError: the client has gone; not an Exception, so that no handler of errors keeps it.
+            asyncio.CancelledError: the client has gone; it is no Exception, so that no error handler catches it.
         """
         if self.late:
             raise ServiceTimeoutError("the deadline has passed before the answer was ready")
@@ -128,29 +129,29 @@ class Call:
             raise asyncio.CancelledError
 
     def cancel(self) -> None:
-        """The client has gone: threads stop at their next checkpoint."""
+        """Stop the threads of the call at their next checkpoint, since the client has gone."""
         self._cancelled = True
 
     def stage(self, name: str) -> _Stage:
-        """Time what happens inside as a stage of the call; from any thread."""
+        """Return a context manager that times a stage of the call; from any thread."""
         return _Stage(name, self.stages)
 
     def count(self, *, documents: int = 0, tokens: int = 0, images: int = 0) -> None:
-        """Count what the answer holds; from the event loop."""
+        """Add to the counts of the answer; from the event loop."""
         for name, number in (("documents", documents), ("tokens", tokens), ("images", images)):
             if number:
                 self.counts[name] = self.counts.get(name, 0) + number
 
     async def run(self, pool: Pool, function: Callable[..., T], *arguments: object) -> T:
-        """The result of a function in a thread pool; it begins only if somebody still waits for it.
+        """Run a function in a thread pool, unless nobody waits for the answer any more.
 
         Args:
-            pool: which threads.
-            function: what to do; a long one calls checkpoint now and then.
-            arguments: of the function.
+            pool: name of the pool.
+            function: function to call; a long one calls ``checkpoint`` now and then.
+            arguments: arguments of the function.
 
         Raises:
-            ServiceOverloadedError: the first step of a call into a pool, which has too many calls already.
+            ServiceOverloadedError: the call is new to the pool, and too many calls wait there.
         """
         self.checkpoint()
         self.join(pool)
@@ -170,26 +171,26 @@ class Call:
             return await asyncio.get_running_loop().run_in_executor(self._admission.executors[pool], work)
         except asyncio.CancelledError:
             self.cancel()
-            todo.clear()  # what the queue holds until a thread comes to it is no request, whose room is given back
+            todo.clear()  # so that the queue holds no request whose room is given back
             raise
         finally:
             line.tasks -= 1
 
     def item(self, number: int) -> Call:
-        """The call of one item of this stream; its place is the stream's window, and the visit ends with the stream."""
-        item = Call(f"{self.request_id}.{number}", self._admission, self.visit, self._deadline)
+        """Return the call of one item of this stream; the window admits it, and the lease ends with the stream."""
+        item = Call(f"{self.request_id}.{number}", self._admission, self.lease, self._deadline)
         item.sending = True
         return item
 
     def admit(self, size: int) -> None:
-        """Take the place of a cheap call with a request of so many bytes.
+        """Take the slot of a cheap call with a request of so many bytes.
 
         Raises:
-            ServiceOverloadedError: there is none, or the client has enough.
+            ServiceOverloadedError: no slot is free, or the client has reached a limit.
             ServiceUnavailableError: the server is about to stop.
         """
         self._admission.arrive()
-        self.visit.begin_call(size)
+        self.lease.begin_call(size)
         gate = self._admission.gates["place"]
         gate.enter()
         self._gate = gate
@@ -197,13 +198,13 @@ class Call:
         self._bytes = size
 
     async def weigh(self, size: int) -> None:
-        """Take room for so many bytes besides those of the request; an item of a stream waits until there is.
+        """Take room for so many bytes besides those of the request; an item of a stream waits for room.
 
         Raises:
-            ServiceOverloadedError: there is none, or the client has enough.
+            ServiceOverloadedError: there is no room, or the client has reached a limit.
         """
         if size and self._gate is not None:
-            self.visit.weigh(size)
+            self.lease.weigh(size)
         while size:
             try:
                 self._admission.bytes.enter(size, self._bytes + self.weighed)
@@ -216,14 +217,14 @@ class Call:
                 self.checkpoint()
 
     def forget_memory(self) -> None:
-        """Close what is open of shared memory, and give back the room that it took."""
+        """Close open shared memory, and return its room."""
         self.memory = Exchange()
         if self.weighed:
             self._admission.bytes.leave(self.seconds, self.weighed)
         self.weighed = 0
 
     def release(self) -> None:
-        """Give back what was taken."""
+        """Return all slots and room of the call."""
         seconds = self.seconds
         self.forget_memory()
         if self._gate is not None:
@@ -235,16 +236,16 @@ class Call:
             self._admission.lines[pool].left(tasks)
         self._gate, self._bytes = None, 0
         if not self.sending:
-            self.visit.end(seconds)
+            self.lease.end(seconds)
 
     def join(self, pool: Pool) -> None:
-        """Join the line before a pool, if not done before; items of a stream have their window instead.
+        """Enter the line of a pool once per call; items of a stream have their window instead.
 
         Raises:
-            ServiceOverloadedError: it is too long.
+            ServiceOverloadedError: the line is too long.
         """
         cheap, line = self._admission.gates["place"], self._admission.lines[pool]
-        # Nothing is refused that was begun by other threads and ends in those of the cheap calls.
+        # A call that began in another pool and ends in that of cheap calls is never refused here.
         if self._gate is cheap and pool not in self._tasks:
             if line.gate is not cheap:
                 self.move(pool)
@@ -253,10 +254,10 @@ class Call:
                 self._tasks[pool] = 0
 
     def move(self, pool: Pool) -> None:
-        """Give up the place of the call for one before a pool of longer work; items of a stream have their window.
+        """Exchange the slot of the call for one of a pool of longer work; items of a stream have their window.
 
         Raises:
-            ServiceOverloadedError: there is none, or the client has its share.
+            ServiceOverloadedError: no slot is free, or the client has its share.
         """
         if self._gate is not None:
             line = self._admission.lines[pool]
@@ -265,12 +266,12 @@ class Call:
             self._gate = line.gate
             self._tasks[pool] = 0
             self._leave_share()
-            if share := self.visit.share(line.gate):
+            if share := self.lease.share(line.gate):
                 share.enter()
                 self._share = share
 
     async def turn(self, pool: Pool) -> None:
-        """Wait, as an item of a stream, for a place before a pool of longer work; a call has it already, or is refused.
+        """Wait, as an item of a stream, for a slot of a pool of longer work; other calls have theirs already.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.
@@ -278,7 +279,7 @@ class Call:
         if self._gate is not None:
             return
         gate = self._admission.lines[pool].gate
-        share = self.visit.share(gate)
+        share = self.lease.share(gate)
         gates = [gate] if share is None else [gate, share]
         while waits := [each.retry_after for each in gates if each.full]:
             await asyncio.sleep(max(waits))

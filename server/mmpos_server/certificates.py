@@ -1,4 +1,4 @@
-"""The files of TLS of a server: checked, read again when they change, and handed to the transport."""
+"""TLS files of a server: checked, reread when they change, and passed to the transport."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of a server that encrypts.
+    """TLS files of a server.
 
     Args:
-        cert: its certificate chain, PEM.
-        key: the key of it, PEM.
-        client_ca: certificates of those that sign clients; given, clients must have one.
+        cert: certificate chain, PEM.
+        key: private key of the certificate, PEM.
+        client_ca: CA certificates, PEM; clients must then present a certificate. None asks for none.
     """
 
     cert: Path
@@ -40,11 +40,11 @@ class Tls:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files."""
+        """Paths of all files."""
         return (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
 
     def read(self) -> tuple[Any, datetime]:
-        """Read the files; gives what the transport takes of them, and when the certificate expires.
+        """Read the files; returns the configuration for the transport, and the time at which the certificate expires.
 
         Raises:
             InvalidInputError: a file cannot be read, or certificate and key do not belong together.
@@ -70,12 +70,12 @@ class Tls:
 
 
 class Certificates:
-    """The certificates of a server, which it serves with as their files change.
+    """Certificates of a server, reloaded as their files change.
 
     Args:
-        tls: the files.
-        logs: where it is written that they were read, that a new version is wrong (the old one is then served on), and
-            that a certificate has expired.
+        tls: TLS files.
+        logs: gets a line when the files were reread, when a new version is wrong (the old one then stays), and when a
+            certificate has expired.
 
     Raises:
         InvalidInputError: a file is wrong.
@@ -91,15 +91,15 @@ class Certificates:
         self._check_expiry()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """The credentials of a port: every handshake has the latest certificates."""
+        """Return the credentials of a gRPC port; every handshake uses the latest certificates."""
         wanted = self._tls.client_ca is not None
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(self._given, self._fetch, wanted)
         return credentials
 
     def context(self) -> ssl.SSLContext:
-        """The context of a port that is not of gRPC: every handshake has the latest certificate.
+        """Return the SSL context of a port that is not of gRPC; every handshake uses the latest certificate.
 
-        Certificates of those that sign clients are added as they come; one that is taken away counts until the end.
+        New CA certificates are added; one that was removed from its file stays valid until the server ends.
         """
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         if self._tls.client_ca is not None:
@@ -109,10 +109,10 @@ class Certificates:
         return context
 
     def refresh(self) -> None:
-        """Read the files again if one has changed; from any thread, one at a time."""
+        """Reread the files if one has changed; from any thread, one at a time."""
         versions = self._seen()
         if versions != self._versions:
-            # Noted before they are read: what is written meanwhile is read the next time.
+            # Noted before reading: a version written meanwhile is read the next time.
             self._versions = versions
             try:
                 self._latest, self._not_after = self._tls.read()
@@ -126,13 +126,13 @@ class Certificates:
         self._check_expiry()
 
     async def watch(self) -> None:
-        """Look every second, until cancelled."""
+        """Call ``refresh`` every second, until cancelled."""
         while True:
             await asyncio.sleep(_SECONDS)
             try:
                 # In a thread: the files may lie on a network.
                 await asyncio.to_thread(self.refresh)
-            except Exception as error:  # whatever it is: the next version must be read
+            except Exception as error:  # any error: the next version must be read
                 self._logs.error("certificates stay as they were", error)
 
     def _load(self, context: ssl.SSLContext) -> None:
@@ -141,7 +141,7 @@ class Certificates:
             context.load_verify_locations(self._tls.client_ca)
 
     def _fetch(self) -> Any:
-        """What the transport asks before each handshake: None is no change."""
+        """Return new certificates before a handshake; None is no change."""
         latest = self._latest
         if latest is self._given:
             return None
@@ -160,10 +160,10 @@ class Certificates:
 
 
 def not_after(pem: bytes) -> datetime:
-    """When the first certificate of a chain expires.
+    """Return the time at which the first certificate of a chain expires.
 
     Raises:
-        InvalidInputError: it is none.
+        InvalidInputError: the bytes are no certificate.
     """
     with needed_for("TLS", extra="server"):
         from cryptography import x509

@@ -1,16 +1,27 @@
-"""The settings of a server, and their door: a TOML file whose every mistake is one line that names file and field."""
+"""Server settings from a TOML file, checked field by field, and the model profiles built from them."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos.images import ImageProcessor
+from mmpos.rotary import Rotary
+from mmpos.rpc.positions import parameters
+from mmpos.schemes import Scheme, get_scheme
+from mmpos.sequence.builder import Markers, SequenceBuilder
+from mmpos.sequence.tokenizers import ByteTokenizer
+from mmpos.support.extras import needed_for
 
 __all__ = [
     "ClientLimits",
@@ -20,10 +31,13 @@ __all__ = [
     "ImageSettings",
     "Limits",
     "Pools",
+    "Profile",
     "ProfileSettings",
+    "Profiles",
     "ServerConfig",
     "load",
 ]
+
 
 _MIB = 2**20
 
@@ -33,7 +47,7 @@ class _Settings(BaseModel):
 
 
 class Limits(_Settings):
-    """Most that one request may ask for, refused before work is done; the fields of message Limits."""
+    """Limits of one request, checked before work is done; the fields of message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
@@ -47,13 +61,13 @@ class Limits(_Settings):
 
 
 class Concurrency(_Settings):
-    """Most that may be queued or running at once; calls beyond are refused at once, items of a stream wait.
+    """Limits of what is queued or running at once; further calls are refused at once, items of a stream wait.
 
     Args:
-        max_pending: calls of a method that may come in the same moment; more are cancelled by the transport.
-        max_at_work: calls of a method that have come and are not done; further ones are cancelled by the transport.
-        max_wait: calls that a call may wait for, before there is a thread for it.
-        max_wait_overloaded: calls that it may wait for within a second of a refusal by the same threads.
+        max_pending: calls of a method that may arrive at the same moment; the transport cancels further ones.
+        max_at_work: calls of a method that have arrived and are not done; the transport cancels further ones.
+        max_wait: calls that a call may wait for before it gets a thread.
+        max_wait_overloaded: the same within a second of a refusal by the same threads.
         max_in_flight: cheap calls.
         max_in_flight_images: calls that decode images.
         max_in_flight_heavy: calls that decode images in processes of their own.
@@ -61,8 +75,8 @@ class Concurrency(_Settings):
         max_in_flight_bytes: bytes of the requests of all these calls, and those in shared memory that they name.
         max_streams: open streams.
         stream_window: items of one stream that are read and not yet answered.
-        stream_bytes: bytes of these items and of their answers; a stream that holds so many reads no further.
-        max_unsent_bytes: bytes of answers, but those of streams, that clients have not taken yet.
+        stream_bytes: bytes of these items and of their answers; a stream that holds so many stops reading.
+        max_unsent_bytes: bytes of answers, except those of streams, that clients have not read yet.
         max_watches: open streams of health and of reflection.
     """
 
@@ -83,16 +97,16 @@ class Concurrency(_Settings):
 
 
 class Connections(_Settings):
-    """How many connections there may be, and how long what keeps them open may take.
+    """Limits of the number of connections, and of the time that keeps them open.
 
     Args:
-        max_connections: most at once; further ones are closed at once.
-        receive_seconds: from the begin of a call until its request, or the first item of its stream, is here.
-        send_seconds: from an answer until its client has taken it; then the connection is closed.
-        stream_idle_seconds: without an item of a stream, or with an answer of it that is not taken.
-        idle_seconds: without a call.
-        age_seconds: of a connection, after which its client is asked for a new one.
-        grace_seconds: after that, for the calls that it has.
+        max_connections: connections at once; further ones are closed at once.
+        receive_seconds: from the start of a call until its request, or the first item of its stream, has arrived.
+        send_seconds: from an answer until its client has read it; then the connection is closed.
+        stream_idle_seconds: time of a stream without an item, or with an answer that is not read.
+        idle_seconds: time of a connection without a call.
+        age_seconds: age of a connection at which its client is asked for a new one.
+        grace_seconds: time after that for the calls of the connection.
     """
 
     max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
@@ -105,23 +119,23 @@ class Connections(_Settings):
 
 
 class ClientLimits(_Settings):
-    """Most that one client may have queued or running at once, and ask for in a second; 0 is no limit of its own.
+    """Limits of one client, at once and per second; 0 is no limit of its own.
 
-    Calls beyond are refused at once, items of a stream wait. Each process counts by itself. The defaults are half of
-    what there is for all.
+    Further calls are refused at once, items of a stream wait. Each process counts by itself. The defaults are half of
+    the limits for all clients together.
 
     Args:
-        max_in_flight: calls of any kind, until their answers are taken.
-        max_share: of the places of calls that decode images, of those that do so in processes of their own, and of
-            those that rotate; one place of each at least.
-        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name; and, of
-            an address, those of requests that are on their way.
-        max_unsent_bytes: bytes of answers, but those of streams, that the client has not taken yet.
+        max_in_flight: calls of any kind, until their answers are read.
+        max_share: share of max_in_flight_images, max_in_flight_heavy and max_in_flight_rotary; at least one call of
+            each.
+        max_in_flight_bytes: bytes of the requests of these calls, and those in shared memory that they name; and, per
+            address, those of incomplete requests.
+        max_unsent_bytes: bytes of answers, except those of streams, that the client has not read yet.
         max_streams: open streams.
         max_watches: open streams of health and of reflection.
-        max_connections: of an address; newer ones are closed.
+        max_connections: connections of one address; newer ones are closed.
         requests_per_second: calls and items of streams, on average.
-        burst: most of them at once after a pause; 0 is those of one second.
+        burst: most of these at once after a pause; 0 is those of one second.
     """
 
     max_in_flight: int = Field(default=512, ge=0)
@@ -136,13 +150,13 @@ class ClientLimits(_Settings):
 
 
 class Http(_Settings):
-    """How the port for HTTP treats connections, where there is one.
+    """Limits of connections on the port for HTTP.
 
     Args:
-        max_connections: open ones; beyond, one that is idle makes room, or the new one is closed.
-        idle_seconds: how long one may be idle, or take to send the head of a request.
-        receive_seconds: how long a body may take to come.
-        send_seconds: how long an answer may take to be read.
+        max_connections: open connections; beyond, an idle one is closed, or else the new one.
+        idle_seconds: how long a connection may be idle, or take to send the head of a request.
+        receive_seconds: how long a body may take to arrive.
+        send_seconds: how long a client may take to read an answer.
     """
 
     max_connections: int = Field(default=1024, ge=1)
@@ -152,14 +166,14 @@ class Http(_Settings):
 
 
 class Pools(_Settings):
-    """Threads per kind of work, so that one kind never waits for another.
+    """Number of threads for each kind of work, so that one kind never waits for another.
 
     Args:
-        place: for positions that are too large to be computed between two requests.
-        image: for decoding; 0 is one per core.
-        heavy: processes for images that may take a core more than half a second or so, which are ended with their call.
-        heavy_seconds: of a processor, most that such a process may take for one image.
-        rotary: for rotations.
+        place: threads for positions that are too large for the event loop.
+        image: threads that decode images; 0 is one per core.
+        heavy: processes for images that may take more than about half a second; each ends with its call.
+        heavy_seconds: processor seconds that such a process may take for one image.
+        rotary: threads for rotations.
     """
 
     place: int = Field(default=2, ge=1, le=1024)
@@ -170,7 +184,7 @@ class Pools(_Settings):
 
 
 class MarkerSettings(_Settings):
-    """The special tokens of images, by name or by id; TOML has no null, so "" says that there is none."""
+    """Special tokens of images, by name or by id; "" is no token, since TOML has no null."""
 
     begin: str | int | None = "[IMG]"
     end: str | int | None = "[/IMG]"
@@ -185,7 +199,7 @@ class MarkerSettings(_Settings):
 
 
 class ImageSettings(_Settings):
-    """Arguments of ImageProcessor; None is its own default, and for backend: torchvision where it is installed."""
+    """Arguments of ImageProcessor; None is its default, and torchvision as backend where it is installed."""
 
     backend: str | None = None
     patch_size: int | None = None
@@ -204,13 +218,13 @@ class ImageSettings(_Settings):
 
 
 class ProfileSettings(_Settings):
-    """The settings of one model.
+    """Settings of one model.
 
     Args:
-        scheme: its name, or a table of name and parameters.
+        scheme: name of the scheme, or a table of name and parameters.
         tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
-        markers: the special tokens of images.
-        images: how images become patches.
+        markers: special tokens of images.
+        images: settings of the image processor.
         rotary: arguments of Rotary; left out, the profile has no rotation.
     """
 
@@ -222,7 +236,7 @@ class ProfileSettings(_Settings):
 
 
 class ServerConfig(_Settings):
-    """Everything a server is told but where it listens; the first profile is the default one."""
+    """Settings of a server, except its addresses; the first profile is the default."""
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
@@ -242,11 +256,11 @@ class ServerConfig(_Settings):
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """The settings of a TOML text; without profiles, those of the embedded file.
+        """Parse the settings of a TOML text; without profiles it gets those of the embedded file.
 
         Args:
-            text: what the file holds.
-            path: where it lies, for messages and relative paths; None is the embedded file.
+            text: content of the file.
+            path: path of the file, for messages and relative paths; None is the embedded file.
 
         Raises:
             InvalidInputError: naming file and field.
@@ -266,20 +280,20 @@ class ServerConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Where relative paths start: the file's folder, or the working directory."""
+        """Folder of relative paths: that of the file, or the working directory."""
         return Path() if self._path is None else self._path.parent
 
     @property
     def name(self) -> str:
-        """What messages call the file."""
+        """Name of the file in messages."""
         return _name(self._path)
 
 
 def load(path: Path | str | None = None) -> ServerConfig:
-    """The settings of a file, or with None those of the embedded one.
+    """Load the settings of a file, or with None those of the embedded file.
 
     Raises:
-        InvalidInputError: naming file and field, what came and what was wanted.
+        InvalidInputError: naming file and field, the value and the wanted one.
     """
     if path is None:
         return ServerConfig.read(_embedded())
@@ -302,7 +316,7 @@ def _name(path: Path | None) -> str:
 
 
 def _first(error: ValidationError) -> str:
-    """The first mistake as ``field: got X, want Y``."""
+    """Format the first error as ``field: got X, want Y``."""
     first = error.errors(include_url=False)[0]
     kind, got, context = first["type"], first["input"], first.get("ctx", {})
     # The members of a union are part of pydantic's location, not of the file.
@@ -324,7 +338,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _known(location: list[int | str]) -> list[str]:
-    """Fields of the table at this place of the file."""
+    """Return the fields of the table at a location of the file."""
     model: Any = ServerConfig
     for part in location:
         inner = ProfileSettings if model is dict else model.model_fields[part].annotation
@@ -335,3 +349,137 @@ def _known(location: list[int | str]) -> list[str]:
 def _shown(value: Any) -> str:
     text = "a table" if isinstance(value, Mapping) and value else repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Objects that serve one model.
+
+    Args:
+        name: name of the profile in requests.
+        builder: builder of sequences, with the scheme and markers of the profile.
+        rotary: rotation of the model, if the profile has one.
+    """
+
+    name: str
+    builder: SequenceBuilder
+    rotary: Rotary | None = None
+
+
+class Profiles:
+    """Profiles of a server, in the order of its file.
+
+    Args:
+        profiles: at least one; the first is the default.
+    """
+
+    def __init__(self, profiles: Iterable[Profile]) -> None:
+        self._profiles = {profile.name: profile for profile in profiles}
+        if not self._profiles:
+            raise InvalidInputError("profiles: got none, want at least one")
+        self.default = next(iter(self))
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> Profiles:
+        """Build all profiles of the settings of a server.
+
+        Raises:
+            InvalidInputError: naming file and field.
+            ImportError: a profile needs a package that is not installed; the message has the command.
+        """
+        return cls(_profile(name, settings, config) for name, settings in config.profiles.items())
+
+    def __iter__(self) -> Iterator[Profile]:
+        return iter(self._profiles.values())
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def get(self, name: str | None) -> Profile:
+        """Return the profile of this name; None is the default.
+
+        Raises:
+            InvalidInputError: no profile has this name.
+        """
+        if name is None:
+            return self.default
+        if name not in self._profiles:
+            raise InvalidInputError(f"profile: got {name!r}, want one of {', '.join(map(repr, self._profiles))}")
+        return self._profiles[name]
+
+
+def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Profile:
+    where = f"{config.name}: profiles.{name}"
+    tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(settings.tokenizer, config.folder))
+    images = _named(f"{where}.images", lambda: _images(settings.images))
+    scheme = _named(f"{where}.scheme", lambda: _scheme(settings.scheme))
+    markers = Markers(**settings.markers.model_dump())
+    builder = _named(where, lambda: SequenceBuilder(tokenizer, images=images, scheme=scheme, markers=markers))
+    rotary = None
+    if settings.rotary is not None:
+        values = settings.rotary
+        rotary = _named(f"{where}.rotary", lambda: Rotary.from_dict(values))
+    return Profile(name, builder, rotary)
+
+
+def _named(name: str, make: Callable[[], T]) -> T:
+    """Call make; its errors get the name of the setting in front."""
+    try:
+        return make()
+    except MmposError as error:
+        said = str(error).removeprefix("Rotary.from_dict: ").removeprefix(f"{name.rpartition('.')[2]}: ")
+        joint = "." if _begins_with_a_field(said) else ": "
+        raise InvalidInputError(f"{name}{joint}{said}") from error
+    except ImportError as error:
+        raise ImportError(f"{name}: {error}", name=error.name) from error
+
+
+def _begins_with_a_field(message: str) -> bool:
+    head, colon, _ = message.partition(": got ")
+    return bool(colon) and head.replace(".", "").isidentifier()
+
+
+def _tokenizer(setting: str, folder: Path) -> Any:
+    if setting == "bytes":
+        return ByteTokenizer()
+    with needed_for(repr(setting), extra="tokenizers"):
+        from tokenizers import Tokenizer
+    path = folder / setting
+    if not path.is_file():
+        raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception over a broken file
+        raise InvalidInputError(f"got {setting!r}, want a tokenizer.json ({error})") from None
+
+
+def _images(settings: ImageSettings) -> ImageProcessor:
+    arguments = settings.model_dump(exclude_none=True)
+    arguments.setdefault("backend", "torchvision" if find_spec("torchvision") else "pillow")
+    processor = ImageProcessor(**arguments)
+    # The import of the backend takes seconds: now, and not while the first client waits.
+    processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
+    return processor
+
+
+def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
+    if isinstance(setting, str):
+        setting = {"name": setting}
+    scheme = type(get_scheme(setting.get("name", "")))
+    arguments = {key: value for key, value in setting.items() if key != "name"}
+    for key in arguments.keys() - set(parameters(scheme)):
+        raise InvalidInputError(f"{key}: got a value, want none: {scheme.name!r} has no {key}")
+    if isinstance(arguments.get("tokens_per_second"), str | float):
+        arguments["tokens_per_second"] = _rational("tokens_per_second", arguments["tokens_per_second"])
+    return scheme(**arguments)
+
+
+def _rational(name: str, value: str | float) -> Fraction:
+    """Parse a fraction such as "25/2" or 12.5, which TOML does not have."""
+    try:
+        return Fraction(value)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        raise InvalidInputError(f'{name}: got {value!r}, want a number or a fraction such as "25/2"') from None

@@ -1,7 +1,7 @@
-"""Images that may take long, decoded in processes that end with the call that waits for them.
+"""Decoding of expensive images in processes that end with the call that waits for them.
 
-A decoder at work cannot be told to stop, and what it takes is known only roughly; a process can be killed, and has
-limits of time and memory. Images whose work is short by their headers alone are decoded in threads.
+A decoder in a thread cannot be stopped, and its cost is known only roughly; a process can be killed, and has limits
+of time and memory. Images that are cheap by their headers are decoded in threads.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from mmpos.images import ImageProcessor
 from mmpos.images.decode import File, Source, decode, to_rgb
 from mmpos.images.headers import Header, orient, read_header
 
-__all__ = ["Apart", "Decoders", "is_heavy", "main"]
+__all__ = ["Decoders", "IsolatedImageProcessor", "is_heavy", "main"]
 
 Pixels = npt.NDArray[np.uint8]
 
 _BEAT = 0.05
-"""Seconds after which it is asked again whether somebody waits for the image."""
+"""Seconds between two checks whether a call still waits for the image."""
 
 _NICE = 10
-"""Heavy images make way for all other work."""
+"""Niceness of the processes: expensive images yield to all other work."""
 
 _ROOM_BYTES = 64 * 2**20
-"""Of memory, beyond what the header and the file say: for what is imported when it is first needed."""
+"""Memory beyond that of header and file, for modules that are imported on first use."""
 
 
 def is_heavy(part: Any) -> bool:
-    """Whether a part is an image that is to be decoded by a process."""
+    """Check whether a part is an image that a process should decode."""
     return isinstance(part, bytes) and read_header(part).heavy(len(part))
 
 
 @dataclass(frozen=True)
-class Apart(ImageProcessor):
-    """An ImageProcessor whose heavy images are decoded by processes; results are the same.
+class IsolatedImageProcessor(ImageProcessor):
+    """ImageProcessor whose expensive images are decoded by processes, with the same results.
 
     Args:
-        decoders: the processes.
+        decoders: processes that decode.
         checkpoint: raises as soon as nobody waits for the image.
     """
 
@@ -66,7 +66,7 @@ class Apart(ImageProcessor):
 
     @classmethod
     def of(cls, images: ImageProcessor, decoders: Decoders, checkpoint: Callable[[], None]) -> Self:
-        """The same processor, with processes."""
+        """Return a copy of a processor that decodes in processes."""
         settings = {field.name: getattr(images, field.name) for field in fields(ImageProcessor)}
         return cls(**settings, decoders=decoders, checkpoint=checkpoint)
 
@@ -82,11 +82,11 @@ class Apart(ImageProcessor):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a process is told of an image, besides its file.
+    """Settings with which a process decodes a file.
 
     Args:
-        header: of the file.
-        background: what shows through transparent pixels.
+        header: header of the file.
+        background: color behind transparent pixels.
         max_bytes: most memory that decoding may take, the file aside.
     """
 
@@ -96,27 +96,27 @@ class _Job:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the pixels."""
+        """Shape of the pixels: height, width, 3."""
         return (*self.header.stored, 3)
 
 
 class Decoders:
-    """Processes that decode, each started when all others are at work. Used from any thread.
+    """Pool of decoding processes; a new one starts when all others are at work. Used from any thread.
 
     Args:
-        seconds: of a processor, most that one image may take.
+        seconds: processor seconds that one image may take.
     """
 
     def __init__(self, seconds: int) -> None:
         self._seconds, self._idle, self._closed = seconds, list[_Process](), False
 
     def decode(self, data: bytes, job: _Job, checkpoint: Callable[[], None]) -> Pixels:
-        """The pixels (h, w, 3) of a file as stored, before orientation.
+        """Decode a file to pixels (h, w, 3) as stored, before orientation.
 
         Raises:
-            InvalidInputError: it is truncated or corrupt, or its decoder did not survive it.
-            LimitExceededError: it took too long or too much memory.
-            BaseException: that of the checkpoint; the process was ended.
+            InvalidInputError: the file is truncated or corrupt, or its decoder crashed.
+            LimitExceededError: decoding took too long or too much memory.
+            BaseException: error of the checkpoint; the process was killed.
         """
         try:
             process = self._idle.pop()
@@ -132,23 +132,23 @@ class Decoders:
         return pixels
 
     def close(self) -> None:
-        """End the processes, those at work as soon as they are done or nobody waits for them."""
+        """End all processes; those at work end when they are done or nobody waits for them."""
         self._closed = True
         while self._idle:
             self._idle.pop().kill()
 
 
 class _Process:
-    """A process that decodes one image after the other."""
+    """Process that decodes one image at a time."""
 
     def __init__(self, seconds: int) -> None:
         self._connection, theirs = Pipe()
         self._seconds = seconds
         self.alive = True
-        """Whether it takes another image."""
+        """Whether the process can take another image."""
         with theirs:
             fd = theirs.fileno()
-            # A program of its own: nothing of this process, its threads and its locks is in it.
+            # A program of its own, and no fork: it inherits no threads and no locks.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mmpos_server.decoding", str(fd), str(seconds)],
                 pass_fds=[fd],
@@ -157,13 +157,13 @@ class _Process:
             )
 
     def decode(self, data: bytes, job: _Job, checkpoint: Callable[[], None]) -> Pixels:
-        """As ``Decoders.decode``."""
+        """Decode a file, as ``Decoders.decode`` does."""
         self.alive = False  # until it has answered
         size = math.prod(job.shape)
         memory = os.memfd_create("mmpos-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(memory, size)
-            # What is mapped here cannot be taken away there.
+            # Sealed, so that the other process cannot shrink what is mapped here.
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             try:
                 self._connection.send(job)
@@ -182,7 +182,7 @@ class _Process:
             os.close(memory)
 
     def _died(self, job: _Job) -> MmposError:
-        """The error of an image over which the process has ended."""
+        """Return the error of an image whose decoding ended the process."""
         self._connection.close()
         code = self._process.wait()
         kind = job.header.kind
@@ -193,10 +193,10 @@ class _Process:
         if code >= 0:  # not by the image: stderr says how
             raise RuntimeError(f"a process that decodes ended with exit code {code}")
         name = signal.Signals(-code).name
-        return InvalidInputError(f"image: got a {kind} over which its decoder ended ({name}), want a sound one")
+        return InvalidInputError(f"image: got a {kind} that crashed its decoder ({name}), want a valid file")
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self.alive = False
         self._connection.close()
         self._process.kill()
@@ -207,8 +207,8 @@ def main(fd: int, seconds: int) -> None:
     """Decode images until the server closes the connection.
 
     Args:
-        fd: of the connection.
-        seconds: of a processor, most that one image may take.
+        fd: file descriptor of the connection.
+        seconds: processor seconds that one image may take.
     """
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -222,7 +222,7 @@ def main(fd: int, seconds: int) -> None:
 
 
 def _decoded(data: bytes, job: _Job, memory: int) -> MmposError | None:
-    """Put the pixels into the memory, or say why there are none."""
+    """Decode pixels into the memory; returns the error, or None."""
     try:
         pixels = np.frombuffer(mmap.mmap(memory, math.prod(job.shape)), np.uint8).reshape(job.shape)
         to_rgb(decode(data, job.header, "pillow"), job.background, out=pixels)
@@ -231,14 +231,14 @@ def _decoded(data: bytes, job: _Job, memory: int) -> MmposError | None:
         got = f"a {job.header.kind} of {height} x {width} pixels"
         return LimitExceededError(f"image: got {got} that takes more memory to decode than its limit, want less")
     except MmposError as error:
-        return type(error)(str(error))  # without what it comes of, which may not travel
+        return type(error)(str(error))  # without its cause, which may not pickle
     finally:
         os.close(memory)
     return None
 
 
 def _limit(seconds: int, size: int) -> None:
-    """End this process after so much more work, and let it have so much more memory."""
+    """Limit the further processor time and memory of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
     for kind, most in (

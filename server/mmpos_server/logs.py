@@ -1,4 +1,4 @@
-"""Structured logs: one line on stderr for each request and all else that a process says, as JSON or for people."""
+"""Structured logs: one line on stderr for each request and each message of the process, as JSON or as text."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 Form = Literal["json", "console"]
 
-# A line of gRPC's core, in C++: its level, time, thread and place in the source.
-_CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<place>\S+)\] (?P<event>.*)")
+# A line of gRPC's core, in C++: its level, time, thread and source location.
+_CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# What grpc.aio says, with a traceback of its inside, if it learns that a connection is closed from its own answer.
+# Logged by grpc.aio, with an internal traceback, when it notices a closed connection while it answers.
 _GONE = "ExecuteBatchError raised in core"
 
 
 class Logs:
-    """The logger of one server.
+    """Logger of one server.
 
     Args:
-        level: lowest level that is written: a key of LEVELS.
-        form: "json", one object per line; or "console", for people.
-        file: where to write; None is stderr.
+        level: lowest level that is written, a key of LEVELS.
+        form: "json", one object per line; or "console", text for people.
+        file: file to write to; None is stderr.
     """
 
     def __init__(self, level: str = "info", form: Form = "json", file: TextIO | None = None) -> None:
@@ -58,7 +58,7 @@ class Logs:
             cache_logger_on_first_use=True,
         ).bind()
         self.requests = LEVELS[level] <= LEVELS["info"]
-        """Whether lines of requests are written: what costs time to find out is left alone if not."""
+        """Whether lines of requests are written; otherwise their values need not be computed."""
         self._seldom: dict[str, tuple[float, int]] = {}
 
     def info(self, event: str, **values: Any) -> None:
@@ -70,12 +70,12 @@ class Logs:
         self._logger.warning(event, **values)
 
     def seldom(self, event: str, **values: Any) -> None:
-        """Write a line of level warning, of each event one in a second at most; it says how often that happened."""
+        """Write a line of level warning with a count, for each event once a second at most."""
         if times := self.times(event):
             self.warning(event, times=times, **values)
 
     def times(self, event: str) -> int:
-        """How often an event happened since it was last worth a line, this time included; 0 within a second of that."""
+        """Count an event; returns the count since its last line, or 0 within a second of that line."""
         now = monotonic()
         then, times = self._seldom.get(event, (-math.inf, 0))
         self._seldom[event] = (then, times + 1) if now - then < 1.0 else (now, 0)
@@ -95,7 +95,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if str(record.msg).startswith(_GONE):
-            self._logs.seldom("answer that could not be sent")
+            self._logs.seldom("answer could not be sent")
             return
         error = record.exc_info[1] if record.exc_info else None
         write = self._logs.error if record.levelno >= logging.ERROR else self._logs.warning
@@ -104,16 +104,15 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def logging_all(level: str, form: Form, *, core: bool = True) -> Iterator[Logs]:
-    """Give the logger of a process, and while inside have it write all that the process says; for its entry point only.
+    """Create the logger of a process, and write all messages of the process with it; for its entry point only.
 
-    That is what libraries give to ``logging`` and ``warnings``, errors that nobody caught, and as JSON also what is
-    written to stderr past all this, which C++ does: each line of it is one of the log. What a process says as it
-    crashes may be lost then.
+    These are the records of ``logging`` and ``warnings``, uncaught errors, and as JSON also lines that C++ code writes
+    to stderr directly. The last lines of a process that crashes may be lost then.
 
     Args:
-        level: lowest level that is written: a key of LEVELS.
+        level: lowest level that is written, a key of LEVELS.
         form: as for Logs.
-        core: whether the process uses gRPC's core.
+        core: whether the process uses the C++ core of gRPC.
     """
     if form == "json" and core:
         with _stderr_as_lines(level) as logs, _adopted(logs):
@@ -126,15 +125,16 @@ def logging_all(level: str, form: Form, *, core: bool = True) -> Iterator[Logs]:
 
 @contextmanager
 def _adopted(logs: Logs) -> Iterator[None]:
-    """Write what Python itself reports."""
+    """Write the records of logging and warnings, and uncaught errors, to a logger."""
 
-    def unraisable(found: sys.UnraisableHookArgs) -> None:
-        logs.error(found.err_msg or "exception ignored", found.exc_value, object=repr(found.object))
+    def unraisable(hook: sys.UnraisableHookArgs) -> None:
+        logs.error(hook.err_msg or "exception ignored", hook.exc_value, object=repr(hook.object))
 
-    def uncaught(found: threading.ExceptHookArgs) -> None:
-        logs.error("exception in a thread", found.exc_value, thread=found.thread and found.thread.name)
+    def uncaught(hook: threading.ExceptHookArgs) -> None:
+        logs.error("exception in a thread", hook.exc_value, thread=hook.thread and hook.thread.name)
 
-    logging.basicConfig(handlers=[_Handler(logs)], level=logging.WARNING, force=True)
+    handler = _Handler(logs)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
     hooks = sys.unraisablehook, threading.excepthook
     sys.unraisablehook, threading.excepthook = unraisable, uncaught
@@ -143,11 +143,12 @@ def _adopted(logs: Logs) -> Iterator[None]:
     finally:
         sys.unraisablehook, threading.excepthook = hooks
         logging.captureWarnings(False)
+        logging.getLogger().removeHandler(handler)  # its file may be closed from now on
 
 
 @contextmanager
 def _stderr_as_lines(level: str) -> Iterator[Logs]:
-    """Give a logger to the stderr of now; what is written to descriptor 2 meanwhile is lines of it."""
+    """Create a logger on stderr that also writes a line for each line written to descriptor 2."""
     real = os.dup(2)
     reading, writing = os.pipe()
     os.dup2(writing, 2)
@@ -160,7 +161,7 @@ def _stderr_as_lines(level: str) -> Iterator[Logs]:
             yield logs
         finally:
             sys.stderr.flush()
-            os.dup2(real, 2)  # nobody writes to the pipe any more, which ends the thread
+            os.dup2(real, 2)  # the pipe has no writer any more, which ends the thread
             thread.join()
     os.close(real)
 
@@ -168,11 +169,11 @@ def _stderr_as_lines(level: str) -> Iterator[Logs]:
 def _relay(reading: int, logs: Logs) -> None:
     with open(reading, encoding="utf-8", errors="backslashreplace") as lines:
         for line in lines:
-            found = _CORE.match(line)
-            if found:
-                # Callers can make it say something of each header of each call.
-                if times := logs.times(found["place"]):
-                    write = getattr(logs, _CORE_LEVELS.get(found["level"], "error"))
-                    write(found["event"], logger="grpc", place=found["place"], times=times)
+            match = _CORE.match(line)
+            if match:
+                # Limited: callers can cause a line for each header of each call.
+                if times := logs.times(match["source"]):
+                    write = getattr(logs, _CORE_LEVELS.get(match["level"], "error"))
+                    write(match["event"], logger="grpc", source=match["source"], times=times)
             elif line.strip():
                 logs.warning(line.rstrip(), logger="stderr")

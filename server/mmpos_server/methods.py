@@ -1,4 +1,4 @@
-"""What a method of a service is to the server: its messages, and the function between them."""
+"""Descriptions of RPC methods, and the gRPC status of each exception."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmpos.rpc.errors import put_error
+import grpc
+from google.protobuf.message import DecodeError
+
+from mmpos.errors import (
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, put_error, shortened, to_status
 from mmpos.rpc.tensors import required
 
 if TYPE_CHECKING:
@@ -16,10 +29,22 @@ if TYPE_CHECKING:
     from mmpos_server.admission import Pool
     from mmpos_server.call import Call
 
-__all__ = ["Method", "Run", "Twin", "answering", "queried", "streamed"]
+__all__ = [
+    "Failure",
+    "Method",
+    "NotFoundError",
+    "Run",
+    "Twin",
+    "answering",
+    "failure",
+    "public",
+    "queried",
+    "streamed",
+]
+
 
 Run = Callable[[Any, Any, "Call"], Awaitable[None]]
-"""Reads the request, fills the response; what it raises becomes the status."""
+"""Function that reads the request and fills the response; an exception becomes the status."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +52,11 @@ class Twin:
     """The stream form of a method.
 
     Args:
-        name: its name.
+        name: name of the stream method.
         request: type of an item.
-        response: type of its answer.
-        run: reads an item, fills its answer.
-        refuse: fills the answer of an item that failed, from the item and the error.
+        response: type of the answer to an item.
+        run: function from an item to its answer.
+        refuse: function from a failed item and its error to the answer.
     """
 
     name: str
@@ -43,17 +68,17 @@ class Twin:
 
 @dataclass(frozen=True)
 class Method:
-    """One method, and its stream twin if it has one.
+    """RPC method, with its stream form if it has one.
 
     Args:
         service: full name of its service, such as "mmpos.rpc.v1.PositionService".
-        name: its name.
+        name: name of the method.
         request: type of the request.
         response: type of the response.
-        run: from one to the other.
-        twin: its stream form.
-        admitted: whether it takes a place; what asks whether the server lives is answered however much there is to do.
-        pool: the threads that do most of its work.
+        run: function from the request to the response.
+        twin: stream form of the method.
+        admitted: whether a call takes a slot; liveness and readiness are answered under any load.
+        pool: thread pool that does most of the work.
     """
 
     service: str
@@ -67,7 +92,7 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """What answers requests with a query, and responses with that field, by a function from the one to the other."""
+    """Wrap a function from a query to a field of the response as one from request to response."""
 
     async def whole(request: Any, response: Any, call: Call) -> None:
         await run(required("", request, "query"), answering(response, field), call)
@@ -76,7 +101,7 @@ def queried(run: Run, field: str) -> Run:
 
 
 def streamed(name: str, request: type[Message], response: type[Message], run: Run) -> Twin:
-    """The stream form of a method of ours: items have an id besides, and an error of their own."""
+    """Return the stream form of a method of mmpos, whose items have an id and may have an error of their own."""
 
     async def item(request: Any, response: Any, call: Call) -> None:
         response.id = request.id
@@ -90,7 +115,64 @@ def streamed(name: str, request: type[Message], response: type[Message], run: Ru
 
 
 def answering(response: Any, field: str) -> Any:
-    """The field of a response that is to be filled; it is set, even if nothing will be in it."""
+    """Return a field of a response after setting it, so that it is present even if it stays empty."""
     target = getattr(response, field)
     target.SetInParent()
     return target
+
+
+class NotFoundError(InvalidInputError):
+    """Unknown name in a request of a protocol that has the status NOT_FOUND for it."""
+
+
+_KNOWN = (
+    InvalidInputError,
+    LimitExceededError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Status, details and metadata with which a call fails.
+
+    Args:
+        status: name of the gRPC status.
+        message: details of the status.
+        metadata: trailing metadata.
+    """
+
+    status: str
+    message: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """Status as grpc has it."""
+        return grpc.StatusCode[self.status]
+
+
+def public(error: Exception, request_id: str) -> MmposError:
+    """Return the error that a client may see: client errors as they are, internal ones by request id only."""
+    if isinstance(error, DecodeError):
+        return InvalidInputError("request: got bytes that are no message of this method, want valid protobuf")
+    if isinstance(error, _KNOWN):
+        return error
+    return ServiceError(f"internal error, request {request_id}")
+
+
+def failure(error: Exception, request_id: str) -> Failure:
+    """Return the status of an error, its message cut to the size of a header."""
+    seen = public(error, request_id)
+    status, message = to_status(seen)
+    if isinstance(seen, NotFoundError):
+        status = "NOT_FOUND"
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(seen, ServiceOverloadedError):
+        metadata = ((RETRY_AFTER, str(max(1, round(1000 * seen.retry_after)))),)
+    if isinstance(seen, OutputError):
+        metadata = ((OUTPUT_BYTES, str(seen.needed)),)
+    return Failure(status, shortened(message), metadata)

@@ -1,4 +1,4 @@
-"""The command that serves: every option, its help, and what it means to the server."""
+"""Command line of ``mmpos serve`` and ``python -m mmpos_server``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import typer
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.certificates import Tls
-from mmpos_server.launch import Options, leave
+from mmpos_server.launch import Options, leave, supervise
 from mmpos_server.launch import serve as serve_here
-from mmpos_server.listening import Listen
-from mmpos_server.unix_socket import Uds
-from mmpos_server.workers import supervise
+from mmpos_server.listening import Listen, Uds
 
 __all__ = ["app", "serve"]
 
 
 class LogLevel(StrEnum):
-    """Lowest level that is written."""
+    """Lowest level of log lines that are written."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -31,7 +29,7 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """What a line of the log is."""
+    """Format of log lines."""
 
     JSON = "json"
     CONSOLE = "console"
@@ -47,56 +45,65 @@ app = typer.Typer(
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Port to listen on; 0 picks one.", show_default="50051, and none with --uds"
+            min=0, max=65535, help="Port to listen on; 0 picks a free one.", show_default="50051, and none with --uds"
         ),
     ] = None,
     uds: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Unix socket to listen on; never encrypted.", show_default=False)
     ] = None,
     uds_mode: Annotated[
-        str | None, typer.Option(metavar="OCTAL", help="Its permissions: who may connect.", show_default="0600")
+        str | None, typer.Option(metavar="OCTAL", help="Permissions of the unix socket.", show_default="0600")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings, TOML.", show_default="the embedded ones")
+        Path | None, typer.Option(metavar="FILE", help="Settings file, TOML.", show_default="the embedded ones")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=1024, help="Processes that share the port.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Worker processes that share the port.")] = 1,
     metrics_host: Annotated[
-        str | None, typer.Option(help="Address of the page below.", show_default="that of --host")
+        str | None, typer.Option(help="Address of the metrics page.", show_default="that of --host")
     ] = None,
     metrics_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the page of /metrics, /livez and /readyz; 0 is no page.")
+        int, typer.Option(min=0, max=65535, help="Port of the HTTP page with /metrics, /livez and /readyz; 0 for none.")
     ] = 0,
     http_port: Annotated[
         int,
-        typer.Option(min=0, max=65535, help="Port of the Open Inference Protocol over HTTP; 0 is no such port."),
+        typer.Option(min=0, max=65535, help="Port of the Open Inference Protocol over HTTP; 0 for none."),
     ] = 0,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Certificate chain, PEM.", show_default=False)
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", show_default=False)] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Private key of the certificate, PEM.", show_default=False)
+    ] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Who signs clients, PEM: they must then have one.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="CA certificates, PEM; clients must then present a certificate.", show_default=False
+        ),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Who may call: lines of NAME TOKEN, read as they change.", show_default=False
+            metavar="FILE",
+            help="Lines of NAME TOKEN, reread as they change; calls must then carry a token.",
+            show_default=False,
         ),
     ] = None,
     max_pending: Annotated[
         int | None,
-        typer.Option(min=1, help="Calls of a method in the same moment.", show_default="the file's"),
+        typer.Option(min=1, help="Calls of a method that may arrive at the same moment.", show_default="the file's"),
     ] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Cheap calls queued or running.", show_default="the file's")
+        int | None, typer.Option(min=1, help="Cheap calls that may be queued or running.", show_default="the file's")
     ] = None,
     max_in_flight_images: Annotated[
-        int | None, typer.Option(min=1, help="Likewise calls that decode images.", show_default="the file's")
+        int | None,
+        typer.Option(min=1, help="Calls that decode images and may be queued or running.", show_default="the file's"),
     ] = None,
     image_threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads that decode images.", show_default="the file's")
@@ -105,25 +112,28 @@ def serve(
         str | None,
         typer.Option(
             metavar="PREFIX",
-            help="Take tensors in shared memory objects whose names begin so, from clients on this machine.",
+            help="Accept tensors in shared memory objects named PREFIX…, from clients on this machine.",
             show_default="off",
         ),
     ] = None,
     notice_seconds: Annotated[
-        float, typer.Option(min=0, help="At SIGTERM, how long to serve on as NOT_SERVING, for balancers to see it.")
+        float,
+        typer.Option(min=0, help="Seconds to serve on as NOT_SERVING after SIGTERM, so that load balancers notice."),
     ] = 0.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="At SIGTERM, how long calls at work have to end.")] = 30.0,
-    log_level: Annotated[LogLevel, typer.Option(help="Lowest level that is written.")] = LogLevel.INFO,
-    log_format: Annotated[LogFormat, typer.Option(help="JSON lines, or lines for people.")] = LogFormat.JSON,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds that calls at work may take after SIGTERM.")
+    ] = 30.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Lowest level of log lines that are written.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="Log lines as JSON, or as text for people.")] = LogFormat.JSON,
     otel: Annotated[
-        bool, typer.Option("--otel", help="Spans of OpenTelemetry; where they go is in the environment, OTEL_….")
+        bool, typer.Option("--otel", help="Export OpenTelemetry spans, as the environment variables OTEL_… say.")
     ] = False,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
 ) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health says NOT_SERVING, calls that have come are answered, then the server ends.
-    A second signal ends it at once. SIGHUP has it read its settings again.
+    SIGTERM and SIGINT drain: health reports NOT_SERVING, calls that have arrived are answered, then the server exits.
+    A second signal ends the server at once. SIGHUP rereads the settings.
     """
     options = Options(
         listen=Listen(
@@ -137,10 +147,10 @@ def serve(
             http_port=http_port or None,
         ),
         config=config,
-        concurrency=_given(
+        concurrency=_set(
             max_pending=max_pending, max_in_flight=max_in_flight, max_in_flight_images=max_in_flight_images
         ),
-        pools=_given(image=image_threads),
+        pools=_set(image=image_threads),
         workers=workers,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
@@ -153,7 +163,7 @@ def serve(
         worker=worker,
     )
     if otel:
-        # What is missing is said once, and not by every worker.
+        # A missing package is reported once, and not by every worker.
         import mmpos_server.tracing  # noqa: F401
     if workers == 1:
         serve_here(options)
@@ -183,12 +193,12 @@ def _uds(path: Path | None, mode: str | None) -> Uds | None:
     return Uds(path, int(mode, 8))
 
 
-def _given(**values: int | None) -> dict[str, int]:
+def _set(**values: int | None) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _words(options: Options) -> Sequence[str]:
-    """The command line of a worker, but for what the supervisor adds."""
+    """Return the command line of a worker, without the options that the supervisor adds."""
     listen = options.listen
     tls = listen.tls
     values = {

@@ -1,10 +1,11 @@
-"""The services as an application of Ray Serve: the same methods in every replica, behind the gRPC of a cluster."""
+"""The services as a Ray Serve application: the same methods in every replica, behind the gRPC proxy of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -13,51 +14,48 @@ from grpc_health.v1 import health_pb2
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.support.extras import needed_for
-from mmpos_server import malloc
-from mmpos_server.admission import Admission
-from mmpos_server.clients import Clients
-from mmpos_server.config import ServerConfig, load
-from mmpos_server.failures import NotFoundError, failure
-from mmpos_server.handlers import Endpoint, Surroundings
-from mmpos_server.health import Health
+from mmpos_server import launch
+from mmpos_server.admission import Admission, Clients
+from mmpos_server.config import Profiles, ServerConfig, load
+from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
 from mmpos_server.inference import open_inference_pb2
+from mmpos_server.introspection import Health
 from mmpos_server.logs import LEVELS, Logs
+from mmpos_server.methods import NotFoundError, failure
 from mmpos_server.metrics import Metrics
-from mmpos_server.profiles import Profiles
-from mmpos_server.ray_context import Answer, answered, answers
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.streams import StreamEndpoint
 from mmpos_server.traffic import Traffic
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
     from ray import serve
 
-__all__ = ["SERVICER", "Replica", "add_services", "app", "application"]
+__all__ = ["SERVICER", "Answer", "Replica", "add_services", "answered", "answers", "app", "application"]
+
 
 SERVICER = "mmpos_server.ray_serve.add_services"
-"""What grpc_servicer_functions of Serve's gRPCOptions has to name."""
+"""Name for grpc_servicer_functions of Serve's gRPCOptions."""
 
 _ARGUMENTS = ("config", "num_replicas", "log_level")
 
 
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
-    """Each service and its methods, whose names differ also between services: Serve routes by them alone."""
+    """Yield each service and its methods, whose names are unique in all services: Serve routes by method name."""
     for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield service, list(service.methods)
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    # Watch would stay in a replica for as long as a client lives, and keep it from going.
+    # No Watch, which would keep a replica alive as long as its client.
     yield health, [health.methods_by_name["Check"]]
 
 
 def add_services(servicer: object, server: Any) -> None:
-    """Add all services to a server, as generated code does for one; messages stay bytes, as replicas read them.
+    """Add all services to a server, as generated code does for one service; messages stay bytes.
 
     Args:
-        servicer: has the methods of all services.
-        server: of Serve, or of grpc.aio.
+        servicer: object with the methods of all services.
+        server: server of Serve, or of grpc.aio.
     """
     for service, members in _methods():
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -68,31 +66,31 @@ def add_services(servicer: object, server: Any) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One at a time: Serve looks at the first of a list only.
+        # One at a time: Serve takes the first of a list only.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 class Replica:
-    """The methods of all services as Serve calls them; each replica has gates, pools and profiles of its own.
+    """Replica of a Ray Serve deployment: methods of all services, with gates, pools and profiles of its own.
 
     Args:
-        config: limits, concurrency, limits of clients, pools and profiles.
-        log_level: lowest level that is written to stderr.
+        config: settings of the server.
+        log_level: lowest level of log lines that are written to stderr.
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
-        malloc.keep_large_blocks()
+        launch.keep_large_blocks()
         admission, clients = Admission(config.concurrency, config.pools), Clients(config.clients)
         logs = Logs(log_level)
-        around = Surroundings(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
+        context = ServerContext(config, admission, clients, Metrics(), logs, Traffic(config, admission, logs))
         offered = methods(Profiles.from_config(config), config.limits, SharedMemory())
-        self.unary = {method.name: Endpoint(method, around) for method in offered}
-        streams = [StreamEndpoint(method, around) for method in offered if method.twin]
+        self.unary = {method.name: Endpoint(method, context) for method in offered}
+        streams = [StreamEndpoint(method, context) for method in offered if method.twin]
         self.streams = {stream.name: stream for stream in streams}
         self._health = Health(method.service for method in offered)
 
     async def Check(self, request: bytes, grpc_context: Any) -> Answer:  # noqa: N802 (the name in the protocol)
-        """SERVING, since a replica answers."""
+        """Answer a health check: SERVING, since the replica answers."""
 
         async def check(raw: bytes, context: Any) -> bytes:
             try:
@@ -106,7 +104,7 @@ class Replica:
 
 
 def _add(method: MethodDescriptor) -> None:
-    """Give replicas the method of this name."""
+    """Add a method to the class Replica."""
     name = method.name
 
     async def unary(self: Replica, request: bytes, grpc_context: Any) -> Answer:
@@ -129,12 +127,12 @@ for _, _members in _methods():
 
 
 def application(config: ServerConfig | None = None, *, log_level: str = "warning", **options: Any) -> serve.Application:
-    """An application of one deployment, "mmpos", for serve.run.
+    """Create an application of one deployment, "mmpos", for serve.run.
 
     Args:
-        config: settings of each replica; None is the embedded ones. Files that profiles name are read by replicas.
-        log_level: lowest level that replicas write to their stderr: a key of LEVELS.
-        options: of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
+        config: settings of each replica; None is the embedded ones. Replicas read the files that profiles name.
+        log_level: lowest level that replicas write to stderr, a key of LEVELS.
+        options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 
     Raises:
         InvalidInputError: a profile or the level is wrong.
@@ -145,20 +143,23 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
     config = config or load()
     if log_level not in LEVELS:
         raise InvalidInputError(f"log_level: got {log_level!r}, want one of {', '.join(LEVELS)}")
-    # What is wrong is said once, and not by every replica.
+    # Errors are reported once, and not by every replica.
     Profiles.from_config(config)
-    places = config.concurrency
-    # As many as the gates let in, and one to be refused by them: what is beyond waits in Serve's queue.
+    concurrency = config.concurrency
+    # As many as the gates admit, and one that they refuse; further calls wait in Serve's queue.
     calls = (
-        places.max_in_flight + places.max_in_flight_images + places.max_in_flight_heavy + places.max_in_flight_rotary
+        concurrency.max_in_flight
+        + concurrency.max_in_flight_images
+        + concurrency.max_in_flight_heavy
+        + concurrency.max_in_flight_rotary
     )
-    options.setdefault("max_ongoing_requests", calls + places.max_streams + 1)
+    options.setdefault("max_ongoing_requests", calls + concurrency.max_streams + 1)
     deployment: serve.Deployment = serve.deployment(name="mmpos", **options)(Replica)
     return deployment.bind(config, log_level)
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application as ``serve run mmpos_server.ray_serve:app config=FILE`` and files of Serve ask for it.
+    """Create the application for ``serve run mmpos_server.ray_serve:app config=FILE`` and Serve config files.
 
     Args:
         arguments: "config", the path of a file of settings; "num_replicas", a number or "auto"; "log_level".
@@ -169,16 +170,112 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     for name in arguments:
         if name not in _ARGUMENTS:
             raise InvalidInputError(f"{name}: got an unknown argument, want one of {', '.join(_ARGUMENTS)}")
-    given = dict(arguments)
-    config = given.pop("config", None)
-    if "num_replicas" in given:
-        given["num_replicas"] = _replicas(given["num_replicas"])
+    options = dict(arguments)
+    config = options.pop("config", None)
+    if "num_replicas" in options:
+        options["num_replicas"] = _replicas(options["num_replicas"])
     # Replicas work in folders of their own.
-    return application(load(None if config is None else Path(config).absolute()), **given)
+    return application(load(None if config is None else Path(config).absolute()), **options)
 
 
 def _replicas(value: Any) -> Any:
-    """A number that may be text, since the command line gives nothing else."""
+    """Parse a number of replicas, which is text on the command line."""
     if value == "auto" or (str(value).isdecimal() and int(value) >= 1):
         return value if value == "auto" else int(value)
     raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')
+
+
+class Answer:
+    """Serialized message with the interface of a message.
+
+    Args:
+        raw: bytes of the message.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 (the name that Serve calls)
+        """Return the bytes."""
+        return self._raw
+
+
+async def answered(handle: Callable[[bytes, Any], Awaitable[bytes]], request: bytes, context: Any) -> Answer:
+    """Call a unary endpoint from Serve.
+
+    Args:
+        handle: ``handle`` of the endpoint.
+        request: bytes of the request.
+        context: context of Serve; gets the status of a call that fails.
+    """
+    try:
+        return Answer(await handle(request, _Context(context)))
+    except _AbortedError:
+        # Returned and not raised: after an exception Serve sends no trailing metadata.
+        return Answer(b"")
+
+
+async def answers(
+    handle: Callable[[object, Any], Awaitable[None]], requests: AsyncIterator[bytes], context: Any
+) -> AsyncIterator[Answer]:
+    """Call a streaming endpoint from Serve.
+
+    Args:
+        handle: ``handle`` of the endpoint.
+        requests: bytes of the items.
+        context: context of Serve; gets the status of a stream that fails.
+    """
+    exchange = _Exchange(context, requests)
+    handling = asyncio.ensure_future(handle(None, exchange))
+    handling.add_done_callback(lambda _: exchange.answers.put_nowait(None))
+    try:
+        while (answer := await exchange.answers.get()) is not None:
+            yield Answer(answer)
+            exchange.taken.set()
+        await handling
+    finally:
+        handling.cancel()
+
+
+class _AbortedError(Exception):
+    """Call that was aborted; its context has the status."""
+
+
+class _Context:
+    """Adapter that gives Serve's context the interface of a gRPC context."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def time_remaining(self) -> None:
+        """Return None: Serve passes no deadline; its ingress cancels late calls."""
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._context.set_trailing_metadata(list(metadata))
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> NoReturn:
+        self._context.set_code(code)
+        self._context.set_details(details)
+        self.set_trailing_metadata(metadata)
+        raise _AbortedError(details)
+
+
+class _Exchange(_Context):
+    """Adapter of a stream's context: reads items from Serve, and returns from a write when Serve has taken it."""
+
+    def __init__(self, context: Any, requests: AsyncIterator[bytes]) -> None:
+        super().__init__(context)
+        self._requests = requests
+        self.answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.taken = asyncio.Event()
+
+    async def read(self) -> Any:
+        return await anext(self._requests, grpc.aio.EOF)
+
+    async def write(self, answer: bytes) -> None:
+        self.taken.clear()
+        self.answers.put_nowait(answer)
+        await self.taken.wait()

@@ -1,4 +1,4 @@
-"""The methods of all services, and what the server says of itself."""
+"""All methods of the server: those of mmpos, GetInfo, and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from mmpos.rpc.positions import parameters
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
-from mmpos_server.building import Building
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
+from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import Model
-from mmpos_server.inference.positions import Positions
-from mmpos_server.inference.rotate import Rotate
-from mmpos_server.inference.sequences import Sequences
+from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
 from mmpos_server.methods import Method, queried, streamed
-from mmpos_server.placing import Placing
-from mmpos_server.profiles import Profile, Profiles
-from mmpos_server.rotations import Rotations, device
+from mmpos_server.position_service import PositionService
+from mmpos_server.rotary_service import RotaryService, device
+from mmpos_server.sequence_service import SequenceService
 from mmpos_server.shared_memory import SharedMemory
 
 __all__ = ["methods"]
@@ -28,11 +24,12 @@ PACKAGE = "mmpos.rpc.v1"
 
 
 def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
-    """All methods of a server with these profiles, these limits, and what it takes of shared memory."""
-    placing, building, rotations = Placing(profiles, limits), Building(profiles, limits), Rotations(profiles, limits)
-    place = queried(placing.place, "positions")
-    build = queried(building.build, "sequences")
-    models: list[Model] = [Sequences(building, limits), Positions(placing, limits), Rotate(rotations, limits)]
+    """Return all methods of a server with these profiles, limits and shared memory."""
+    positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
+    rotary = RotaryService(profiles, limits)
+    place = queried(positions.place, "positions")
+    build = queried(sequences.build, "sequences")
+    models: list[Model] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
     return [
         Method(
             f"{PACKAGE}.PositionService",
@@ -56,7 +53,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             "CosSin",
             rotary_pb2.CosSinRequest,
             rotary_pb2.CosSinResponse,
-            rotations.cos_sin,
+            rotary.cos_sin,
             pool="rotary",
         ),
         Method(
@@ -64,7 +61,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
             "Rotate",
             rotary_pb2.RotateRequest,
             rotary_pb2.RotateResponse,
-            rotations.rotate,
+            rotary.rotate,
             pool="rotary",
         ),
         Method(
@@ -86,7 +83,7 @@ class _Info:
     memory: SharedMemory
 
     async def get_info(self, message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
-        """Version, schemes, limits and profiles."""
+        """Answer GetInfo: version, schemes, limits, profiles, device and shared memory."""
         answer.version = version()
         for scheme in SCHEMES.values():
             _put_scheme(answer.schemes.add(), scheme)

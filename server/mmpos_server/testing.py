@@ -1,4 +1,4 @@
-"""A server in a thread of this process: for tests, notebooks and examples."""
+"""Server in a thread of this process, for tests, notebooks and examples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def running(
     methods: MethodsOf | None = None,
     grace: float | None = 5.0,
 ) -> Iterator[str]:
-    """Serve while inside, on a free port; gives HOST:PORT, or the address of the unix socket where there is no port.
+    """Serve in a thread while the context is open; yields HOST:PORT, or the address of a unix socket without a port.
 
     >>> from mmpos_server.config import load
     >>> with running(load()) as address:
@@ -41,13 +41,13 @@ def running(
     '127.0.0.1'
 
     Args:
-        config: settings; None is the embedded ones.
-        listen: where; None is a free port of this machine.
-        logs: what to write; None is errors only.
-        shared_memory: what to take of it; None is nothing.
-        tracing: what makes spans; None: nothing does.
-        methods: what to offer; None is all services of mmpos.
-        grace: seconds that calls have to end.
+        config: settings of the server; None is the embedded ones.
+        listen: addresses; None is a free port of 127.0.0.1.
+        logs: log of the server; None writes errors only.
+        shared_memory: access to shared memory of clients; None for none.
+        tracing: source of OpenTelemetry spans; None for none.
+        methods: methods of the server; None is all services of mmpos.
+        grace: seconds that calls at work may take at the end.
     """
     server = Server(config or load(), listen, logs=logs, shared_memory=shared_memory, tracing=tracing, methods=methods)
     loop = asyncio.new_event_loop()
@@ -55,9 +55,9 @@ def running(
     thread = threading.Thread(target=loop.run_forever, name="mmpos-server", daemon=True)
     thread.start()
     try:
-        places = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+        addresses = asyncio.run_coroutine_threadsafe(server.start(), loop).result()
         try:
-            yield places[0]
+            yield addresses[0]
         finally:
             asyncio.run_coroutine_threadsafe(server.stop(grace), loop).result()
     finally:
@@ -67,6 +67,6 @@ def running(
 
 
 def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # With two loops in a process each is woken for the other's events, and finds nothing to read.
+    # With two event loops in a process, each is woken for events of the other and finds nothing to read.
     if not isinstance(context.get("exception"), BlockingIOError):
         loop.default_exception_handler(context)

@@ -1,13 +1,13 @@
-"""Spans of OpenTelemetry: one of every call, stream and item, with the stages of its work below it."""
+"""OpenTelemetry spans: one for each call, stream and item, with spans of its stages below."""
 
 from __future__ import annotations
 
 from time import time_ns
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from mmpos.support.extras import needed_for
 from mmpos.support.info import version
+from mmpos_server.traffic import peer_of
 
 with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry import propagate, trace
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "configured"]
 
-# What the conventions for gRPC call errors of a server; the other statuses are mistakes of clients.
+# Errors of a server by the semantic conventions for gRPC; the other statuses are errors of clients.
 _FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
 
 
 class Tracing:
-    """What makes the spans of one server.
+    """Source of the OpenTelemetry spans of one server.
 
     Args:
-        provider: where they go.
+        provider: provider of the tracer.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("mmpos_server", version())
 
     def begin(self, call: Call, method: str, context: Any) -> None:
-        """Begin the span of a call or stream, in the trace that its metadata tells of.
+        """Begin the span of a call or stream, in the trace that its metadata names.
 
         Args:
             call: gets the span.
@@ -47,7 +47,7 @@ class Tracing:
             "rpc.system.name": "grpc",
             "rpc.method": method,
             "mmpos.request_id": call.request_id,
-            "mmpos.client": call.visit.name,
+            "mmpos.client": call.lease.name,
             **_peer(context.peer()),
         }
         above = propagate.extract(carrier, Context())
@@ -68,9 +68,9 @@ class Tracing:
         """End the span of a call, a stream or an item.
 
         Args:
-            call: has the span.
+            call: call with the span.
             status: name of the gRPC status.
-            sizes: what else is worth a number.
+            sizes: further numbers, as attributes.
         """
         span: Span = call.span
         if span.is_recording():
@@ -96,7 +96,7 @@ class Tracing:
 
 
 class _Stages(list[tuple[str, float]]):
-    """Stages of a call, each with the times of day at which it began and ended; from any thread, as the list itself."""
+    """Stages of a call, with the time of day at which each began and ended; append from any thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class _Stages(list[tuple[str, float]]):
 
 
 def configured() -> Tracing:
-    """Tracing as this process has set it up; if it has not, as the environment says (OTEL_...), over OTLP by gRPC.
+    """Return tracing with the provider of this process, or else one for OTLP over gRPC from the environment (OTEL_...).
 
-    Spans are sent in batches by a thread of the SDK, the last of them when the process ends.
+    A thread of the SDK sends the spans in batches, the last of them when the process ends.
 
     Raises:
         ImportError: the SDK or the exporter is missing; the message has the command.
@@ -138,9 +138,9 @@ def _below(span: Span) -> Context:
 
 
 def _peer(peer: str) -> dict[str, str | int]:
-    """The attributes of gRPC's name of a client, such as ipv4:127.0.0.1:50051 or ipv6:%5B::1%5D:50051."""
-    kind, _, address = peer.partition(":")
-    host, _, port = unquote(address).rpartition(":")
-    if kind in ("ipv4", "ipv6") and port.isdecimal():
-        return {"network.peer.address": host.strip("[]"), "network.peer.port": int(port)}
-    return {"network.peer.address": address} if kind == "unix" and address else {}
+    """Return the span attributes of gRPC's name of a peer."""
+    address = peer_of(peer)
+    if address is not None:
+        return {"network.peer.address": address.host, "network.peer.port": address.port}
+    path = peer.removeprefix("unix:")
+    return {"network.peer.address": path} if path and path != peer else {}

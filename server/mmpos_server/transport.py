@@ -1,60 +1,197 @@
-"""The server of gRPC as this one needs it: one that no path ends, and whose own log says nothing of callers."""
+"""The gRPC transport: a server whose calls come through lanes, which limit how many of a method are taken at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from threading import Lock
+from time import monotonic
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc._cython import cygrpc
 from grpc.aio._server import Server
 
-from mmpos_server.lanes import LOOK_SECONDS, Lane, Overload, Width, current_place
 from mmpos_server.logs import Logs
 
-__all__ = ["DiscreetLog", "TransportServer", "abort"]
+__all__ = [
+    "LOOK_SECONDS",
+    "Lane",
+    "MetadataLogFilter",
+    "Overload",
+    "Slot",
+    "TransportServer",
+    "Width",
+    "abort",
+    "current_slot",
+]
+
+
+LOOK_SECONDS = 0.1
+"""Seconds between two checks for calls that the transport has dropped."""
+
+_BURST = 0.5
+"""Seconds of drops that are no overload yet: a burst, and its callers who retry."""
+
+_CALM = 1.0
+"""Seconds without a drop after which an overload is over."""
+
+
+class Overload:
+    """Detector of overload: the transport drops calls for longer than a burst lasts.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._first = self._last = -math.inf
+        self.here = False
+
+    def look(self, *, dropped: bool) -> None:
+        """Note whether calls were dropped since the last check."""
+        now = self._clock()
+        if now - self._last >= _CALM:
+            self._first, self.here = now, False
+        if dropped:
+            self._last = now
+            self.here = now - self._first >= _BURST
+
+
+class Slot:
+    """Slot of one call in its lane, from the arrival of the call until its work is done.
+
+    Args:
+        lane: lane of the slot.
+    """
+
+    __slots__ = ("_lane", "here", "seen")
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self.here = False
+        """Whether the request has arrived."""
+        self.seen = False
+        """Whether the lane was checked since the call arrived."""
+
+    def begin(self) -> None:
+        """Keep the slot until the work is done: the request is here."""
+        self.here = True
+        self._lane.hold(self)
+
+    def leave(self) -> None:
+        """Return the slot to the lane; calling this twice does no harm."""
+        self._lane.leave(self)
+
+
+current_slot: ContextVar[Slot | None] = ContextVar("current_slot", default=None)
+"""Slot of the running call; None for a call that came without a lane."""
+
+
+class Width(NamedTuple):
+    """Number of slots of a lane: in general, and under overload."""
+
+    most: int
+    few: int
+
+
+class Lane:
+    """Calls of one method: those requested from the transport, and those at work. Used from the event loop only.
+
+    The transport hands over as many calls as are requested and drops the others at almost no cost, while a refusal in
+    Python costs half as much as an answer. So calls are refused by not requesting them. A lane has many slots, for
+    bursts and for callers who wait for their answers. Under overload some calls must be dropped in any case; the lane
+    then has few slots, so that the others are served quickly.
+
+    A call whose request does not arrive loses its slot at the second check.
+
+    Args:
+        ask: requests one more call from the transport.
+        ahead: most calls that are requested and have not arrived.
+        width: number of slots.
+        overload: detector of the server.
+    """
+
+    def __init__(self, ask: Callable[[], object], ahead: int, width: Width, overload: Overload) -> None:
+        self._ask, self._ahead, self._width, self._overload = ask, ahead, width, overload
+        self._asked = 0
+        self._held: dict[Slot, None] = {}  # an ordered set
+
+    def fill(self) -> None:
+        """Request as many calls as there are free slots."""
+        slots = self._width.few if self._overload.here else self._width.most
+        while self._asked < self._ahead and len(self._held) + self._asked < slots:
+            self._asked += 1
+            self._ask()
+
+    def come(self) -> Slot:
+        """Note that a requested call has arrived; returns its slot."""
+        self._asked -= 1
+        slot = Slot(self)
+        self._held[slot] = None
+        self.fill()
+        return slot
+
+    def hold(self, slot: Slot) -> None:
+        """Keep a slot, or take it again after it was lost."""
+        self._held[slot] = None
+
+    def leave(self, slot: Slot) -> None:
+        """Free a slot, if it was not lost."""
+        if slot in self._held:
+            del self._held[slot]
+            self.fill()
+
+    def look(self) -> None:
+        """Free the slots of calls whose requests have not arrived since the last check, and request calls for them."""
+        for slot in [slot for slot in self._held if slot.seen and not slot.here]:
+            del self._held[slot]
+        for slot in self._held:
+            slot.seen = True
+        self.fill()
+
 
 _creating = Lock()  # so that the newest server of the library is the one that was just made
 
 _ON_THEIR_WAY = 8
-"""Calls that may have begun and not come yet, though none was dropped."""
+"""Calls that may have begun and not been handed over, though none was dropped."""
 
 _ALL = Width(2**31, 2**31)
-"""Places of a method that is answered however much there is to do."""
+"""Width of a method that is answered under any load."""
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """A server whose calls come through lanes, and that goes on when the path of a call is no UTF-8.
+    """Core server whose calls come through lanes, and which survives calls whose path is not UTF-8.
 
-    grpc.aio asks for one call of each method at a time, and looks at all methods whenever a call comes. Here as many
-    are asked for as their lane says, each by a task that goes on to serve it.
+    grpc.aio requests one call of each method at a time, and visits all methods whenever a call arrives. Here the lane
+    decides how many calls are requested, each by a task that goes on to serve the call.
 
-    It decodes the path of a call that no registered method takes, and a wrong byte there is an exception that ends the
-    server. For a registered method it takes the name that was registered. So all methods are registered, and one more,
-    which no client can name, takes the calls of all paths that are left.
+    grpc.aio decodes the path of a call that no registered method takes, and an invalid byte raises an exception that
+    ends the server. So all methods are registered, and one more, which no client can name, takes all other paths.
     """
 
     others = f"/{secrets.token_hex(16)}"
 
     def open(self, ahead: int, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
-        """Say before the start how many calls are asked for in advance, and what stands before the methods."""
+        """Set, before the start, how many calls are requested in advance, and the interceptors."""
         self._ahead, self._before = ahead, tuple(interceptors)
         self._handlers: dict[str, Any] = {}
         self._widths: dict[str, Width] = {}
         self.lanes: list[Lane] = []
         self.overload = Overload()
         self.came = 0
-        """Calls so far."""
+        """Calls that have arrived so far."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, handlers: Mapping[str, Any], widths: Mapping[str, Width]) -> None:
-        """Add methods, and how many calls of each are taken; all that come of those that are not named."""
+        """Add methods, and the widths of their lanes; methods without a width take all calls."""
         self.add_registered_method_handlers(dict(handlers))
         self._handlers.update(handlers)
         self._widths.update(widths)
@@ -62,11 +199,11 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     def _make_request_call_future(self, method: bytes | None) -> Any:
         loop = asyncio.get_running_loop()
         if method == self.others.encode():
-            self.came += 1  # but for the first time: the last one has come
+            self.came += 1  # except the first time: the previous one has arrived
             return loop.create_task(self._request_call())
         if method is not None:
             self._open_lane(method)
-        return loop.create_future()  # never done: lanes ask, and nothing asks for calls that are known by their path
+        return loop.create_future()  # never done: lanes request the calls of registered methods
 
     def _open_lane(self, method: bytes) -> None:
         name, resolver = method.decode(), cygrpc._MethodResolver([], self._handlers)
@@ -78,13 +215,13 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             except cygrpc._RequestCallError:  # the server ends
                 return
             self.came += 1
-            place = lane.come()
-            current_place.set(place)
+            slot = lane.come()
+            current_slot.set(slot)
             try:
                 call = cygrpc._handle_rpc(name, resolver, self._before, state, loop, False)
                 await cygrpc._schedule_rpc_coro(call, state, loop, name)
             finally:
-                place.leave()
+                slot.leave()
 
         def ask() -> None:
             task = loop.create_task(serve())
@@ -97,18 +234,18 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class TransportServer(Server):
-    """A server of grpc.aio whose methods are all registered, each with a lane of its own.
+    """Server of grpc.aio whose methods are all registered, each with a lane of its own.
 
     Args:
-        interceptors: what stands before the methods.
+        interceptors: interceptors of all methods.
         options: channel arguments.
-        ahead: calls of each method that are asked for in advance.
+        ahead: calls of each method that are requested in advance.
     """
 
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]], ahead: int
     ) -> None:
-        # In the place of that of the base class, which makes a core of its own class.
+        # Instead of the constructor of the base class, which makes a core of its own class.
         self._loop = cygrpc.get_working_loop()
         with _creating:
             counted = (*options, ("grpc.enable_channelz", 1))
@@ -119,7 +256,7 @@ class TransportServer(Server):
         self._server.add_registered_method_handlers({_Core.others: grpc.stream_stream_rpc_method_handler(_unknown)})
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Refuse: nothing would ever ask for their calls."""
+        """Raise NotImplementedError: the server takes calls of registered methods only."""
         raise NotImplementedError("methods of this server are registered")
 
     def add(
@@ -131,9 +268,9 @@ class TransportServer(Server):
         """Add the methods of a service, before the server starts.
 
         Args:
-            service: its full name.
-            handlers: by name of the method.
-            widths: places of those methods whose calls wait for each other; all calls of others are taken.
+            service: full name of the service.
+            handlers: handlers by name of the method.
+            widths: widths by name of the method; a method without one takes all calls.
         """
         self._server.add(
             {f"/{service}/{name}": handler for name, handler in handlers.items()},
@@ -141,12 +278,12 @@ class TransportServer(Server):
         )
 
     async def start(self) -> None:
-        """Serve."""
+        """Start to serve."""
         await super().start()
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self, grace: float | None) -> None:
-        """End; calls at work have so many seconds."""
+        """Stop; calls at work have so many seconds."""
         self._watching.cancel()
         await super().stop(grace)
 
@@ -158,9 +295,9 @@ class TransportServer(Server):
                 lane.look()
 
     def _drops(self) -> bool:
-        """Whether the transport has dropped calls since it was last asked: some that began have not come."""
+        """Check whether the transport has dropped calls since the last check: calls that began and never arrived."""
         if self._server.came == self._came:
-            return False  # so nothing was dropped: a call is when others hold the places
+            return False  # so nothing was dropped, which happens only while calls arrive
         self._came = self._server.came
         data = json.loads(cygrpc.channelz_get_server(self._channelz))["server"]["data"]
         lost, before = int(data.get("callsStarted", 0)) - self._server.came, self._lost
@@ -171,11 +308,14 @@ class TransportServer(Server):
 
 
 def _newest_server() -> int:
-    """The number by which the library knows the server that was made last."""
+    """Return the channelz id of the server that was created last."""
     newest, end = 0, False
     while not end:
         page = json.loads(cygrpc.channelz_get_servers(newest + 1))
-        newest, end = max([newest, *(int(found["ref"]["serverId"]) for found in page.get("server", ()))]), "end" in page
+        newest, end = (
+            max([newest, *(int(server["ref"]["serverId"]) for server in page.get("server", ()))]),
+            "end" in page,
+        )
     return newest
 
 
@@ -184,7 +324,7 @@ async def _unknown(_requests: object, context: Any) -> None:
 
 
 async def abort(context: Any, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-    """End a call with a status; one whose client has gone meanwhile needs none. The handler then returns anything."""
+    """End a call with a status, unless its client has gone; the handler returns any value after this."""
     try:
         await context.abort(code, details, metadata)
     except grpc.aio.AbortError as error:
@@ -194,8 +334,8 @@ async def abort(context: Any, code: grpc.StatusCode, details: str, metadata: tup
         pass
 
 
-class DiscreetLog(logging.Filter):
-    """Keeps what callers send out of the log of grpc.aio, which prints metadata that is no UTF-8, tokens included.
+class MetadataLogFilter(logging.Filter):
+    """Log filter that drops records of grpc.aio with invalid metadata of callers, which may hold tokens.
 
     Args:
         logs: gets a line instead, once a second at most.
@@ -208,16 +348,16 @@ class DiscreetLog(logging.Filter):
         self._logs = logs
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written."""
+        """Check whether a record is written."""
         if not str(record.msg).startswith("Invalid encoding on"):
             return True
-        self._logs.seldom("metadata that is no UTF-8")
+        self._logs.seldom("metadata is not UTF-8")
         return False
 
     def open(self) -> None:
-        """Begin."""
+        """Install the filter."""
         self._logger.addFilter(self)
 
     def close(self) -> None:
-        """End."""
+        """Remove the filter."""
         self._logger.removeFilter(self)

@@ -136,7 +136,7 @@ def test_calls_and_streams_of_both_clients_carry_the_token(server: str) -> None:
         assert (client.place(SEGMENTS).num_tokens, len(list(client.stream(queries)))) == (3, 3)
         assert client.with_options(timeout=9).place(SEGMENTS).num_tokens == 3
     assert asyncio.run(awaited(TOKEN)) == (3, 3)
-    said = 'authorization: got no token that is known, want "Bearer TOKEN"'
+    said = 'authorization: got no known token, want "Bearer TOKEN"'
     for token in (None, OTHER):
         with Client(server, token=token) as client:
             for call in (lambda c: c.place(SEGMENTS), lambda c: list(c.stream(queries))):
@@ -160,7 +160,7 @@ def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pyt
     given = ["--server", server, "--token-file", str(file)]
     for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
         assert run(capsys, "remote", *command, *given)[::2] == (0, "")
-    said = 'mmpos: error: authorization: got no token that is known, want "Bearer TOKEN"\n'
+    said = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
     assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
 
 

@@ -14,9 +14,8 @@ import pytest
 from shared_objects import FOLDER, PREFIX, content, names, shared
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos_server.listening import Listen, local
+from mmpos_server.listening import Listen, Uds, local
 from mmpos_server.shared_memory import MAX_NAME, MAX_REGIONS, Region, Regions, SharedMemory
-from mmpos_server.unix_socket import Uds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
 

@@ -26,7 +26,7 @@ from waiting import eventually, free_port
 
 from mmpos.client import Client
 from mmpos_server.config import ServerConfig
-from mmpos_server.metrics import About, Metrics
+from mmpos_server.metrics import Metrics, ProcessMetrics
 from mmpos_server.options import app
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> Non
 def test_alerts_name_metrics_that_there_are() -> None:
     named = set(re.findall(r"mmpos_[a-z_]+", "".join(ALERT.findall((ROOT / "docs" / "service.md").read_text()))))
     registry = Metrics().registry
-    registry.register(About(None))
+    registry.register(ProcessMetrics(None))
     there = {"mmpos_certificate_not_after_seconds"}  # where there is TLS
     for family in registry.collect():
         there |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}

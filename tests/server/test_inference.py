@@ -23,11 +23,10 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from mmpos import Grid, SegmentTable, place
 from mmpos_server.app import Server
-from mmpos_server.config import ServerConfig
+from mmpos_server.config import Profiles, ServerConfig
+from mmpos_server.inference import models
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference import rotate
 from mmpos_server.inference.methods import SERVICE, OpenInference
-from mmpos_server.profiles import Profiles
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
@@ -155,7 +154,7 @@ def test_what_is_there_lives_and_is_ready(client: Any) -> None:
 
 
 def test_what_needs_torch_is_not_ready_without_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotate, "device", lambda: "")
+    monkeypatch.setattr(models, "device", lambda: "")
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
 
@@ -351,7 +350,7 @@ def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
 
 
 def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmpos_server.inference.statistics.time", lambda: 1234.5)
+    monkeypatch.setattr("mmpos_server.inference.methods.time", lambda: 1234.5)
     with running(config()) as address, triton.InferenceServerClient(address) as client:
 
         def statistics(model: str, version: str) -> Any:

@@ -14,13 +14,10 @@ from open_inference import config, stub
 
 from mmpos import SCHEMES
 from mmpos.rotary import Rotary
+from mmpos_server.config import Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.models import Model
-from mmpos_server.inference.positions import Positions
-from mmpos_server.inference.rotate import Rotate
-from mmpos_server.inference.sequences import Sequences
-from mmpos_server.inference.tensors import DATATYPES
-from mmpos_server.profiles import Profiles
+from mmpos_server.inference.messages import DATATYPES
+from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
 from mmpos_server.testing import running
 
 QUICK, LONG = 40, 3000

@@ -29,8 +29,8 @@ from mmpos import SegmentTable, place
 from mmpos_server.app import Server
 from mmpos_server.certificates import Tls
 from mmpos_server.inference import open_inference_pb2 as pb
+from mmpos_server.inference.messages import DATATYPES
 from mmpos_server.inference.rest import MAX_JSON, MAX_LISTS, MAX_NUMBERS
-from mmpos_server.inference.tensors import DATATYPES
 from mmpos_server.listening import Listen
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
@@ -438,7 +438,7 @@ def test_tokens_are_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"trainer {TOKEN}\n")
     with serving(listen={"token_file": path}) as (_, port):
-        message = {"error": 'authorization: got no token that is known, want "Bearer TOKEN"'}
+        message = {"error": 'authorization: got no known token, want "Bearer TOKEN"'}
         refused: list[dict[str, str]] = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Bearer \xff\xfe"}]
         for headers in refused:
             code, told, back = ask(port, "POST", "/v2/models/positions/infer", {"inputs": [LENGTHS]}, headers)

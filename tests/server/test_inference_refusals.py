@@ -14,13 +14,12 @@ import tritonclient.grpc as triton
 from open_inference import ask, config, given, refusal, stub
 
 from mmpos import LimitExceededError, SegmentTable, Text, place
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Clients
 from mmpos_server.call import Call
-from mmpos_server.clients import Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.positions import check_outputs
-from mmpos_server.inference.requests import Request
+from mmpos_server.inference.messages import Request
+from mmpos_server.inference.models import check_outputs
 from mmpos_server.testing import running
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
@@ -473,7 +472,7 @@ def test_outputs_are_weighed_if_they_are_wanted(small: Any) -> None:
     # A table of 20 segments is small: that of more is asked of the function.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
-    asked = Call("a", Admission(Concurrency(), Pools()), Clients(ClientLimits()).visit("a"))
+    asked = Call("a", Admission(Concurrency(), Pools()), Clients(ClientLimits()).lease("a"))
     for output in ("table", "table_documents", "cu_seqlens"):
         request = Request(profile, False, {}, {}, {output: None}, 0)
         if output == "cu_seqlens":

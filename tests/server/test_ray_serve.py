@@ -23,8 +23,7 @@ from mmpos.client import calls as client_calls
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError, ServiceTimeoutError
 from mmpos.rotary import Rotary
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server.config import load
-from mmpos_server.profiles import Profiles
+from mmpos_server.config import Profiles, load
 from mmpos_server.ray_serve import SERVICER, Replica, add_services, app, application
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
@@ -136,7 +135,7 @@ def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> N
     with grpc.insecure_channel(pair.ingress) as channel:
         assert outcome(channel, PLACE, b"\xff") == (
             grpc.StatusCode.INVALID_ARGUMENT,
-            "request: got bytes that are not such a message, want valid protobuf",
+            "request: got bytes that are no message of this method, want valid protobuf",
             "mine",
         )
         assert outcome(channel, PLACE, bytes(1_000_001)) == (
@@ -178,7 +177,7 @@ def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> No
 def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
         for wrong, status, said in (
-            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf"),
+            (b"\xff", "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"),
             (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
         ):
             broken = stream(channel)(iter([b"", wrong]), timeout=60)

@@ -25,22 +25,20 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
-from mmpos_server.access import OPEN
+from mmpos_server.access import OPEN, Tokens
+from mmpos_server.admission import client_name
 from mmpos_server.app import Server
 from mmpos_server.certificates import Tls
-from mmpos_server.clients import client_name
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.launch import Options
+from mmpos_server.launch import Options, supervise
 from mmpos_server.listening import Listen
 from mmpos_server.logs import Logs
 from mmpos_server.testing import running
-from mmpos_server.tokens import Tokens
-from mmpos_server.workers import supervise
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 PLACE, STREAM = "/mmpos.rpc.v1.PositionService/Place", "/mmpos.rpc.v1.PositionService/StreamPlace"
-UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no token that is known, want "Bearer TOKEN"')
+UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no known token, want "Bearer TOKEN"')
 
 
 @pytest.fixture
@@ -87,8 +85,8 @@ def test_tokens_are_not_kept(file: Path) -> None:
     [
         ("", "{}: got no token, want at least one line with a name and a token"),
         ("# alice only\n", "{}: got no token, want at least one line with a name and a token"),
-        (f"\n{ALICE}\n", "{}: line 2: got words: 1, want 2: a name and a token"),
-        (f"alice {ALICE} # hers\n", "{}: line 1: got words: 4, want 2: a name and a token"),
+        (f"\n{ALICE}\n", "{}: line 2: got 1 words, want 2: a name and a token"),
+        (f"alice {ALICE} # hers\n", "{}: line 1: got 4 words, want 2: a name and a token"),
         ("alice short-short-1\n", "{}: line 1: got a token of 13 characters, want >= 16"),
         (
             f"alice {ALICE}ß\n",
@@ -145,7 +143,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path, capsys: pytes
     os.mkfifo(file)
     tokens.refresh()
     assert tokens.name(ALICE) == known
-    assert "got a pipe or the like" in capsys.readouterr().err
+    assert "got a pipe or a device" in capsys.readouterr().err
     file.unlink()
     file.write_text(f"eve {ALICE}\n")
     tokens.refresh()

@@ -151,7 +151,7 @@ def test_an_answer_is_set_though_nothing_is_in_it(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("sent", "status", "details"),
     [
-        (b"\xff\xff", "INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf"),
+        (b"\xff\xff", "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"),
         (b"", "INVALID_ARGUMENT", "query: got none, want a PositionsQuery"),
         (query("fail limit"), "RESOURCE_EXHAUSTED", "why " + "é" * 748 + "…"),
         (query("fail unsupported"), "UNIMPLEMENTED", "why " + "é" * 748 + "…"),
@@ -268,7 +268,7 @@ def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(ser
     status, details, _ = refusal(lambda: next(call))
     assert (status, details) == (
         "INVALID_ARGUMENT",
-        "request: got bytes that are not such a message, want valid protobuf",
+        "request: got bytes that are no message of this method, want valid protobuf",
     )
 
 

@@ -15,10 +15,9 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server import clients
-from mmpos_server.admission import Admission, Pool
+from mmpos_server import admission as admission_module
+from mmpos_server.admission import Admission, Clients, Pool, Rate
 from mmpos_server.call import Call
-from mmpos_server.clients import Clients, Rate
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
@@ -59,7 +58,7 @@ def lengths(results: Iterable[Any]) -> list[int]:
 def calls(limits: ClientLimits) -> Any:
     """Makes calls of clients by name, all of one server."""
     admission, found = Admission(Concurrency(), Pools()), Clients(limits)
-    return lambda name: Call("id", admission, found.visit(name)), admission, found
+    return lambda name: Call("id", admission, found.lease(name)), admission, found
 
 
 def test_a_client_that_asks_too_often_is_told_when_to_come_back_and_no_other(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_a_client_has_half_of_the_places_for_long_work_and_others_the_rest(
     admission, found = Admission(Concurrency.model_validate({setting: places}), Pools()), Clients(ClientLimits())
 
     def begun(name: str) -> Call:
-        call = Call("id", admission, found.visit(name))
+        call = Call("id", admission, found.lease(name))
         call.admit(1)
         return call
 
@@ -187,7 +186,7 @@ def test_a_client_has_half_of_the_places_for_long_work_and_others_the_rest(
 def test_a_call_that_goes_on_to_heavy_images_gives_back_its_share_of_the_others() -> None:
     admission = Admission(Concurrency(max_in_flight_images=2, max_in_flight_heavy=2), Pools())
     found = Clients(ClientLimits())
-    first, second = (Call("id", admission, found.visit("alice")) for _ in range(2))
+    first, second = (Call("id", admission, found.lease("alice")) for _ in range(2))
     first.admit(1)
     first.join("image")
     first.move("heavy")
@@ -201,10 +200,10 @@ def test_a_call_that_goes_on_to_heavy_images_gives_back_its_share_of_the_others(
 @pytest.mark.parametrize(("pool", "setting"), [("image", "max_in_flight_images"), ("heavy", "max_in_flight_heavy")])
 def test_items_of_streams_wait_for_places_before_long_work_and_leave_half_to_others(pool: Pool, setting: str) -> None:
     admission, found = Admission(Concurrency.model_validate({setting: 2}), Pools()), Clients(ClientLimits())
-    streams = [Call("id", admission, found.visit("alice")) for _ in range(2)]
+    streams = [Call("id", admission, found.lease("alice")) for _ in range(2)]
 
     async def scenario() -> None:
-        first, second, bob = streams[0].item(1), streams[1].item(1), Call("id", admission, found.visit("bob"))
+        first, second, bob = streams[0].item(1), streams[1].item(1), Call("id", admission, found.lease("bob"))
         await first.turn(pool)
         waiting = asyncio.create_task(second.turn(pool))
         await asyncio.sleep(0)
@@ -218,17 +217,17 @@ def test_items_of_streams_wait_for_places_before_long_work_and_leave_half_to_oth
         second.release()
 
     for stream in streams:
-        stream.visit.begin_stream()
+        stream.lease.begin_stream()
     asyncio.run(scenario())
     for stream in streams:
-        stream.visit.end(0.0)
+        stream.lease.end(0.0)
     assert (admission.gates[pool].taken, len(found)) == (0, 0)
 
 
 def test_a_client_without_a_share_has_all_places() -> None:
     admission, found = Admission(Concurrency(max_in_flight_rotary=2), Pools()), Clients(ClientLimits(max_share=0))
     for _ in range(2):
-        call = Call("id", admission, found.visit("alice"))
+        call = Call("id", admission, found.lease("alice"))
         call.admit(1)
         call.join("rotary")
 
@@ -236,18 +235,18 @@ def test_a_client_without_a_share_has_all_places() -> None:
 def test_a_call_that_the_server_has_no_place_for_is_no_call_of_its_client() -> None:
     found = Clients(ClientLimits(max_in_flight=1))
     admission = Admission(Concurrency(max_in_flight=1), Pools())
-    first, second = (Call("id", admission, found.visit(name)) for name in ("alice", "bob"))
+    first, second = (Call("id", admission, found.lease(name)) for name in ("alice", "bob"))
     first.admit(1)
     assert refusal(second.admit, 1)[0] == "max_in_flight: got 1 taken of 1"
     second.release()
     first.release()
-    Call("id", admission, found.visit("bob")).admit(1)
+    Call("id", admission, found.lease("bob")).admit(1)
 
 
 def test_many_clients_leave_nothing_behind_and_those_with_a_rate_a_bounded_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(clients, "_MOST_IDLE", 3)
+    monkeypatch.setattr(admission_module, "_MOST_IDLE", 3)
     call, _, found = calls(ClientLimits(requests_per_second=0.001, burst=1))
     for name in "abcdef":
         one = call(name)
@@ -259,7 +258,7 @@ def test_many_clients_leave_nothing_behind_and_those_with_a_rate_a_bounded_numbe
 
 
 def test_a_client_at_work_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_MOST_IDLE", 1)
+    monkeypatch.setattr(admission_module, "_MOST_IDLE", 1)
     call, _, _ = calls(ClientLimits(max_in_flight=1, requests_per_second=0.001, burst=2))
     call("alice").admit(1)
     for name in "abcd":

@@ -13,8 +13,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import Markers, SequenceBuilder
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, ProfileSettings, ServerConfig, load
-from mmpos_server.profiles import Profiles
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, ProfileSettings, ServerConfig, load
 
 BACKEND = "torchvision" if find_spec("torchvision") else "pillow"
 

@@ -17,13 +17,11 @@ from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Clients
 from mmpos_server.call import Call
-from mmpos_server.clients import Clients
-from mmpos_server.config import ClientLimits, Limits, load
-from mmpos_server.handlers import decode, encode
-from mmpos_server.placing import INLINE_BYTES, Placing, segments_at_work
-from mmpos_server.profiles import Profiles
+from mmpos_server.config import ClientLimits, Limits, Profiles, load
+from mmpos_server.endpoints import decode, encode
+from mmpos_server.position_service import INLINE_BYTES, PositionService, segments_at_work
 
 CONFIG = load()
 LOOP = "of the loop"
@@ -32,7 +30,7 @@ LOOP = "of the loop"
 @pytest.fixture
 def call() -> Iterator[Call]:
     admission = Admission(CONFIG.concurrency, CONFIG.pools)
-    yield Call("a", admission, Clients(ClientLimits()).visit(""))
+    yield Call("a", admission, Clients(ClientLimits()).lease(""))
     admission.close()
 
 
@@ -165,7 +163,7 @@ def placed(call: Call, query: PositionsQuery) -> positions_pb2.Positions:
     put_query(message, query)
     call.request_bytes = message.ByteSize()
     assert call.request_bytes <= INLINE_BYTES
-    asyncio.run(Placing(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call))
+    asyncio.run(PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call))
     return answer
 
 

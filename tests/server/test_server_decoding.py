@@ -33,7 +33,7 @@ from mmpos.images import ImageProcessor, ImageSize, headers
 from mmpos.images.headers import read_header
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos_server.config import ServerConfig
-from mmpos_server.decoding import Apart, Decoders
+from mmpos_server.decoding import Decoders, IsolatedImageProcessor
 from mmpos_server.testing import running
 
 Pixels = npt.NDArray[Any]
@@ -78,9 +78,9 @@ def decoders() -> Iterator[Decoders]:
     found.close()
 
 
-def apart(decoders: Decoders, checkpoint: Callable[[], None] = nothing, **options: Any) -> Apart:
+def apart(decoders: Decoders, checkpoint: Callable[[], None] = nothing, **options: Any) -> IsolatedImageProcessor:
     images = ImageProcessor("pillow", patch_size=4, spatial_merge_size=1, min_pixels=0, **options)
-    return Apart.of(images, decoders, checkpoint)
+    return IsolatedImageProcessor.of(images, decoders, checkpoint)
 
 
 @pytest.mark.usefixtures("all_heavy")
@@ -158,7 +158,7 @@ def test_memory_beyond_what_the_header_says_is_refused_and_the_process_goes_on(
 
 @pytest.mark.usefixtures("many_scans")
 def test_a_file_over_which_the_decoder_dies_is_refused(decoders: Decoders, children: Children) -> None:
-    with pytest.raises(InvalidInputError, match=r"a JPEG over which its decoder ended \(SIGSEGV\), want a sound one"):
+    with pytest.raises(InvalidInputError, match=r"a JPEG that crashed its decoder \(SIGSEGV\), want a valid file"):
         apart(decoders, lambda: children[0].send_signal(signal.SIGSEGV)).process(hostile.endless_jpeg())
     assert apart(decoders).process(files()[0]).patches is not None
 

@@ -128,7 +128,7 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
         failed: Any = raised.value
         assert found == [0, 1, 2, 3, 4]
         assert failed.code() == grpc.StatusCode.UNAVAILABLE
-        assert failed.details() == "the server is about to stop, want a new stream for what has no answer"
+        assert failed.details() == "the server is about to stop, want a new stream for items without an answer"
         assert server.end()[0] == 0
 
 
@@ -166,10 +166,10 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
 
 
 ENDLESS = """
-import threading, mmpos_server.placing
+import threading, mmpos_server.position_service
 async def place(self, query, answer, call):
     await call.run("place", threading.Event().wait)
-mmpos_server.placing.Placing.place = place
+mmpos_server.position_service.PositionService.place = place
 """
 
 

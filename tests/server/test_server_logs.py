@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from waiting import eventually
 from mmpos.client import Client
 from mmpos_server.certificates import Tls
 from mmpos_server.listening import Listen, warn
-from mmpos_server.logs import Logs
+from mmpos_server.logs import Logs, logging_all
 
 SAYS = """
 import asyncio, gc, logging, os, sys, threading, warnings
@@ -74,7 +75,7 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", None, "answer that could not "),
+        ("warning", None, "answer could not be se"),
         ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
@@ -114,7 +115,7 @@ def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: p
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
         path.chmod(0o640)
-    no_tls = "anybody on the network may call, and may read it: no TLS, no tokens"
+    no_tls = "anybody on the network may call, and read the traffic: no TLS, no tokens"
     no_lock = "anybody on the network may call: no tokens, no certificates of clients"
     tls, mutual = Tls(cert, key), Tls(cert, key, cert)
     for host in ("0.0.0.0", "::"):
@@ -145,3 +146,10 @@ def test_a_server_warns_once_however_many_workers_it_has(start: Start, tmp_path:
     tokens.chmod(0o644)
     server = start("--token-file", str(tokens), "--workers", "2")
     assert [line["setting"] for line in server.lines() if line["level"] == "warning"] == ["token-file"]
+
+
+def test_a_process_logs_by_itself_again_after_its_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_all("info", "console"):
+        pass
+    logging.getLogger("library").warning("later")
+    assert capsys.readouterr().err == "later\n"

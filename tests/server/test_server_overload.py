@@ -24,15 +24,13 @@ from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
-from mmpos_server.admission import Admission, Gate, Line, Pool, Window
-from mmpos_server.building import Building
+from mmpos_server.admission import Admission, Clients, Gate, Line, Pool, Window
 from mmpos_server.call import Call
-from mmpos_server.clients import Clients
-from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
-from mmpos_server.lanes import Lane, Overload, Place, Width
+from mmpos_server.config import ClientLimits, Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.methods import Method, queried, streamed
-from mmpos_server.profiles import Profiles
+from mmpos_server.sequence_service import SequenceService
 from mmpos_server.testing import running
+from mmpos_server.transport import Lane, Overload, Slot, Width
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
@@ -128,7 +126,7 @@ def build(*parts: Any, patches: bool = True) -> sequences_pb2.SequencesQuery:
 
 def test_images_that_find_no_place_are_not_even_weighed() -> None:
     config = load()
-    building = Building(Profiles.from_config(config), config.limits)
+    building = SequenceService(Profiles.from_config(config), config.limits)
     found = []
     for query in (
         build({"text": "a"}, {"image": b"x"}),
@@ -153,7 +151,7 @@ def crowded() -> Admission:
 
 def visitor(name: str, admission: Admission) -> Call:
     """A call of a client without limits."""
-    return Call(name, admission, Clients(ClientLimits()).visit(name))
+    return Call(name, admission, Clients(ClientLimits()).lease(name))
 
 
 def test_what_was_begun_is_not_refused_by_another_pool() -> None:
@@ -419,7 +417,7 @@ class Transport:
     def _ask(self) -> None:
         self.asked += 1
 
-    def send(self) -> Place:
+    def send(self) -> Slot:
         """A call that was asked for."""
         assert self.asked
         self.asked -= 1

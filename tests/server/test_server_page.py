@@ -18,8 +18,8 @@ from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
-from mmpos_server import page
-from mmpos_server.page import Page, exposed
+from mmpos_server import metrics
+from mmpos_server.metrics import Page, exposed
 
 
 def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -58,7 +58,7 @@ def test_paths_are_known_and_all_others_not_found(turning: asyncio.AbstractEvent
 def test_a_server_whose_event_loop_stands_does_not_live(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "SECONDS", 0.2)
+    monkeypatch.setattr(metrics, "SECONDS", 0.2)
     standing = threading.Event()
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         turning.call_soon_threadsafe(standing.wait, 60)
@@ -70,7 +70,7 @@ def test_a_server_whose_event_loop_stands_does_not_live(
 def test_silent_and_slow_connections_end_and_hold_no_thread(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "SECONDS", 0.2)
+    monkeypatch.setattr(metrics, "SECONDS", 0.2)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         threads = threading.active_count()
         held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
@@ -96,8 +96,8 @@ def ended(connection: socket.socket) -> bool:
 def test_the_oldest_connections_make_room_for_new_ones(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "SECONDS", 600.0)
-    monkeypatch.setattr(page, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(metrics, "SECONDS", 600.0)
+    monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 8)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port, ExitStack() as opened:
         held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)]
         assert status(port, "/livez") == 200
@@ -119,7 +119,7 @@ def test_a_taken_port_and_a_strange_host_are_named(turning: asyncio.AbstractEven
 def test_a_socket_of_systemd_is_taken(turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     handed = socket.create_server(("127.0.0.1", 0))
     port = handed.getsockname()[1]
-    monkeypatch.setattr("mmpos_server.systemd._FIRST", handed.detach())
+    monkeypatch.setattr("mmpos_server.listening._FIRST", handed.detach())
     monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "192.0.2.1", 1) as found:
         assert found == port

@@ -124,7 +124,7 @@ def test_after_a_storm_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
         return seen
 
     def taken() -> list[int]:
-        admission, clients = servers[0]._admission, servers[0]._unary[0]._around.clients
+        admission, clients = servers[0]._admission, servers[0]._unary[0]._server.clients
         gates = [*admission.gates.values(), admission.bytes, admission.streams]
         lines = [line.tasks for line in admission.lines.values()]
         return [gate.taken for gate in gates] + lines + [len(clients._here)]

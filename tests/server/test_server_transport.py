@@ -145,7 +145,7 @@ def test_what_callers_send_is_not_in_the_log(
             assert asked(connection, b"/secret\xff", REQUEST, (b"secret", b"secret\xff")) == "UNIMPLEMENTED"
     out, err = capfd.readouterr()
     assert "secret" not in out + err + caplog.text
-    assert err.count("metadata that is no UTF-8") >= 1  # once a second
+    assert err.count("metadata is not UTF-8") >= 1  # once a second
     assert caplog.records == []
     assert logging.getLogger("grpc._cython.cygrpc").filters != []
 
@@ -171,7 +171,7 @@ def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(
             connection.send(stream, message(b"half", 1000), end=False)
             code, found = status(connection, stream)
             assert code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-            assert b"request: got not all of it within 0.2 s" in found
+            assert b"request: got only part of it within 0.2 s" in found
         assert asked(connection, PLACE, REQUEST) == "OK"
     requests = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert [(line["method"], line["status"]) for line in requests] == [
@@ -255,7 +255,7 @@ def test_who_does_not_take_an_answer_in_time_loses_the_connection(
         assert stalled.closed()
         assert asked(other, PLACE, REQUEST) == "OK"
     assert [(line["event"], line["client"]) for line in lines(capfd)] == [
-        ("connection closed: its client does not take answers", "127.0.0.1")
+        ("connection closed: client does not read answers", "127.0.0.1")
     ]
     assert eventually(lambda: SERVERS[0]._admission.unsent.taken == 0)
 

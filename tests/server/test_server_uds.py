@@ -18,9 +18,8 @@ from mmpos import SegmentTable, Text, place
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError
 from mmpos_server.__main__ import main
-from mmpos_server.listening import Listen
+from mmpos_server.listening import Listen, Uds
 from mmpos_server.testing import running
-from mmpos_server.unix_socket import Uds
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
@@ -112,7 +111,7 @@ def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> No
     else:
         path.symlink_to("elsewhere")
     before = path.lstat()
-    assert mistake(Uds(path)) == f"uds: got {path}, where something else is, want a free path"
+    assert mistake(Uds(path)) == f"uds: got {path}, which is no socket, want a free path"
     assert path.lstat() == before
 
 

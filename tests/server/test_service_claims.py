@@ -17,9 +17,8 @@ from shared_objects import PREFIX, shared
 from victim import STATUSES, Answer, Victim, victim
 
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
-from mmpos_server.config import Limits, load
-from mmpos_server.profiles import Profiles
-from mmpos_server.rotations import Rotations
+from mmpos_server.config import Limits, Profiles, load
+from mmpos_server.rotary_service import RotaryService
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the cost is read from /proc")
 
@@ -340,7 +339,7 @@ def test_a_file_whose_notes_unpack_to_256_mib_is_read_without_them(server: Victi
 
 
 def test_what_is_unknown_in_a_rotation_is_not_kept_with_it() -> None:
-    rotations = Rotations(Profiles.from_config(load()), Limits())
+    rotations = RotaryService(Profiles.from_config(load()), Limits())
     rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # a field 2000 of four bytes
     found = set()
     for number in range(3):

@@ -203,4 +203,6 @@ def test_a_stream_ends_at_bytes_that_are_no_message(server: Victim) -> None:
         positions_pb2.StreamPlaceRequest.FromString(b"\xff")
     answers, end = server.stream("PositionService/StreamPlace", [item, b"\xff", item])
     assert [positions_pb2.StreamPlaceResponse.FromString(answer).id for answer in answers] == [7]
-    assert end == Answer("INVALID_ARGUMENT", "request: got bytes that are not such a message, want valid protobuf")
+    assert end == Answer(
+        "INVALID_ARGUMENT", "request: got bytes that are no message of this method, want valid protobuf"
+    )

@@ -24,16 +24,13 @@ from mmpos.errors import InvalidInputError, ServiceOverloadedError
 from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos_server.__main__ import main
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Clients
 from mmpos_server.app import Server
 from mmpos_server.call import Call
-from mmpos_server.clients import Clients
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, load
-from mmpos_server.exchange import Exchange, claimed, mentions
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, load
 from mmpos_server.listening import Listen
-from mmpos_server.placing import Placing
-from mmpos_server.profiles import Profiles
-from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.position_service import PositionService
+from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
 
@@ -233,15 +230,16 @@ def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
 @pytest.mark.parametrize(("tokens", "threads"), [(1024, 0), (2048, 1)])
 def test_what_is_large_in_shared_memory_is_read_in_a_thread(tokens: int, threads: int) -> None:
     config = load()
-    placing, pools = Placing(Profiles.from_config(config), config.limits), Admission(config.concurrency, config.pools)
-    call, answer = Call("a", pools, Clients(ClientLimits()).visit("")), positions_pb2.Positions()
+    service = PositionService(Profiles.from_config(config), config.limits)
+    pools = Admission(config.concurrency, config.pools)
+    call, answer = Call("a", pools, Clients(ClientLimits()).lease("")), positions_pb2.Positions()
     array = np.array(IDS[:-1] + [3] * (tokens - 6))
 
     async def scenario() -> None:
         request = place(elsewhere(array, key))
         call.request_bytes = request.ByteSize()
         await call.weigh(array.nbytes)
-        await placing.place(request.query, answer, call)
+        await service.place(request.query, answer, call)
 
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))
@@ -353,7 +351,7 @@ def test_an_answer_is_expected_at_its_places() -> None:
 
 def test_a_call_that_needs_all_bytes_and_more_comes_alone() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
-    one, other = (Call(name, admission, Clients(ClientLimits()).visit(name)) for name in "ab")
+    one, other = (Call(name, admission, Clients(ClientLimits()).lease(name)) for name in "ab")
 
     async def scenario() -> None:
         one.admit(10)
@@ -370,7 +368,7 @@ def test_a_call_that_needs_all_bytes_and_more_comes_alone() -> None:
 def test_shared_bytes_take_the_places_of_bytes() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
     clients = Clients(ClientLimits())
-    one, other, item = (Call(name, admission, clients.visit(name)) for name in "abc")
+    one, other, item = (Call(name, admission, clients.lease(name)) for name in "abc")
 
     async def scenario() -> None:
         one.admit(400)
@@ -399,7 +397,7 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
 def test_more_shared_bytes_than_there_are_places_come_alone() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), Pools())
     clients = Clients(ClientLimits())
-    one, other = (Call(name, admission, clients.visit(name)) for name in "ab")
+    one, other = (Call(name, admission, clients.lease(name)) for name in "ab")
 
     async def scenario() -> None:
         one.admit(400)

@@ -21,9 +21,8 @@ from mmpos.support.checks import counted
 from mmpos_bench.proofs import NotEqualError, equal, holds
 from mmpos_bench.serving.orders import OPTIONS
 from mmpos_bench.workloads import workload
-from mmpos_server.config import load
+from mmpos_server.config import Profiles, load
 from mmpos_server.inference import open_inference_pb2
-from mmpos_server.profiles import Profiles
 
 __all__ = ["PHOTOGRAPHS", "Asking", "Question"]
 

@@ -1,1 +1,1 @@
-"""Open Inference Protocol v2: the same domain behind models by name, tensors in and tensors out."""
+"""Open Inference Protocol v2, for clients of Triton and KServe: positions, sequences and rotate as models."""

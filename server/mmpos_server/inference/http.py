@@ -1,4 +1,4 @@
-"""The protocol over HTTP/1.1: the same methods behind paths, admitted, limited, counted and logged as over gRPC."""
+"""Open Inference Protocol over HTTP/1.1: the same methods, admitted, limited, counted and logged as over gRPC."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.rpc.errors import RETRY_AFTER, shortened
-from mmpos_server.failures import failure
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
-from mmpos_server.inference.rest import Wanted, infer_request, infer_response, plain, register_request
+from mmpos_server.inference.rest import BinaryOutputs, infer_request, infer_response, plain, register_request
 from mmpos_server.listening import Listen, address, bind_http
+from mmpos_server.methods import failure
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos_server.access import Door
+    from mmpos_server.access import TokenInterceptor
     from mmpos_server.call import Call
     from mmpos_server.certificates import Certificates
-    from mmpos_server.handlers import Endpoint, Surroundings
+    from mmpos_server.endpoints import Endpoint, ServerContext
     from mmpos_server.logs import Logs
 
 __all__ = ["HttpForm"]
 
 JSON_SIZE = "Inference-Header-Content-Length"
-"""Header of a message whose JSON has bytes of tensors behind it: where they begin."""
+"""Header with the size of the JSON, where bytes of tensors follow it."""
 
 _INLINE_BYTES = 16_384
-"""JSON up to this size is read and written between two requests: a thread would cost more than it does."""
+"""Largest JSON that is read and written on the event loop: a thread would cost more than the work."""
 
 _ROUND_SECONDS = 0.01
-"""How often it is looked at the end whether there is still a request."""
+"""Seconds between two checks for requests at work while the server stops."""
 
 _CODES = {
     "INVALID_ARGUMENT": 400,
@@ -52,22 +52,22 @@ _CODES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""Status of HTTP for each of gRPC; too much at once, which has a time to come back, is 429, and all others are 500."""
+"""HTTP status for each gRPC status; overload, which has a time to retry, is 429, and all others are 500."""
 
 _Pairs = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class _Route:
-    """A path, and the method behind it.
+    """HTTP path of a method.
 
     Args:
-        verb: of HTTP.
-        path: with the names of its parts.
-        method: of the protocol.
-        request: makes its request, from the parts of the path and the body.
-        answer: what is answered, of its response.
-        ready: whether the response is a good one; else the status is 503.
+        verb: HTTP verb.
+        path: path with named variables.
+        method: name of the method.
+        request: function from the variables of the path and the body to the request.
+        answer: function from the response to the JSON value of the answer.
+        ready: function that checks the response; if it returns False, the status is 503.
     """
 
     verb: str
@@ -79,7 +79,7 @@ class _Route:
 
 
 def _routes() -> list[_Route]:
-    """All but ModelInfer, whose bodies need a form of their own."""
+    """Return the routes of all methods but ModelInfer, whose bodies have an encoding of their own."""
 
     def named(kind: Callable[..., Message]) -> Callable[[Mapping[str, str], bytes], Message]:
         return lambda parts, _: kind(**parts)
@@ -94,14 +94,14 @@ def _routes() -> list[_Route]:
         return bool(answer.ready)
 
     model, region = "/v2/models/{name}", "/region/{name}"
-    found = [
+    routes = [
         _Route("GET", "/v2", "ServerMetadata", named(pb.ServerMetadataRequest)),
         _Route("GET", "/v2/health/live", "ServerLive", named(pb.ServerLiveRequest)),
         _Route("GET", "/v2/health/ready", "ServerReady", named(pb.ServerReadyRequest), ready=flag),
         _Route("GET", "/v2/models/stats", "ModelStatistics", named(pb.ModelStatisticsRequest)),
     ]
     for path in (model, f"{model}/versions/{{version}}"):
-        found += [
+        routes += [
             _Route("GET", path, "ModelMetadata", named(pb.ModelMetadataRequest)),
             _Route("GET", f"{path}/ready", "ModelReady", named(pb.ModelReadyRequest), ready=flag),
             _Route("GET", f"{path}/config", "ModelConfig", named(pb.ModelConfigRequest), lambda it: plain(it.config)),
@@ -125,45 +125,45 @@ def _routes() -> list[_Route]:
     ]
     for kind, method, status, unregister, register in memories:
         path = f"/v2/{kind}sharedmemory"
-        for place in (path, f"{path}{region}"):
-            found += [
-                _Route("GET", f"{place}/status", f"{method}Status", named(status), regions),
-                _Route("POST", f"{place}/unregister", f"{method}Unregister", named(unregister)),
+        for prefix in (path, f"{path}{region}"):
+            routes += [
+                _Route("GET", f"{prefix}/status", f"{method}Status", named(status), regions),
+                _Route("POST", f"{prefix}/unregister", f"{method}Unregister", named(unregister)),
             ]
-        found.append(_Route("POST", f"{path}{region}/register", f"{method}Register", register))
-    return found
+        routes.append(_Route("POST", f"{path}{region}/register", f"{method}Register", register))
+    return routes
 
 
 class HttpForm:
-    """The HTTP form of the Open Inference Protocol on a port of its own, on the event loop of the server.
+    """HTTP server of the Open Inference Protocol on a port of its own, on the event loop of the server.
 
     Args:
-        endpoints: the unary methods of the server; those of the protocol are offered.
-        surroundings: of the server.
-        door: who may call; None is everybody.
-        listen: where; http_port is set.
+        endpoints: unary endpoints of the server; those of the protocol are served.
+        server: state that its methods share.
+        interceptor: check of tokens; None admits everybody.
+        listen: addresses, with http_port set.
     """
 
     def __init__(
-        self, endpoints: Iterable[Endpoint], surroundings: Surroundings, door: Door | None, listen: Listen
+        self, endpoints: Iterable[Endpoint], server: ServerContext, interceptor: TokenInterceptor | None, listen: Listen
     ) -> None:
-        self.surroundings = surroundings
-        self._door, self._listen = door, listen
+        self._server = server
+        self._interceptor, self._listen = interceptor, listen
         self._endpoints = {one.method.name: one for one in endpoints if one.method.service == SERVICE}
-        self._settings = surroundings.config.http
+        self._settings = server.config.http
         self._busy: set[Any] = set()
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
 
-    def renew(self, surroundings: Surroundings) -> None:
-        """Hold bodies to these limits from now on."""
-        self.surroundings = surroundings
+    def renew(self, server: ServerContext) -> None:
+        """Apply these limits to bodies from now on."""
+        self._server = server
 
     async def start(self, certificates: Certificates | None) -> str:
-        """Listen and serve; gives the address.
+        """Listen and serve; returns the address.
 
         Args:
-            certificates: of the server; None is no TLS.
+            certificates: certificates of the server; None is no TLS.
 
         Raises:
             InvalidInputError: the port is taken, or the host is not of this machine.
@@ -175,7 +175,7 @@ class HttpForm:
             self._application(),
             handler_cancellation=True,
             access_log=None,
-            logger=_logger(self.surroundings.logs),
+            logger=_logger(self._server.logs),
             keepalive_timeout=settings.idle_seconds,
             lingering_time=min(settings.receive_seconds, 10.0),
             auto_decompress=False,
@@ -187,11 +187,11 @@ class HttpForm:
             ssl=context,
             ssl_handshake_timeout=None if context is None else settings.receive_seconds,
         )
-        place = address(listen.host, listening.getsockname()[1])
-        return f"{'http' if context is None else 'https'}://{place}"
+        scheme = "http" if context is None else "https"
+        return f"{scheme}://{address(listen.host, listening.getsockname()[1])}"
 
     async def stop(self, grace: float | None) -> None:
-        """Take no further connections, answer the requests that came, and end.
+        """Take no further connections, answer the requests that have arrived, and stop.
 
         Args:
             grace: seconds after which requests at work are cancelled; None is at once.
@@ -200,7 +200,7 @@ class HttpForm:
             return
         self._accepting.close()
         end = monotonic() + (grace or 0.0)
-        # Not by the shutdown of aiohttp: it reads no further, and what of a body is on its way would never come.
+        # Not by the shutdown of aiohttp, which stops reading, so that incomplete bodies would never arrive.
         while self._busy and monotonic() < end:
             await asyncio.sleep(_ROUND_SECONDS)
         await self._runner.server.shutdown(0.0)
@@ -215,20 +215,20 @@ class HttpForm:
         return application
 
     def _connection(self) -> asyncio.Protocol:
-        """What speaks on a new connection."""
+        """Return the protocol of a new connection."""
         assert self._runner is not None
         assert self._runner.server is not None
-        # Many may come in one round of the loop, and are among the connections of the server in the next one.
+        # Two rounds later, when all connections of this round are among those of the server.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._make_room)
         return self._runner.server()
 
     def _make_room(self) -> None:
-        """Close idle connections while there are too many; the oldest go first, and the newest is always idle."""
+        """Close idle connections while there are too many, oldest first; the newest is always idle."""
         assert self._runner is not None
         connections = [] if self._runner.server is None else self._runner.server.connections
         if len(connections) > self._settings.max_connections:
-            # One that was closed is among them until the next round.
+            # A closed connection is among them until the next round.
             live = {one: one.transport for one in connections if one.transport and not one.transport.is_closing()}
             idle = [transport for one, transport in live.items() if one not in self._busy]
             for transport in idle[: max(0, len(live) - self._settings.max_connections)]:
@@ -236,12 +236,14 @@ class HttpForm:
 
     def _handler(self, route: _Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._answer(request, route.method, _Told(route, request.match_info))
+            return await self._answer(request, route.method, _JsonForm(route, request.match_info))
 
         return handle
 
     async def _infer(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "ModelInfer", _Tensors(request.match_info, request.headers.get(JSON_SIZE)))
+        return await self._answer(
+            request, "ModelInfer", _TensorForm(request.match_info, request.headers.get(JSON_SIZE))
+        )
 
     async def _answer(self, request: web.Request, method: str, form: _Form) -> web.StreamResponse:
         """Answer a request by a method, and wait until the answer is sent."""
@@ -260,8 +262,10 @@ class HttpForm:
             self._busy.discard(request.protocol)
 
     async def _answered(self, request: web.Request, method: str, form: _Form, context: _Context) -> bytes:
-        if self._door is not None and not self._door.lets_in(f"/{SERVICE}/{method}", context.invocation_metadata()):
-            raise _AbortedError(*self._door.refused(context.peer()))
+        if self._interceptor is not None and not self._interceptor.authenticate(
+            f"/{SERVICE}/{method}", context.invocation_metadata()
+        ):
+            raise _AbortedError(*self._interceptor.refused(context.peer()))
         try:
             raw = await self._body(request)
         except MmposError as error:
@@ -270,16 +274,16 @@ class HttpForm:
         return await self._endpoints[method].handle(raw, context, form)
 
     async def _body(self, request: web.Request) -> bytes:
-        """The body of a request, which counts as the bytes of requests at work do while it comes.
+        """Read the body of a request; while it arrives, it counts among the bytes of requests at work.
 
         Raises:
-            LimitExceededError: it is too large; nothing is read of one that says so.
-            ServiceOverloadedError: there is no room.
+            LimitExceededError: the body is too large; one whose header says so is not read.
+            ServiceOverloadedError: the requests at work hold too many bytes.
         """
         if request.headers.get("Content-Encoding", "identity") != "identity":
             got = request.headers["Content-Encoding"]
             raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding: got {got[:100]!r}, want none")
-        limit, gate = self.surroundings.config.limits.request_bytes, self.surroundings.admission.bytes
+        limit, gate = self._server.config.limits.request_bytes, self._server.admission.bytes
         _check_size(request.content_length or 0, limit)
         chunks: list[bytes] = []
         size, began = 0, monotonic()
@@ -300,15 +304,17 @@ class HttpForm:
         return b"".join(chunks)
 
     async def _sent(self, request: web.Request, response: web.Response) -> web.Response:
-        """Send an answer, which counts as requests at work do until the client has read it; not for ever."""
-        transport, gate, began = request.transport, self.surroundings.admission.bytes, monotonic()
+        """Send an answer within a time limit; until the client has read it, it counts like the requests at work."""
+        transport, gate, began = request.transport, self._server.admission.bytes, monotonic()
         if transport is None:  # the client has gone
             return response
-        if self.surroundings.admission.announced:
+        if self._server.admission.announced:
             response.force_close()
-        transport.set_write_buffer_limits(0)  # all of it, or the rest would stay when the connection is closed
+        transport.set_write_buffer_limits(
+            0
+        )  # the drain waits for all bytes, or the rest would be lost when the connection is closed
         size = len(response.body) if isinstance(response.body, bytes) else 0
-        gate.enter(size, gate.taken)  # it is there: nothing is refused
+        gate.enter(size, gate.taken)  # the answer exists: it is never refused
         try:
             async with asyncio.timeout(self._settings.send_seconds):
                 await response.prepare(request)
@@ -323,7 +329,7 @@ class HttpForm:
 
 
 class _Form:
-    """How the messages of one request look; and after it was answered, status and headers of the answer."""
+    """Encoding of the messages of one request, with status and headers of its answer."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -336,8 +342,8 @@ class _Form:
         raise NotImplementedError
 
 
-class _Told(_Form):
-    """A request that is in the path, or small; and a small answer."""
+class _JsonForm(_Form):
+    """Encoding of methods with a small request, from the path or the body, and a small answer."""
 
     def __init__(self, route: _Route, parts: Mapping[str, str]) -> None:
         super().__init__()
@@ -351,21 +357,21 @@ class _Told(_Form):
         return json.dumps(self._route.answer(response)).encode()
 
 
-class _Tensors(_Form):
-    """A request of ModelInfer and its answer."""
+class _TensorForm(_Form):
+    """Encoding of ModelInfer: JSON, with tensors in it or as bytes behind it."""
 
     def __init__(self, parts: Mapping[str, str], json_size: str | None) -> None:
         super().__init__()
         self._parts, self._json_size = parts, json_size
-        self._wanted = Wanted(False, {})
+        self._binary = BinaryOutputs(False, {})
 
     async def read(self, raw: bytes, call: Call) -> pb.ModelInferRequest:
         size = None if self._json_size is None else _natural(JSON_SIZE, self._json_size)
         arguments = raw, size, self._parts["name"], self._parts.get("version", "")
         if len(raw) <= _INLINE_BYTES:
-            message, self._wanted = self._decoded(call, *arguments)
+            message, self._binary = self._decoded(call, *arguments)
         else:
-            message, self._wanted = await call.run("place", self._decoded, call, *arguments)
+            message, self._binary = await call.run("place", self._decoded, call, *arguments)
         return message
 
     async def write(self, response: pb.ModelInferResponse, call: Call) -> bytes:
@@ -374,20 +380,20 @@ class _Tensors(_Form):
             return self._encoded(call, response)
         return await call.run("place", self._encoded, call, response)
 
-    def _decoded(self, call: Call, *arguments: Any) -> tuple[pb.ModelInferRequest, Wanted]:
+    def _decoded(self, call: Call, *arguments: Any) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
         with call.stage("decode"):
             return infer_request(*arguments)
 
     def _encoded(self, call: Call, response: pb.ModelInferResponse) -> bytes:
         with call.stage("encode"):
-            head, behind = infer_response(response, self._wanted)
+            head, behind = infer_response(response, self._binary)
             if behind:
                 self.headers = {"Content-Type": "application/octet-stream", JSON_SIZE: str(len(head))}
             return head + behind
 
 
 class _AbortedError(Exception):
-    """A call that fails, with the status of gRPC that it would have."""
+    """Failed call, with its gRPC status."""
 
     def __init__(self, status: str, message: str, metadata: _Pairs = ()) -> None:
         super().__init__(message)
@@ -395,32 +401,32 @@ class _AbortedError(Exception):
 
 
 class _Context:
-    """What endpoints ask of the context of gRPC, of a request over HTTP."""
+    """Adapter that gives an HTTP request the interface of a gRPC context."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.trailing: list[tuple[str, str]] = []
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        # Of gRPC all is ASCII; nothing else is known here, and could be a token.
+        # ASCII only, as in gRPC: other bytes could be part of a token in a log.
         return [(name.lower(), value) for name, value in self._request.headers.items() if value.isascii()]
 
     def peer(self) -> str:
-        found = self._request.transport.get_extra_info("peername") if self._request.transport else None
-        if not found:
+        name = self._request.transport.get_extra_info("peername") if self._request.transport else None
+        if not name:
             return "unknown"
-        host, port = found[:2]
+        host, port = name[:2]
         return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        found = self._request.transport.get_extra_info("peercert") if self._request.transport else None
-        subject = (pair for name in (found or {}).get("subject", ()) for pair in name)
+        certificate = self._request.transport.get_extra_info("peercert") if self._request.transport else None
+        subject = (pair for name in (certificate or {}).get("subject", ()) for pair in name)
         names = [value.encode() for key, value in subject if key == "commonName"]
-        others = [value.encode() for _, value in (found or {}).get("subjectAltName", ())]
+        others = [value.encode() for _, value in (certificate or {}).get("subjectAltName", ())]
         return {"x509_common_name": names, "x509_subject_alternative_name": others}
 
     def time_remaining(self) -> None:
-        """HTTP tells no deadline; who waits no longer closes the connection, which cancels the call."""
+        """Return None: HTTP has no deadline; a client that gives up closes the connection, which cancels the call."""
 
     def set_trailing_metadata(self, metadata: _Pairs) -> None:
         self.trailing = list(metadata)
@@ -431,7 +437,7 @@ class _Context:
 
 
 class _Handler(logging.Handler):
-    """Writes of bytes that are no HTTP one line, since they are the client's; of all else what there is."""
+    """Log handler that writes one line for invalid HTTP of a client, and a traceback for all other errors."""
 
     def __init__(self, logs: Logs) -> None:
         super().__init__(logging.WARNING)
@@ -440,7 +446,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            self._logs.info("request that is no HTTP", reason=shortened(error.message))
+            self._logs.info("request is not HTTP", reason=shortened(error.message))
         else:
             self._logs.error(record.getMessage(), error)
 
@@ -455,7 +461,7 @@ def _logger(logs: Logs) -> logging.Logger:
 async def _named_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Errors of paths, verbs and bodies in the form of the protocol."""
+    """Answer errors of paths, verbs and bodies in the JSON form of the protocol."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -1,38 +1,45 @@
-"""The methods of the protocol."""
+"""Methods of the Open Inference Protocol, with the metadata and statistics of its models."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from time import time
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.rpc.errors import shortened
 from mmpos.support.info import version
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.failures import NotFoundError
+from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.metadata import put_config, put_metadata
+from mmpos_server.inference.messages import DATATYPES, get_request
 from mmpos_server.inference.models import Model
-from mmpos_server.inference.requests import get_request
-from mmpos_server.inference.statistics import Statistics
-from mmpos_server.methods import Method, Run, Twin
-from mmpos_server.profiles import Profile, Profiles
+from mmpos_server.methods import Method, NotFoundError, Run, Twin
 from mmpos_server.shared_memory import Regions, SharedMemory
 
-__all__ = ["SERVICE", "OpenInference"]
+if TYPE_CHECKING:
+    from mmpos_server.call import Call
+    from mmpos_server.config import Profile
+    from mmpos_server.inference import open_inference_pb2 as pb
+    from mmpos_server.inference.models import Model
+
+__all__ = ["PLATFORM", "SERVICE", "OpenInference", "Statistics", "put_config", "put_metadata"]
+
 
 SERVICE = "inference.GRPCInferenceService"
 """Full name of the service."""
 
 
 class OpenInference:
-    """The protocol over some models.
+    """Implementation of GRPCInferenceService.
 
     Args:
-        models: what it offers; profiles are their versions.
-        profiles: settings of models; the default one is the version that an empty name means.
-        limits: most that one request may ask for.
-        memory: what is taken of shared memory.
+        models: models of the service; profiles are their versions.
+        profiles: settings of models; the default profile is the version with an empty name.
+        limits: limits of one request.
+        memory: access to shared memory of clients.
     """
 
     def __init__(self, models: list[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
@@ -46,7 +53,7 @@ class OpenInference:
         }
 
     def methods(self) -> list[Method]:
-        """All methods; those that ask whether the server lives are answered however much there is to do."""
+        """Return all methods; liveness and readiness are answered under any load."""
         infer = Method(
             SERVICE,
             "ModelInfer",
@@ -55,8 +62,8 @@ class OpenInference:
             self._infer,
             Twin("ModelStreamInfer", pb.ModelInferRequest, pb.ModelStreamInferResponse, self._stream_infer, _refuse),
         )
-        asked = [_method(run, admitted=False) for run in (self._server_live, self._server_ready, self._model_ready)]
-        told: list[Run] = [
+        probes = [_method(run, admitted=False) for run in (self._server_live, self._server_ready, self._model_ready)]
+        admitted: list[Run] = [
             self._server_metadata,
             self._model_metadata,
             self._model_config,
@@ -68,7 +75,7 @@ class OpenInference:
             self._cuda_shared_memory_register,
             self._cuda_shared_memory_unregister,
         ]
-        return [*asked, *(_method(run) for run in told), infer]
+        return [*probes, *(_method(run) for run in admitted), infer]
 
     async def _server_live(self, message: pb.ServerLiveRequest, answer: pb.ServerLiveResponse, call: Call) -> None:
         answer.live = True
@@ -166,13 +173,13 @@ class OpenInference:
     async def _cuda_shared_memory_unregister(
         self, message: pb.CudaSharedMemoryUnregisterRequest, answer: pb.CudaSharedMemoryUnregisterResponse, call: Call
     ) -> None:
-        """Nothing is registered, as clients that clean up want it."""
+        """Do nothing, so that clients may clean up: no region of a GPU is ever registered."""
 
     def _find(self, name: str, version: str) -> tuple[Model, Profile]:
-        """A model and its version, the default one if its name is empty.
+        """Return a model and its version; an empty version is the default one.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: the model or the version does not exist.
         """
         if name not in self._models:
             raise NotFoundError(f"model: got {name[:300]!r}, want one of {', '.join(map(repr, self._models))}")
@@ -186,7 +193,7 @@ class OpenInference:
 
 
 def _method(run: Run, *, admitted: bool = True) -> Method:
-    """A method whose function and whose messages are named after it."""
+    """Return the method whose name and messages follow from the name of its function."""
     name = run.__name__.title().replace("_", "")
     messages: Any = pb
     return Method(
@@ -197,3 +204,97 @@ def _method(run: Run, *, admitted: bool = True) -> Method:
 def _refuse(message: pb.ModelInferRequest, answer: pb.ModelStreamInferResponse, error: MmposError) -> None:
     answer.error_message = shortened(str(error))
     answer.infer_response.id = message.id
+
+
+PLATFORM = "mmpos"
+"""Platform and backend of all models, in their metadata."""
+
+_REPORTED = attrgetter("reported")
+
+
+def put_metadata(message: pb.ModelMetadataResponse, model: Model, profile: Profile) -> None:
+    """Fill the metadata of a version of a model."""
+    message.name, message.platform = model.name, PLATFORM
+    for tensors, specs in ((message.inputs, model.inputs(profile)), (message.outputs, model.outputs(profile))):
+        for spec in filter(_REPORTED, specs):
+            tensors.add(name=spec.name, datatype=spec.datatypes[0], shape=spec.shape)
+
+
+def put_config(message: pb.ModelConfig, model: Model, profile: Profile) -> None:
+    """Fill the configuration of a version of a model, with its optional inputs."""
+    message.name, message.platform, message.backend = model.name, PLATFORM, PLATFORM
+    message.model_transaction_policy.decoupled = False
+    for spec in model.inputs(profile):
+        data_type = DATATYPES[spec.datatypes[0]].config
+        message.input.add(name=spec.name, data_type=data_type, dims=spec.shape, optional=spec.optional)
+    for spec in filter(_REPORTED, model.outputs(profile)):
+        message.output.add(name=spec.name, data_type=DATATYPES[spec.datatypes[0]].config, dims=spec.shape)
+
+
+# Stages of a call by their names in the protocol. Encoding comes after ``infer``, and has no name there.
+_DURATIONS = {
+    "queue": "queue",
+    "decode": "compute_input",
+    "read": "compute_input",
+    "place": "compute_infer",
+    "build": "compute_infer",
+    "rotate": "compute_infer",
+    "write": "compute_output",
+}
+
+
+@dataclass
+class _Times:
+    """Counts and seconds of the requests of one version of one model."""
+
+    succeeded: int = 0
+    failed: int = 0
+    documents: int = 0
+    last: float = 0.0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("success", "fail", *_DURATIONS.values()), 0.0)
+    )
+
+
+class Statistics:
+    """Statistics of all models since the server started; used from the event loop only.
+
+    Args:
+        versions: name and version of each model.
+    """
+
+    def __init__(self, versions: Iterable[tuple[str, str]]) -> None:
+        self._times = {version: _Times() for version in versions}
+
+    def succeeded(self, model: str, version: str, call: Call) -> None:
+        """Count a request that was answered."""
+        times = self._begin(model, version, call, "success")
+        times.succeeded += 1
+        times.documents += call.counts.get("documents", 1)
+        for stage, seconds in call.stages:
+            times.seconds[_DURATIONS[stage]] += seconds
+
+    def failed(self, model: str, version: str, call: Call) -> None:
+        """Count a request that failed or was cancelled."""
+        self._begin(model, version, call, "fail").failed += 1
+
+    def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
+        """Fill a message with statistics; an empty model or version stands for all."""
+        for (name, of), times in self._times.items():
+            if model in ("", name) and version in ("", of):
+                _put(message.model_stats.add(name=name, version=of), times)
+
+    def _begin(self, model: str, version: str, call: Call, outcome: str) -> _Times:
+        times = self._times[model, version]
+        times.last = time()
+        times.seconds[outcome] += call.seconds
+        return times
+
+
+def _put(message: pb.ModelStatistics, times: _Times) -> None:
+    message.last_inference = int(1000 * times.last)
+    message.inference_count, message.execution_count = times.documents, times.succeeded
+    for name, seconds in times.seconds.items():
+        duration = getattr(message.inference_stats, name)
+        duration.count = times.failed if name == "fail" else times.succeeded
+        duration.ns = round(1e9 * seconds)

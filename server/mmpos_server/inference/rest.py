@@ -1,4 +1,4 @@
-"""Requests and answers of the protocol as JSON, with tensors in it or as bytes behind it, from and to its messages."""
+"""JSON form of the protocol: requests and answers from and to messages, tensors as numbers or as bytes behind it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.tensors import DATATYPES, from_contents
+from mmpos_server.inference.messages import DATATYPES, from_contents
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["Wanted", "infer_request", "infer_response", "plain", "register_request"]
+__all__ = ["BinaryOutputs", "infer_request", "infer_response", "plain", "register_request"]
 
 MAX_JSON = 2**21
-"""Most bytes of JSON: while it is parsed, nothing else happens in the process. Bytes behind it may be far more."""
+"""Most bytes of JSON: parsing it blocks the process. The bytes of tensors behind it may be far more."""
 
 MAX_LISTS = 2**16
-"""Most lists and objects in it: an empty one takes thirty times the memory of its brackets."""
+"""Most lists and objects in JSON: an empty one takes thirty times the memory of its brackets."""
 
 MAX_NUMBERS = 2**18
-"""Most numbers of an answer as JSON, likewise."""
+"""Most numbers of an answer as JSON, for the same reason as MAX_JSON."""
 
 _INT64 = Field(ge=-(2**63), le=2**63 - 1)
 _UINT64 = Field(ge=0, le=2**64 - 1)
@@ -53,7 +53,7 @@ class _Output(_Model):
 
 class _Infer(_Model):
     id: str | None = None
-    # Of the path; clients repeat them here.
+    # Clients repeat these from the path.
     model_name: str | None = None
     model_version: str | None = None
     parameters: dict[str, Any] | None = None
@@ -67,34 +67,36 @@ class _Register(_Model):
     byte_size: Annotated[int, _UINT64]
 
 
-class Wanted:
-    """Which outputs of an answer are wanted as bytes behind the JSON.
+class BinaryOutputs:
+    """Choice of outputs that are wanted as bytes behind the JSON.
 
     Args:
-        otherwise: whether those are that no request for an output says it of.
-        named: those that one does.
+        otherwise: choice for outputs without one of their own.
+        named: choice for each output with one.
     """
 
     def __init__(self, otherwise: bool, named: Mapping[str, bool]) -> None:
         self._otherwise, self._named = otherwise, named
 
     def as_bytes(self, name: str) -> bool:
-        """Whether an output is."""
+        """Check whether an output is wanted as bytes."""
         return self._named.get(name, self._otherwise)
 
 
-def infer_request(raw: bytes, json_size: int | None, name: str, version: str) -> tuple[pb.ModelInferRequest, Wanted]:
-    """The message of a request, and how its outputs are to come.
+def infer_request(
+    raw: bytes, json_size: int | None, name: str, version: str
+) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
+    """Parse a request; returns its message, and the choice of outputs as bytes.
 
     Args:
-        raw: JSON, and after it the bytes of tensors.
-        json_size: bytes of the JSON; None: all.
-        name: of the model.
-        version: of the model.
+        raw: JSON, followed by bytes of tensors.
+        json_size: bytes of the JSON; None is all of them.
+        name: name of the model.
+        version: version of the model.
 
     Raises:
-        InvalidInputError: it is no such JSON, or more or fewer bytes come after it than it says.
-        LimitExceededError: it is more JSON than is read.
+        InvalidInputError: the JSON is invalid, or is followed by more or fewer bytes than it says.
+        LimitExceededError: there is too much JSON.
     """
     size = len(raw) if json_size is None else json_size
     if size > len(raw):
@@ -112,33 +114,33 @@ def infer_request(raw: bytes, json_size: int | None, name: str, version: str) ->
         if "binary_data" in values:
             named[output.name] = _flag(f"{where}['binary_data']", values.pop("binary_data"))
         _put_parameters(where, message.outputs.add(name=output.name).parameters, values)
-    return message, Wanted(otherwise, named)
+    return message, BinaryOutputs(otherwise, named)
 
 
-def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[bytes, bytes]:
-    """The JSON of an answer, and the bytes of tensors that come after it.
+def infer_response(message: pb.ModelInferResponse, binary: BinaryOutputs) -> tuple[bytes, bytes]:
+    """Format an answer; returns its JSON, and the bytes of tensors that follow it.
 
     Args:
         message: the answer.
-        wanted: which outputs are those.
+        binary: choice of outputs as bytes.
 
     Raises:
-        LimitExceededError: more numbers are wanted as JSON than are written.
-        UnsupportedError: a type that has no form in JSON is.
-        InvalidInputError: a number that has none is.
+        LimitExceededError: too many numbers are wanted as JSON.
+        UnsupportedError: a tensor is wanted as JSON whose type has no JSON form.
+        InvalidInputError: a number has no JSON form: nan or inf.
     """
     numbers = 0
     raw = iter(message.raw_output_contents)
     outputs, behind = [], []
     for tensor in message.outputs:
-        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        outputs.append(told)
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        outputs.append(output)
         if tensor.parameters:  # it lies in shared memory
-            told["parameters"] = _parameters(tensor.parameters)
+            output["parameters"] = _parameters(tensor.parameters)
             continue
         data = next(raw)
-        if wanted.as_bytes(tensor.name):
-            told["parameters"] = {"binary_data_size": len(data)}
+        if binary.as_bytes(tensor.name):
+            output["parameters"] = {"binary_data_size": len(data)}
             behind.append(data)
             continue
         dtype = DATATYPES[tensor.datatype].dtype
@@ -149,21 +151,21 @@ def infer_response(message: pb.ModelInferResponse, wanted: Wanted) -> tuple[byte
             raise LimitExceededError(
                 f"{tensor.name}: got {numbers} numbers as JSON, want at most {MAX_NUMBERS}, or binary_data"
             )
-        told["data"] = np.frombuffer(data, dtype).tolist()
+        output["data"] = np.frombuffer(data, dtype).tolist()
     head: dict[str, Any] = {"model_name": message.model_name, "model_version": message.model_version}
     if message.id:
         head["id"] = message.id
     try:
         return json.dumps({**head, "outputs": outputs}, allow_nan=False).encode(), b"".join(behind)
     except ValueError:
-        raise InvalidInputError("outputs: got nan or inf, which JSON has not, want binary_data") from None
+        raise InvalidInputError("outputs: got nan or inf, which JSON does not have, want binary_data") from None
 
 
 def register_request(raw: bytes, name: str) -> pb.SystemSharedMemoryRegisterRequest:
-    """The message that registers a region.
+    """Parse the request that registers a region.
 
     Raises:
-        InvalidInputError: it is no such JSON.
+        InvalidInputError: the JSON is invalid.
     """
     asked = _read(_Register, raw)
     return pb.SystemSharedMemoryRegisterRequest(
@@ -172,22 +174,22 @@ def register_request(raw: bytes, name: str) -> pb.SystemSharedMemoryRegisterRequ
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON has it: every field, integers as numbers, values of enumerations by their names."""
-    found: dict[str, Any] = {}
+    """Convert a message to a JSON value: all fields, integers as numbers, enumeration values by name."""
+    fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         kind = field.message_type
         if kind is not None and kind.GetOptions().map_entry:
             nested = kind.fields_by_name["value"].message_type is not None
-            found[field.name] = {key: plain(inner) if nested else inner for key, inner in value.items()}
+            fields[field.name] = {key: plain(inner) if nested else inner for key, inner in value.items()}
             continue
         values = value if field.is_repeated else [value]
         if kind is not None:
             values = [plain(inner) for inner in values]
         elif field.enum_type is not None:
             values = [field.enum_type.values_by_number[inner].name for inner in values]
-        found[field.name] = list(values) if field.is_repeated else values[0]
-    return found
+        fields[field.name] = list(values) if field.is_repeated else values[0]
+    return fields
 
 
 def _read(kind: type[Any], raw: bytes) -> Any:
@@ -217,31 +219,33 @@ def _read(kind: type[Any], raw: bytes) -> Any:
 
 
 def _put_inputs(message: pb.ModelInferRequest, inputs: Sequence[_Input], behind: memoryview, *, framed: bool) -> None:
-    """Fill the inputs of a message; numbers in JSON become raw as soon as others are, since a message has one kind."""
-    sizes = [_binary_size(f"inputs[{i}].parameters", given.parameters, framed) for i, given in enumerate(inputs)]
+    """Fill the inputs of a message; numbers in JSON become raw bytes if any input is, since a message has one kind."""
+    sizes = [
+        _binary_size(f"inputs[{i}].parameters", tensor_json.parameters, framed) for i, tensor_json in enumerate(inputs)
+    ]
     total = sum(size or 0 for size in sizes)
     if total != len(behind):
         raise InvalidInputError(f"binary_data_size: got {total} in all, want {len(behind)}, as come after the JSON")
     raw, at = any(size is not None for size in sizes), 0
-    for i, (given, size) in enumerate(zip(inputs, sizes, strict=True)):
-        tensor = message.inputs.add(name=given.name, datatype=given.datatype, shape=given.shape)
-        values = {name: value for name, value in (given.parameters or {}).items() if name != "binary_data_size"}
+    for i, (tensor_json, size) in enumerate(zip(inputs, sizes, strict=True)):
+        tensor = message.inputs.add(name=tensor_json.name, datatype=tensor_json.datatype, shape=tensor_json.shape)
+        values = {name: value for name, value in (tensor_json.parameters or {}).items() if name != "binary_data_size"}
         _put_parameters(f"inputs[{i}].parameters", tensor.parameters, values)
         if size is not None:
-            if given.data is not None:
+            if tensor_json.data is not None:
                 raise InvalidInputError(f"inputs[{i}]: got data and binary_data_size, want one of them")
             message.raw_input_contents.append(bytes(behind[at : at + size]))
             at += size
-        elif given.data is not None:
-            contents = _contents(f"inputs[{i}].data", given)
+        elif tensor_json.data is not None:
+            contents = _contents(f"inputs[{i}].data", tensor_json)
             if raw:
-                message.raw_input_contents.append(_raw(given, contents))
+                message.raw_input_contents.append(_raw(tensor_json, contents))
             else:
                 tensor.contents.CopyFrom(contents)
 
 
 def _binary_size(where: str, parameters: Mapping[str, Any] | None, framed: bool) -> int | None:
-    """Bytes of an input behind the JSON; None if it is not there."""
+    """Return the bytes that an input has behind the JSON; None for an input within it."""
     if parameters is None or "binary_data_size" not in parameters:
         return None
     size = parameters["binary_data_size"]
@@ -254,27 +258,27 @@ def _binary_size(where: str, parameters: Mapping[str, Any] | None, framed: bool)
     return size
 
 
-def _contents(where: str, given: _Input) -> pb.InferTensorContents:
-    """The numbers of a tensor one by one; those of a type that is not known are left out, as the type is refused."""
+def _contents(where: str, tensor: _Input) -> pb.InferTensorContents:
+    """Return the numbers of a tensor in JSON; none for an unknown type, which is refused later."""
     contents = pb.InferTensorContents()
-    kind = DATATYPES.get(given.datatype)
+    kind = DATATYPES.get(tensor.datatype)
     if kind is None:
         return contents
     if kind.contents is None:
-        raise InvalidInputError(f"{where}: got {given.datatype} as JSON, want bytes and binary_data_size")
-    values = _flat(where, given.data or [])
+        raise InvalidInputError(f"{where}: got {tensor.datatype} as JSON, want bytes and binary_data_size")
+    values = _flat(where, tensor.data or [])
     try:
-        if given.datatype == "BYTES":
+        if tensor.datatype == "BYTES":
             contents.bytes_contents.extend(value.encode() for value in values)
         else:
             getattr(contents, kind.contents).extend(values)
     except (AttributeError, TypeError, ValueError):  # of text; of numbers, by their kind or their size
-        raise InvalidInputError(f"{where}: got {shown(values)}, want what {given.datatype} holds") from None
+        raise InvalidInputError(f"{where}: got {shown(values)}, want what {tensor.datatype} holds") from None
     return contents
 
 
 def _flat(where: str, values: list[Any]) -> list[Any]:
-    """What is in lists of lists, in row-major order."""
+    """Flatten nested lists in row-major order."""
     while values and any(isinstance(value, list) for value in values):
         if not all(isinstance(value, list) for value in values):
             raise InvalidInputError(f"{where}: got {shown(values)}, want lists of one depth")
@@ -282,13 +286,13 @@ def _flat(where: str, values: list[Any]) -> list[Any]:
     return values
 
 
-def _raw(given: _Input, contents: pb.InferTensorContents) -> bytes:
-    if given.datatype not in DATATYPES:
+def _raw(tensor: _Input, contents: pb.InferTensorContents) -> bytes:
+    if tensor.datatype not in DATATYPES:
         return b""
-    found = from_contents(given.name, given.datatype, tuple(given.shape), contents)
-    if isinstance(found, list):
-        return b"".join(struct.pack("<I", len(element)) + element for element in found)
-    return found.astype(found.dtype.newbyteorder("<"), copy=False).tobytes()
+    values = from_contents(tensor.name, tensor.datatype, tuple(tensor.shape), contents)
+    if isinstance(values, list):
+        return b"".join(struct.pack("<I", len(element)) + element for element in values)
+    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _put_parameters(where: str, target: Any, values: Mapping[str, Any]) -> None:

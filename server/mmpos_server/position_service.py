@@ -1,4 +1,4 @@
-"""PositionService: a query is read, answered and written."""
+"""PositionService: reads a query, places its documents and writes the positions."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.profiles import Profile, Profiles
-from mmpos_server.refusals import check_message, check_reply, check_segments, check_table, check_view
+from mmpos_server.config import Limits, Profile, Profiles
+from mmpos_server.limits import check_message, check_reply, check_segments, check_table, check_view
 
-__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "Placing", "complete", "segments_at_work"]
+__all__ = ["INLINE_BYTES", "INLINE_SEGMENTS", "PositionService", "complete", "segments_at_work"]
 
 INLINE_BYTES, INLINE_SEGMENTS = 16_384, 4096
-"""Queries up to this size, with what they have in shared memory, that make no more segments are answered between two
-others: a thread would cost more than they do."""
+"""Largest query, shared memory included, and most segments that are answered on the event loop: a thread would cost
+more than the work."""
 
 
-class Placing:
-    """The method of PositionService.
+class PositionService:
+    """Implementation of PositionService.
 
     Args:
         profiles: settings of models.
-        limits: most that one request may ask for.
+        limits: limits of one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Place a batch."""
+        """Answer Place: positions of a batch of documents."""
         if call.request_bytes + call.weighed > INLINE_BYTES:
-            found = await call.run("place", self._whole, message, answer, call)
+            counts = await call.run("place", self._whole, message, answer, call)
         else:
             query = self._read(message, call)
             if query.dense is None and segments_at_work(query) <= INLINE_SEGMENTS:
-                found = self._answer(query, answer, call)
+                counts = self._answer(query, answer, call)
             else:
-                found = await call.run("place", self._answer, query, answer, call)
-        call.count(documents=found[0], tokens=found[1], images=found[2])
+                counts = await call.run("place", self._answer, query, answer, call)
+        documents, tokens, images = counts
+        call.count(documents=documents, tokens=tokens, images=images)
 
     def solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
-        """The table that a query asks for, and the images in its documents; each step is weighed before it is done."""
+        """Return the position table of a query and the number of images; limits are checked before each step."""
         with call.stage("place"):
             segments = query.segments()
             images = check_segments(segments, self._limits)
@@ -81,12 +81,12 @@ class Placing:
 
 
 def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
-    """The query with what it leaves to the profile.
+    """Fill what a query leaves open from a profile.
 
     Args:
-        query: what the client said.
-        profile: the settings to take the rest from.
-        named: whether the client named the profile; grids are not merged by one that it did not.
+        query: query of the client.
+        profile: settings that fill the rest.
+        named: whether the client named the profile; only then grids are merged by its spatial_merge_size.
     """
     source = query.source
     if isinstance(source, InputIds):
@@ -105,7 +105,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
 
 
 def segments_at_work(query: PositionsQuery) -> float:
-    """Most segments that a query makes of its documents and in each of its views, all together, by what it says."""
+    """Bound the number of segments that a query makes, of its documents and all its views together."""
     documents, segments = _source(query.source)
     total = segments
     for view in query.views:
@@ -124,7 +124,7 @@ def segments_at_work(query: PositionsQuery) -> float:
 
 
 def _source(source: SegmentTable | Spans | InputIds) -> tuple[int, float]:
-    """Documents, and at most how many segments, each frame of an image one of its own."""
+    """Count the documents, and bound the segments, with each frame of an image as one."""
     if isinstance(source, SegmentTable):
         return source.num_documents, source.extents[0].sum(dtype=np.float64)
     if isinstance(source, Spans):

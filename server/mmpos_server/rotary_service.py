@@ -16,17 +16,16 @@ from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check, check_answer, check_tensors
+from mmpos_server.config import Limits, Profiles
+from mmpos_server.limits import check, check_answer, check_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Rotations", "check_head_dim", "demand_torch", "device"]
+__all__ = ["RotaryService", "check_head_dim", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
-"""Most channels of a head: frequencies are computed in exact arithmetic, pair by pair."""
+"""Largest head_dim: frequencies are computed in exact arithmetic, pair by pair."""
 
 _TABLES: dict[Any, str | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
@@ -43,26 +42,26 @@ _LAYOUTS: dict[Any, str | None] = {
 }
 
 
-class Rotations:
-    """The methods of RotaryService.
+class RotaryService:
+    """Implementation of RotaryService.
 
     Args:
         profiles: settings of models.
-        limits: most that one request may ask for.
+        limits: limits of one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
         if find_spec("torch") is not None:
-            # It takes seconds to import: now, and not while the first client waits.
+            # The import takes seconds: now, and not while the first client waits.
             import_module("mmpos.rotary.apply")
 
     async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        """cos and sin of every token."""
+        """Answer CosSin: cos and sin of every token."""
         await call.run("rotary", self._cos_sin, message, answer, call)
 
     async def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """q and k, rotated."""
+        """Answer Rotate: rotated q and k."""
         await call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
@@ -106,18 +105,18 @@ class Rotations:
     def turn(
         self, q: Tensor, k: Tensor | None, positions: Any, rotary: Rotary, call: Call, *, layout: Any, conjugate: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """q and k, rotated on the accelerator if there is one."""
+        """Rotate q and k, on the accelerator if there is one."""
         from mmpos.rotary import apply_rotary
 
         where = device()
         call.checkpoint()
         with call.stage("rotate"):
             q, k = q.to(where), None if k is None else k.to(where)
-            found: tuple[Tensor, Tensor | None] = apply_rotary(
+            rotated: tuple[Tensor, Tensor | None] = apply_rotary(
                 q, k, positions, rotary, layout=layout, conjugate=conjugate, validate=True
             )
         call.checkpoint()
-        return found
+        return rotated
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
@@ -127,7 +126,7 @@ class Rotations:
         return self.rotary(message.profile if message.HasField("profile") else None)
 
     def rotary(self, name: str | None) -> Rotary:
-        """The rotation of a profile; None is the default one."""
+        """Return the rotation of a profile; None is the default profile."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
@@ -144,18 +143,18 @@ class Rotations:
 
 @lru_cache(maxsize=64)
 def _parsed(message: bytes) -> Rotary:
-    """The rotation of a message; its frequencies take milliseconds, and a client sends the same again and again."""
+    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
     return get_rotary("rotary", pb.Rotary.FromString(message))
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuse a rotation of more channels than this server makes frequencies for."""
+    """Refuse a rotation with a head_dim above MAX_HEAD_DIM."""
     if head_dim > MAX_HEAD_DIM:
         raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
 
 def device() -> str:
-    """Where rotations run: "cuda", "cpu", or nothing without torch."""
+    """Return the device of rotations: "cuda" or "cpu"; "" without torch."""
     if find_spec("torch") is None:
         return ""
     import torch

@@ -1,4 +1,4 @@
-"""What is refused before work is done: claims of a request are counted, and compared with the limits."""
+"""Limit checks made before work is done: claims of a request are counted and compared with the limits."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
-"""Fields and numbers that a part of a document, or a segment, has at most, rounded up; and those of all else."""
+"""Most fields and numbers of a part of a document or of a segment, rounded up; and of everything else."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
-    """Compare a claim with the limit of this name.
+    """Check a number against the limit of this name.
 
     Raises:
-        LimitExceededError: naming the limit.
+        LimitExceededError: it is larger; the message names the limit.
     """
     most = getattr(limits, name)
     if got > most:
@@ -50,7 +50,7 @@ def check(name: str, got: float, limits: Limits) -> None:
 
 
 def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
-    """Compare what a message would be parsed into with the limits, before it is.
+    """Check the fields and numbers of a message against the limits, before it is parsed.
 
     Raises:
         LimitExceededError: more fields and numbers than a request within the limits has.
@@ -66,7 +66,7 @@ def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
 
 
 def check_message(message: PositionsQuery, limits: Limits) -> None:
-    """Compare the lists of a query with the limits, before arrays are made of them."""
+    """Check the lists of a query against the limits, before they become arrays."""
     source = message.WhichOneof("source")
     if source == "segments":
         check("segments", len(message.segments.kind), limits)
@@ -83,7 +83,7 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
-    """Compare the documents with the limits, before they are placed; gives their images."""
+    """Check documents against the limits, before they are placed; returns the number of their images."""
     images = int(np.count_nonzero(segments.kind == GRID))
     check("documents", segments.num_documents, limits)
     check("segments", segments.kind.size, limits)
@@ -95,14 +95,14 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
 
 
 def check_table(positions: PositionTable, limits: Limits) -> None:
-    """Compare what a scheme or a view made with the limits."""
+    """Check a position table against the limits."""
     check("documents", positions.num_documents, limits)
     check("segments", positions.num_segments, limits)
     check("tokens", positions.num_tokens, limits)
 
 
 def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
-    """Count what a view would make of the table, before it is made: ranges may overlap, and multiply it."""
+    """Check the size of a view before it is made: ranges may overlap, and multiply the table."""
     tokens = positions.num_tokens
     if isinstance(view, Take):
         starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
@@ -121,18 +121,18 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
 
 
 def check_answer(size: float, limits: Limits, call: Call) -> None:
-    """Compare the bytes of a reply with the limit, before they are made, and tell the call of them."""
+    """Check the bytes of a reply against the limit, before they are made, and note them in the call."""
     check("response_bytes", size, limits)
     call.answer_bytes += size
 
 
 def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Compare the tensors of an answer, before they are made, with what they go to: the client's memory, or a reply.
+    """Check the tensors of an answer, before they are made, against the client's memory or the limit of a reply.
 
     Args:
-        sizes: bytes of each.
-        limits: of a reply.
-        call: whose answer it is.
+        sizes: bytes of each tensor.
+        limits: limits of the server.
+        call: call that is answered.
     """
     if call.memory.answers:
         call.memory.expect(sizes)
@@ -141,7 +141,7 @@ def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
 
 
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
-    """Compare the bytes of a reply with the limit, before they are made."""
+    """Check the bytes of a reply with positions against the limit, before they are made."""
     if dense is None:
         check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:
@@ -151,7 +151,7 @@ def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, c
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:
-    """Segments in all of these token ranges together."""
+    """Count the segments in all of these token ranges together."""
     first = np.searchsorted(positions.offset, starts, side="right") - 1
     last = np.searchsorted(positions.offset, stops, side="left")
     return int(np.maximum(last - first, 0)[stops > starts].sum())

@@ -22,24 +22,23 @@ from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.admission import Pool
 from mmpos_server.call import Call
-from mmpos_server.config import Limits
-from mmpos_server.decoding import Apart, is_heavy
-from mmpos_server.profiles import Profiles
-from mmpos_server.refusals import check, check_answer
+from mmpos_server.config import Limits, Profiles
+from mmpos_server.decoding import IsolatedImageProcessor, is_heavy
+from mmpos_server.limits import check, check_answer
 
-__all__ = ["Building", "Document"]
+__all__ = ["Document", "SequenceService"]
 
 
 @dataclass
 class Document:
-    """A document on its way: its parts, then its sequence or why there is none.
+    """Document of a request: its parts, and later its sequence or its error.
 
     Args:
         parts: as SequenceBuilder takes them.
-        hashes: content hash of each image whose pixels are not decoded.
+        hashes: content hash of each image that is not decoded.
         decodes: whether there are pixels to decode.
-        heavy: whether some of them are decoded in a process of their own.
-        outcome: what came of it.
+        heavy: whether some images are decoded in a process of their own.
+        outcome: the sequence, or the error; None before the document is built.
     """
 
     parts: list[Any] = field(default_factory=list)
@@ -49,30 +48,30 @@ class Document:
     outcome: InterleavedSequence | MmposError | None = None
 
 
-class Building:
-    """The method of SequenceService.
+class SequenceService:
+    """Implementation of SequenceService.
 
     Args:
         profiles: settings of models.
-        limits: most that one request may ask for.
+        limits: limits of one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Build a batch."""
+        """Answer Build: the sequences of a batch of documents."""
         if message.patches and _begins_with_an_image(message):
             call.join("image")
         profile = message.profile if message.HasField("profile") else None
         scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
         builder = self.builder(profile, scheme, message.start)
         documents = await self.solve(lambda: self._read(message, call), builder, call, patches=message.patches)
-        found = await call.run("place", self._write, documents, answer, call)
-        call.count(documents=found[0], tokens=found[1], images=found[2])
+        count, tokens, images = await call.run("place", self._write, documents, answer, call)
+        call.count(documents=count, tokens=tokens, images=images)
 
     def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
-        """The builder of a profile, with another scheme or start where they are given."""
+        """Return the builder of a profile, with another scheme or start if they are not None and 0."""
         changes: dict[str, Any] = {"start": start} if start else {}
         if scheme is not None:
             changes["scheme"] = scheme
@@ -82,12 +81,12 @@ class Building:
     async def solve(
         self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, *, patches: bool
     ) -> list[Document]:
-        """Documents with their outcomes: those with images in threads for images, all others in one go.
+        """Build documents: each one with images in a thread for images, all others in one thread.
 
         Args:
-            read: gives them, in a thread; refuses too many.
-            builder: what builds them.
-            call: who asks.
+            read: returns the documents, called in a thread; refuses too many.
+            builder: builder of the sequences.
+            call: call that is answered.
             patches: whether pixels are wanted.
         """
         documents = await call.run("place", self._weighed, read, builder, call, patches)
@@ -114,7 +113,7 @@ class Building:
     def _weighed(
         self, read: Callable[[], list[Document]], builder: SequenceBuilder, call: Call, patches: bool
     ) -> list[Document]:
-        """Read the documents, and refuse what is too much for one request from sizes alone."""
+        """Read the documents, and check their sizes against the limits before anything is built."""
         with call.stage("read"):
             documents = read()
             weight = np.zeros(4)
@@ -139,9 +138,9 @@ class Building:
     def _one(self, builder: SequenceBuilder, document: Document, call: Call) -> InterleavedSequence | MmposError:
         if document.heavy:
             assert builder.images is not None, "every profile has an image processor"
-            builder = replace(builder, images=Apart.of(builder.images, call.decoders, call.checkpoint))
+            builder = replace(builder, images=IsolatedImageProcessor.of(builder.images, call.decoders, call.checkpoint))
         try:
-            sequence = builder.build(_Watched(document.parts, call))
+            sequence = builder.build(_CheckedParts(document.parts, call))
         except ServiceError:  # of the checkpoint
             raise
         except MmposError as error:
@@ -167,8 +166,8 @@ class Building:
         return len(documents), tokens, sum(len(sequence.grid_thw) for sequence in built)
 
 
-class _Watched(list[Any]):
-    """Parts that are read only as long as somebody waits for the answer."""
+class _CheckedParts(list[Any]):
+    """List of parts that stops when nobody waits for the answer any more."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:
         super().__init__(parts)
@@ -181,7 +180,7 @@ class _Watched(list[Any]):
 
 
 def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
-    """Whether there is an image in the first few parts: what is refused in any case need not be weighed before."""
+    """Check whether one of the first parts is an image, so that an overloaded pool refuses before the reading."""
     parts = message.documents[0].parts[:16] if message.documents else []
     return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
@@ -198,10 +197,10 @@ def _read(message: pb.Document, call: Call) -> Document:
 
 
 def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> Any:
-    """(4,) source pixels, tokens, reply bytes and frames of a document, from headers.
+    """Return (4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
-    A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. An image that is
-    broken weighs nothing: building says what is wrong with it.
+    A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken image
+    counts as nothing: building it raises the error.
     """
     total = np.zeros(4)
     count = 0

@@ -57,7 +57,7 @@ def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
     hinting = "\n".join(text for text in texts.values() if "mmpos.support.extras" in text)
-    named = re.findall(r"""(?:\bextra=|pip_install\()["'](\w+)["']""", hinting)
+    named = re.findall(r"""(?<!ConfigDict\()(?:\bextra=|pip_install\()["'](\w+)["']""", hinting)
     assert set(named) == set(PROJECT["optional-dependencies"])
 
 

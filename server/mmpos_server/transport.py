@@ -43,26 +43,37 @@ _CALM = 1.0
 """Seconds without a drop after which an overload is over."""
 
 
+_ON_THEIR_WAY = 8
+"""Calls that may be between the transport and their lane while few are asked for."""
+
+
 class Overload:
     """Detector of overload: the transport drops calls for longer than a burst lasts.
 
     Args:
+        ahead: most calls of a method that are on their way to its lane when there is no overload.
         clock: returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
+    def __init__(self, ahead: int, clock: Callable[[], float] = monotonic) -> None:
+        self._ahead, self._clock = ahead, clock
         self._first = self._last = -math.inf
+        self._missing = 0
         self.here = False
 
-    def look(self, *, dropped: bool) -> None:
-        """Note whether calls were dropped since the last check."""
+    def look(self, missing: int) -> None:
+        """Note how many calls so far have begun and not been handed over: they were dropped or are on their way.
+
+        A slow event loop has many calls on their way and drops none. So drops are what cannot be on its way: two
+        methods have as many of these calls as were asked for.
+        """
         now = self._clock()
         if now - self._last >= _CALM:
             self._first, self.here = now, False
-        if dropped:
-            self._last = now
+        if missing > self._missing + (_ON_THEIR_WAY if self.here else 2 * self._ahead):
+            self._missing, self._last = missing, now
             self.here = now - self._first >= _BURST
+        self._missing = min(self._missing, missing)
 
 
 class Slot:
@@ -160,9 +171,6 @@ class Lane:
 
 _creating = Lock()  # so that the newest server of the library is the one that was just made
 
-_ON_THEIR_WAY = 8
-"""Calls that may have begun and not been handed over, though none was dropped."""
-
 _ALL = Width(2**31, 2**31)
 """Width of a method that is answered under any load."""
 
@@ -185,7 +193,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         self._handlers: dict[str, Any] = {}
         self._widths: dict[str, Width] = {}
         self.lanes: list[Lane] = []
-        self.overload = Overload()
+        self.overload = Overload(ahead)
         self.came = 0
         """Calls that have arrived so far."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -251,7 +259,7 @@ class TransportServer(Server):
             counted = (*options, ("grpc.enable_channelz", 1))
             self._server = _Core(self._loop, None, (), tuple(interceptors), counted, None)
             self._channelz = _newest_server()
-        self._lost = self._came = 0
+        self._came = self._last_missing = 0
         self._server.open(ahead, interceptors)
         self._server.add_registered_method_handlers({_Core.others: grpc.stream_stream_rpc_method_handler(_unknown)})
 
@@ -290,21 +298,17 @@ class TransportServer(Server):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._server.overload.look(dropped=self._drops())
+            self._server.overload.look(self._missing())
             for lane in self._server.lanes:
                 lane.look()
 
-    def _drops(self) -> bool:
-        """Check whether the transport has dropped calls since the last check: calls that began and never arrived."""
-        if self._server.came == self._came:
-            return False  # so nothing was dropped, which happens only while calls arrive
-        self._came = self._server.came
-        data = json.loads(cygrpc.channelz_get_server(self._channelz))["server"]["data"]
-        lost, before = int(data.get("callsStarted", 0)) - self._server.came, self._lost
-        if before < lost <= before + _ON_THEIR_WAY:
-            return False
-        self._lost = lost
-        return lost > before
+    def _missing(self) -> int:
+        """Count the calls that have begun so far and not been handed over."""
+        if self._server.came != self._came:  # else nothing was dropped: that happens only while calls arrive
+            self._came = self._server.came
+            data = json.loads(cygrpc.channelz_get_server(self._channelz))["server"]["data"]
+            self._last_missing = int(data.get("callsStarted", 0)) - self._came
+        return self._last_missing
 
 
 def _newest_server() -> int:

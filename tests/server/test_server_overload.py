@@ -410,7 +410,7 @@ class Transport:
     """What a lane asks, by hand."""
 
     def __init__(self, ahead: int, most: int, few: int) -> None:
-        self.asked, self.overload = 0, Overload()
+        self.asked, self.overload = 0, Overload(ahead)
         self.lane = Lane(self._ask, ahead, Width(most, few), self.overload)
         self.lane.fill()
 
@@ -465,14 +465,27 @@ def test_a_call_whose_request_does_not_come_loses_its_place_until_it_does() -> N
 
 
 def test_overload_is_what_lasts_longer_than_a_burst_until_nothing_was_dropped_for_a_second(clock: Clock) -> None:
-    overload = Overload(lambda: clock.now)
+    overload, missing = Overload(0, lambda: clock.now), 0
     seen = []
-    for dropped in (True, False, False, True, False, True, True, *[False] * 4, True):
+    for dropped in (9, 0, 0, 9, 0, 9, 9, *[0] * 4, 9):
         clock.now += 0.25
-        overload.look(dropped=dropped)
+        missing += dropped
+        overload.look(missing)
         seen.append(overload.here)
     #                0.00   0.25   0.50   0.75  1.00  1.25  1.50  1.75  2.00  2.25  2.50   2.75
     assert seen == [False, False, False, True, True, True, True, True, True, True, False, False]
+
+
+def test_calls_on_their_way_through_a_slow_event_loop_are_no_overload(clock: Clock) -> None:
+    overload = Overload(64, lambda: clock.now)
+    for missing in (128, 3, 128, 0, 100, 128, 1, 128, 128):
+        clock.now += 0.25
+        overload.look(missing)
+        assert not overload.here
+    for missing in (300, 500, 700):
+        clock.now += 0.25
+        overload.look(missing)
+    assert overload.here
 
 
 async def gated(query: Any, answer: pb.Positions, call: Call) -> None:

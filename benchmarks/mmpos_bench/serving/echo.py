@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from mmpos_bench.machine import MALLOCS, set_malloc
-from mmpos_server.config import Concurrency, Limits, load
+from mmpos_server.config import Limits, load
 from mmpos_server.listening import Listen, address, transport_options
 
 __all__ = ["echo_path"]
@@ -50,8 +50,11 @@ class _Echo(grpc.GenericRpcHandler):
 
 async def _serve() -> None:
     """Serve with the transport options of mmpos_server, and say where, as it does."""
-    settings = {"limits": Limits(request_bytes=64 * 2**20), "concurrency": Concurrency(max_pending=1024)}
-    server = grpc.aio.server(options=transport_options(load().model_copy(update=settings), reuse_port=False))
+    settings = {"limits": Limits(request_bytes=64 * 2**20)}
+    options = dict(transport_options(load().model_copy(update=settings), reuse_port=False))
+    # Where grpc.aio itself asks for calls, they wait in the transport.
+    options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
+    server = grpc.aio.server(options=list(options.items()))
     server.add_generic_rpc_handlers([_Echo()])
     listen = Listen()
     port = server.add_insecure_port(address(listen.host, listen.port))

@@ -17,7 +17,7 @@ __all__ = ["ServerProcess", "echo", "service", "started"]
 
 # The server, kept from tuning malloc.
 _UNTUNED = (
-    "from mmpos_server import __main__, malloc; malloc.keep_large_blocks = bool; raise SystemExit(__main__.main())"
+    "from mmpos_server import __main__, launch; launch.keep_large_blocks = bool; raise SystemExit(__main__.main())"
 )
 
 

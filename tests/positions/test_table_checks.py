@@ -168,6 +168,16 @@ def test_whatever_passes_goes_on_within_int32(row: int, by: int, near: int) -> N
         assert repr(again(grown)) == repr(grown)
 
 
+def test_the_rows_of_a_video_begin_anew_in_each_frame_up_to_the_last_id() -> None:
+    video = place(SegmentTable.from_documents([[Grid(2, 1, frames=3)]]), "mrope")
+    table = video.table.copy()
+    table[AXES + 4] = 2**31 - 2  # the origin of rows
+    assert again(video, table=table).dense()[1].tolist() == [2**31 - 2, 2**31 - 1] * 3
+    table[AXES + 4] += 1
+    with pytest.raises(LimitExceededError, match="want ids within int32"):
+        again(video, table=table)
+
+
 def test_a_cursor_beyond_int32_is_refused_by_place_as_by_the_door() -> None:
     documents = SegmentTable.from_documents([[Text(1)], [Text(1), Grid(1, 2)]])
     assert place(documents, start=[0, 2**31 - 6]).next_positions.tolist() == [1, 2**31]

@@ -343,6 +343,11 @@ def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
         same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
 
 
+def test_sequences_with_videos_of_known_grids(ask: Ask) -> None:
+    parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
+    same(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
+
+
 def test_rows_as_pixtral_writes_them(ask: Ask) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)

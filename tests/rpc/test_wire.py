@@ -416,3 +416,9 @@ def test_a_query_checks_itself(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         make()
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("beyond", [-(2**63) - 1, 2**63])
+def test_an_id_that_no_message_can_hold_is_refused(beyond: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"^image_token_id: got {beyond}, want [<>]= "):
+        positions.put_query(positions_pb2.PositionsQuery(), PositionsQuery(InputIds([1], image_token_id=beyond)))

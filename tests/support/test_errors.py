@@ -140,6 +140,10 @@ ARRAYS: list[Refusal] = [
         "extents[:, 0]: got [1, 2, 3], want [1, 1, length] outside grids",
     ),
     (
+        lambda: from_arrays([1, 0], np.array([[1, 2], [2, 1], [3, 4]]), [0, 2]),
+        "extents[:, 1]: got [2, 1, 4], want [1, 1, length] outside grids",
+    ),
+    (
         lambda: from_arrays([0], np.full((3, 1), 2**63, np.uint64), [0, 1]),
         f"extents: got {2**63}, want integers within int64",
     ),

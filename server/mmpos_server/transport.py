@@ -207,11 +207,15 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     def _make_request_call_future(self, method: bytes | None) -> Any:
         loop = asyncio.get_running_loop()
         if method == self.others.encode():
-            self.came += 1  # except the first time: the previous one has arrived
-            return loop.create_task(self._request_call())
+            return loop.create_task(self._take_other())
         if method is not None:
             self._open_lane(method)
         return loop.create_future()  # never done: lanes request the calls of registered methods
+
+    async def _take_other(self) -> Any:
+        state = await self._request_call()
+        self.came += 1
+        return state
 
     def _open_lane(self, method: bytes) -> None:
         name, resolver = method.decode(), cygrpc._MethodResolver([], self._handlers)

@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from certificates import make_certificate
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from results import same
 from waiting import eventually
@@ -834,22 +835,17 @@ def test_a_large_answer_is_received() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
-    for name in ("server", "client"):
-        command = (
-            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name}.test "
-            f"-addext subjectAltName=DNS:{name}.test -keyout {name}.key -out {name}.pem"
-        )
-        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
-    pem = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    cert, key = make_certificate(tmp_path, "server.test")
+    client_cert, client_key = make_certificate(tmp_path, "client.test")
     credentials = grpc.ssl_server_credentials(
-        [(pem["server.key"], pem["server.pem"])], pem["client.pem"], require_client_auth=True
+        [(key.read_bytes(), cert.read_bytes())], client_cert.read_bytes(), require_client_auth=True
     )
     server = grpc.server(ThreadPoolExecutor(2), handlers=[Fake()])
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
     server.start()
-    tls = Tls(tmp_path / "server.pem", str(tmp_path / "client.pem"), pem["client.key"], "server.test")
+    tls = Tls(cert, str(client_cert), client_key.read_bytes(), "server.test")
     same(Calls(kind, address, tls=tls).place(SEGMENTS), place(SEGMENTS))
-    nobody = Tls(tmp_path / "server.pem", server_name="server.test")
+    nobody = Tls(cert, server_name="server.test")
     assert failure(lambda: Calls(kind, address, tls=nobody, attempts=1).place(SEGMENTS))[0] is ServiceUnavailableError
     server.stop(0).wait()
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificate
 
 from mmpos import SegmentTable, Text
 from mmpos.__main__ import main
@@ -164,16 +163,9 @@ def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pyt
     assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 def test_the_command_line_encrypts_and_shows_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("localhost", "carol"):
-        subprocess.run(
-            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
-            f"-addext subjectAltName=DNS:{name},IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-        )
+        make_certificate(tmp_path, name)
     path = {name: str(tmp_path / name) for name in ("localhost.pem", "carol.pem", "carol.key")}
     tls = ServerTls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
     with running(listen=Listen(tls=tls)) as server:

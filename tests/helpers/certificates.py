@@ -13,11 +13,11 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
-    """A certificate of this machine and its key, as files NAME.pem and NAME.key; days below 0: it has expired."""
+    """Make a certificate of this machine and its key, NAME.pem and NAME.key; with days below 0 it has expired."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC).replace(microsecond=0)
-    names = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+    names = [x509.DNSName(name), x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)

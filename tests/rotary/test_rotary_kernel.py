@@ -38,28 +38,7 @@ LAYOUTS = ("thd", "bshd", "bhsd")
 
 own_tiling = tiling.tiles
 
-
-def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
-    """Tokens per program, and programs that share their heads, from here on."""
-    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program after program; tilings have a test of their own."""
-    tile(monkeypatch, 16, 1)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh outputs hold NaN, so that an element that nobody writes shows."""
-    empty_like = torch.empty_like
-
-    def poisoned(x: Tensor, **options: Any) -> Tensor:
-        out = empty_like(x, **options)
-        return out.fill_(torch.nan) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty_like", poisoned)
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")  # tilings have a test of their own
 
 
 def integers(x: Tensor) -> Tensor:
@@ -198,8 +177,8 @@ TILINGS = [(64, 1), (4, 3), (16, 7), *(pytest.param(n, 1, marks=pytest.mark.slow
 
 
 @pytest.mark.parametrize(("block", "shares"), TILINGS)
-def test_every_tiling_agrees(block: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile(monkeypatch, block, shares)
+def test_every_tiling_agrees(block: int, shares: int, tile: Any) -> None:
+    tile(block, shares)
     table = packed("rope-tie-v2").slice(4, 17)
     rotary = Rotary(12, rotary_dim=8)
     q, k = device_heads(13, 5, 12), device_heads(13, 4, 12, seed=1)

@@ -15,39 +15,16 @@ from torch.nn.functional import rms_norm
 
 from mmpos import PositionTable
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, cpu, reference
-from mmpos.rotary.kernel import tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
 WAYS = ("reference", "auto", "triton")
 EPS = 1e-5
 
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")
+
 RELATIVE = ARITHMETIC + gamma(sqrt(128) + 5)
 """Error of norm and rotation in float32, of a pair's length: a sum of 128 squares, a root, a quotient, two products."""
-
-
-def tile(monkeypatch: pytest.MonkeyPatch, block: int, shares: int) -> None:
-    """Tokens per program, and programs that share their heads, from here on."""
-    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program after program."""
-    tile(monkeypatch, 16, 1)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN, so that an element that nobody writes shows."""
-    for name in ("empty_like", "empty"):
-        make = getattr(torch, name)
-
-        def poisoned(*args: Any, make: Any = make, **options: Any) -> Tensor:
-            out: Tensor = make(*args, **options)
-            return out.fill_(torch.nan) if out.is_floating_point() else out
-
-        monkeypatch.setattr(torch, name, poisoned)
 
 
 def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
@@ -145,10 +122,8 @@ def test_every_dtype_of_heads_and_weights_is_rounded_once(of_weight: Any, dtype:
         for way in WAYS
     ],
 )
-def test_views_in_every_layout_also_in_place(
-    layout: Any, pairing: Any, way: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile(monkeypatch, 64, 2 if layout == "thd" else 1)
+def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any, tile: Any) -> None:
+    tile(64, 2 if layout == "thd" else 1)
     rotary, table = Rotary(12, rotary_dim=8, pairing=pairing), packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)
     mine = fused.clone()
@@ -217,10 +192,8 @@ def test_blocks_of_any_size_give_the_same_bits_in_c_and_where_it_declines(
         pytest.param("triton", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_the_error_is_as_the_page_of_rotations_says(
-    way: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile(monkeypatch, 32, 1)
+def test_the_error_is_as_the_page_of_rotations_says(way: Any, dtype: torch.dtype, tile: Any) -> None:
+    tile(32, 1)
     rotary, table = Rotary(128), packed("rope-tie")
     q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)
 
@@ -282,9 +255,9 @@ QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "qk", "half")
     ],
 )
 def test_gradients_are_those_of_separate_operations_in_float64(
-    wanted: str, normed: str, pairing: Any, way: Any, monkeypatch: pytest.MonkeyPatch
+    wanted: str, normed: str, pairing: Any, way: Any, tile: Any
 ) -> None:
-    tile(monkeypatch, 16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
+    tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
     rotary, table = Rotary(20, rotary_dim=12, pairing=pairing), packed("rope-tie").slice(0, 19)
     q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
     grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]

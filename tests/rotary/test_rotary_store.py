@@ -26,11 +26,7 @@ SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
 
 own_tiles = tiling.tiles
 
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs program after program."""
-    monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (16, 1, 4))
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def heads(*args: Any, **options: Any) -> Tensor:

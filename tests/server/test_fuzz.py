@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fuzz import ATTACKS, Tally, Verdict, Witness, fuzz
+from attacks import ATTACKS, Tally
+from fuzz import Verdict, Witness, fuzz
 from waiting import without_torch
 
 MEMORY = 400

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,6 @@ from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
 SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running(config()) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Any]:
-    with triton.InferenceServerClient(address) as client:
-        yield client
 
 
 # Beside the real client.

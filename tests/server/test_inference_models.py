@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
-import tritonclient.grpc as triton
-from open_inference import ask, config, refusal, stub
+from open_inference import ask, refusal
 from test_golden import GOLDEN, THREE_AXES
 
 from mmpos import Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
@@ -21,28 +18,8 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.schemes import RopeTieFractional
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.testing import running
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running(config()) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Any]:
-    with triton.InferenceServerClient(address) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def infer(address: str) -> Iterator[Any]:
-    """Messages as no client writes them."""
-    with grpc.insecure_channel(address) as channel:
-        yield stub(channel)
 
 
 # Positions.

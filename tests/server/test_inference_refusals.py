@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from open_inference import ask, config, given, refusal, stub
+from open_inference import ask, config, given, refusal
 
 from mmpos import LimitExceededError, SegmentTable, Text, place
 from mmpos_server.admission import Admission, Clients
@@ -24,25 +23,6 @@ from mmpos_server.testing import running
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
 LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "views": 2, "response_bytes": 200_000}
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running(config()) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Any]:
-    with triton.InferenceServerClient(address) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def infer(address: str) -> Iterator[Any]:
-    """Messages as no client writes them."""
-    with grpc.insecure_channel(address) as channel:
-        yield stub(channel)
 
 
 @pytest.fixture(scope="module")

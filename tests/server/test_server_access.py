@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import make_certificate
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -406,18 +406,11 @@ def test_a_client_is_its_certificate_or_its_address(context: Context, name: str)
     assert client_name(context) == name
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("localhost", "carol"):
-        subprocess.run(
-            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
-            f"-addext subjectAltName=DNS:{name},IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-        )
+        make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
     tls = Tls(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
     carol = grpc.ssl_channel_credentials(pem["localhost.pem"], pem["carol.key"], pem["carol.pem"])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_program import Program, Refused, Start, metrics_of
 from waiting import eventually, free_port
@@ -288,16 +288,9 @@ def test_the_metrics_page(start: Start) -> None:
     assert {name: found.get(name) for name in expected} == expected
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 def test_tls_asks_clients_for_a_certificate_if_told_so(start: Start, refused: Refused, tmp_path: Path) -> None:
     for name in ("server", "other"):
-        subprocess.run(
-            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
-            f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-        )
+        make_certificate(tmp_path, name)
     cert, key = tmp_path / "server.pem", tmp_path / "server.key"
     flags = ["--tls-cert", str(cert), "--tls-key", str(key)]
     server = start(*flags, "--tls-client-ca", str(cert))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import even, integer
@@ -165,6 +164,6 @@ def default_axes(
     return max(allocation, default=0) + 1
 
 
-def default_section(allocation: Any, pairs: int) -> tuple[int, ...] | None:
+def default_section(allocation: object, pairs: int) -> tuple[int, ...] | None:
     """Return Qwen3-VL's 24, 20, 20 for the interleaved M-RoPE of 64 pairs, otherwise None."""
     return (24, 20, 20) if allocation == "mrope-interleaved" and pairs == 64 else None

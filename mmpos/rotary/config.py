@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mmpos.rotary.frequencies import (
     Float32,
     Float32Array,
     Float64Array,
+    Number,
     Power,
     UInt64Array,
     fixed_point_turns,
@@ -95,7 +96,7 @@ class Rotary:
         self._check_frequencies()
 
     @classmethod
-    def from_hf_config(cls, config: Any, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
+    def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
         """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
 
         Args:
@@ -180,7 +181,7 @@ class Rotary:
     def _thetas(self) -> tuple[float, ...]:
         return (self.theta,) * self.axes if isinstance(self.theta, float) else tuple(self.theta)
 
-    def _pairs(self, arithmetic: Arithmetic) -> list[Any]:
+    def _pairs(self, arithmetic: Arithmetic) -> list[Number]:
         if self.inv_freq is not None:
             return list(arithmetic.array(self.inv_freq))
         layout, kinds = self._layout, self._kinds
@@ -193,7 +194,7 @@ class Rotary:
         """(axes,) theta and channels of each axis's ladder."""
         return tuple(zip(self._thetas, (2 * rungs for rungs in self._layout.rungs), strict=True))
 
-    def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int) -> Any:
+    def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int) -> Number:
         if self.scaling is None:
             return 1 / arithmetic.powers(arithmetic.number(theta), dim)
         return self.scaling.inv_freq(arithmetic, theta, dim, self.length)
@@ -242,10 +243,13 @@ class Rotary:
             raise InvalidInputError(f"inv_freq: got {max(values)}, want <= {MAX_INV_FREQ:g}")
         self._set("inv_freq", values)
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
 
-def _read_only(array: Any) -> Any:
+_Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
+
+
+def _read_only(array: _Array) -> _Array:
     array.setflags(write=False)
     return array

@@ -133,7 +133,7 @@ def _help(work: Callable[[], bool], pool: ThreadPoolExecutor, helpers: int) -> l
     return begun
 
 
-def _bits(x: Tensor) -> Any:
+def _bits(x: Tensor) -> Array:
     return x.detach().view(BITS[x.dtype]).numpy()
 
 

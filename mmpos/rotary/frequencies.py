@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ __all__ = [
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 UInt64Array = npt.NDArray[np.uint64]
+Number: TypeAlias = Any
+"""A scalar or an (n,) array of an arithmetic: floats, or Decimals in an array of objects."""
 Power = Callable[[float, Float32Array], Float32Array]
 """base and (n,) float32 exponents to (n,) float32 base**exponents."""
 
@@ -48,25 +50,25 @@ class Arithmetic(ABC):
     Scalars go through ``number`` before they meet anything else, so that one formula serves both kinds.
     """
 
-    pi: Any
+    pi: Number
 
     @abstractmethod
-    def number(self, value: float) -> Any:
+    def number(self, value: float) -> Number:
         """Convert a scalar; a float is its exact binary value."""
 
     @abstractmethod
-    def array(self, values: Iterable[Any]) -> Any:
+    def array(self, values: Iterable[Number]) -> Number:
         """Convert numbers to an (n,) array."""
 
     @abstractmethod
-    def log(self, value: Any) -> Any:
+    def log(self, value: Number) -> Number:
         """Take the natural logarithm of a scalar."""
 
     @abstractmethod
-    def powers(self, theta: Any, dim: int, count: int | None = None) -> Any:
+    def powers(self, theta: Number, dim: int, count: int | None = None) -> Number:
         """Compute (count,) theta^(2j/dim), by default dim/2: reciprocals of the unscaled inverse frequencies."""
 
-    def context(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[object]:
         """Return the context in which the formula must run."""
         return nullcontext()
 
@@ -80,7 +82,7 @@ class Exact(Arithmetic):
         """Convert a scalar; a float is its exact binary value."""
         return Decimal(value)
 
-    def array(self, values: Iterable[Any]) -> Any:
+    def array(self, values: Iterable[Number]) -> Number:
         """Convert numbers to an (n,) array."""
         return np.array([Decimal(value) for value in values], object)
 
@@ -88,11 +90,11 @@ class Exact(Arithmetic):
         """Take the natural logarithm of a scalar."""
         return value.ln()
 
-    def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Any:
+    def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Number:
         """Compute (count,) theta^(2j/dim), by default dim/2."""
         return np.array([theta ** (Decimal(2 * j) / dim) for j in range(_pairs(dim, count))], object)
 
-    def context(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[object]:
         """Return the context in which the formula must run."""
         return localcontext(_CONTEXT)
 
@@ -120,7 +122,7 @@ class Float32(Arithmetic):
         """Convert a scalar to a double."""
         return float(value)
 
-    def array(self, values: Iterable[Any]) -> Float32Array:
+    def array(self, values: Iterable[Number]) -> Float32Array:
         """Convert numbers to an (n,) array."""
         return np.array(list(values), np.float32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -66,7 +66,7 @@ HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_d
 
 
 def hf_arguments(
-    config: Any, *, layer_type: str | None = None, overrides: Values = MappingProxyType({})
+    config: object, *, layer_type: str | None = None, overrides: Values = MappingProxyType({})
 ) -> dict[str, Any]:
     """Read the arguments of Rotary from a config, with overrides in their place.
 
@@ -112,7 +112,7 @@ def hf_arguments(
     return {**arguments, **overrides}
 
 
-def hf_pairing(config: Any) -> str | None:
+def hf_pairing(config: object) -> str | None:
     """Return the pairing of a config's model, "half" or "adjacent"; None for a model type that is not known.
 
     Raises:
@@ -127,7 +127,7 @@ def _known(fields: Fields) -> bool:
     return "rope_theta" in fields.defaults
 
 
-def _language_model(config: Any) -> Fields:
+def _language_model(config: object) -> Fields:
     fields = config if isinstance(config, Fields) else Fields.of(config)
     for name in ("thinker_config", "text_config"):
         fields = fields.part(name) or fields
@@ -241,12 +241,12 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
     config = fields.config
     if isinstance(config, Mapping):
         if not config.get("per_layer_config"):
-            return _full_attention(fields) if layer_type == "full_attention" else fields
+            return _full_attention(fields, config) if layer_type == "full_attention" else fields
         if layer_type is not None and fields.own("layer_types") is None:
             raise fields.missing("layer_types", "the type of each layer, since per_layer_config has fields of layers")
         layers = _layers(config)
     elif getattr(config, "is_heterogeneous", False):
-        layers = list(config.per_layer_config)
+        layers = list(read_field(config, "per_layer_config"))
     else:
         return fields
     if layer_type is not None:
@@ -261,13 +261,13 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
     return Fields(fields.name, layers[0], fields.model_type) if layers else fields
 
 
-def _full_attention(fields: Fields) -> Fields:
+def _full_attention(fields: Fields, config: Values) -> Fields:
     """Select the fields of layers of full attention, whose heads may be of another size."""
-    if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in fields.config:
+    if fields.model_type not in FULL_HEAD_DIM or "per_layer_config" in config:
         return fields
     head_dim = fields.own("global_head_dim")
     head_dim = FULL_HEAD_DIM[fields.model_type] if head_dim is None else head_dim
-    return Fields(fields.name, {**fields.config, "head_dim": head_dim}, fields.model_type)
+    return Fields(fields.name, {**config, "head_dim": head_dim}, fields.model_type)
 
 
 def _layers(config: Values) -> list[Any]:
@@ -460,7 +460,7 @@ def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
     return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **same)
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
@@ -476,7 +476,7 @@ def class_defaults() -> Mapping[str, Values]:
     return MappingProxyType(table)
 
 
-def read_field(config: Any, name: str) -> Any:
+def read_field(config: object, name: str) -> Any:
     """Read a field of an object or a mapping; None where it is not there."""
     try:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -496,11 +496,11 @@ class Fields:
     """
 
     name: str
-    config: Any
+    config: object
     model_type: str
 
     @classmethod
-    def of(cls, config: Any) -> Fields:
+    def of(cls, config: object) -> Fields:
         """Make the fields of a whole config.
 
         Raises:
@@ -591,6 +591,6 @@ class Fields:
         return name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)
 
 
-def _model_type(config: Any) -> str:
+def _model_type(config: object) -> str:
     model = read_field(config, "model_type")
     return model if isinstance(model, str) else ""

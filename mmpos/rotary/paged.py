@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool)
     return row
 
 
-def _check_slots(row: npt.NDArray[np.integer[Any]], capacity: int) -> None:
+def _check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int) -> None:
     """Raise for the first token whose slot is beyond the caches, or an earlier token's as well."""
     if row.max(initial=-1) >= capacity:
         token = int((row >= capacity).argmax())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary.frequencies import Arithmetic
+from mmpos.rotary.frequencies import Arithmetic, Number
 from mmpos.support.checks import boolean, finite, integer
 
 __all__ = [
@@ -36,7 +36,7 @@ class Scaling(ABC):
     fewest_pairs: ClassVar[int] = 1
 
     @abstractmethod
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies of theta^(−2j/dim), in the numbers of the arithmetic."""
 
     def scaled_attention(self) -> float:
@@ -87,7 +87,7 @@ class Linear(Scaling):
     def __post_init__(self) -> None:
         self._finite("factor", minimum=1)
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(a.number(theta), dim) / a.number(self.factor)
 
@@ -107,7 +107,7 @@ class NTK(Scaling):
     def __post_init__(self) -> None:
         self._finite("factor", minimum=1)
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / a.powers(_stretched(a, theta, a.number(self.factor), dim), dim)
 
@@ -134,7 +134,7 @@ class DynamicNTK(Scaling):
         """Return the length itself, once it is past the original."""
         return length if length > self.original_max_position else None
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         stretch = factor * (length or self.original_max_position) / original - (factor - 1)
@@ -164,7 +164,7 @@ class Llama3(Scaling):
         self._finite("high_freq_factor", above=self.low_freq_factor)
         self._length()
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
@@ -199,7 +199,7 @@ class PRoPE(Scaling):
             raise InvalidInputError(f"PRoPE.p: got {self.p}, want <= 1")
         self._finite("factor", minimum=1)
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         turning = int(self.p * dim // 2)
         still = [a.number(0)] * (dim // 2 - turning)
@@ -257,7 +257,7 @@ class YaRN(Scaling):
         if theta == 1:
             raise InvalidInputError("theta: got 1.0, want more for YaRN, which divides by its logarithm")
 
-    def ramp(self, a: Arithmetic, theta: float, dim: int) -> tuple[Any, Any]:
+    def ramp(self, a: Arithmetic, theta: float, dim: int) -> tuple[Number, Number]:
         """Return the pairs where the ramp begins and ends."""
         original = a.number(self.original_max_position)
         low, high = (
@@ -268,7 +268,7 @@ class YaRN(Scaling):
             low, high = math.floor(low), math.ceil(high)
         return max(low, 0), min(high, dim - 1)
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         powers = a.powers(a.number(theta), dim)
         low, high = self.ramp(a, theta, dim)
@@ -326,12 +326,12 @@ class LongRoPE(Scaling):
         """Return one more than the original length for every longer one."""
         return self.original_max_position + 1 if length > self.original_max_position else None
 
-    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Any:
+    def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
         """Compute (dim/2,) scaled inverse frequencies."""
         return 1 / (a.array(self.long_factor if length else self.short_factor) * a.powers(a.number(theta), dim))
 
 
-def _stretched(a: Arithmetic, theta: float, stretch: Any, dim: int) -> Any:
+def _stretched(a: Arithmetic, theta: float, stretch: Number, dim: int) -> Number:
     return a.number(theta) * stretch ** (a.number(dim) / a.number(dim - 2))
 
 

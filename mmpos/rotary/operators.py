@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary import cpu, paged, quantised, reference
 from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
-__all__ = ["norm_rotate", "norm_rotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
+__all__ = ["norm_rotate", "norm_rotate_", "rerotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
 
 _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
@@ -41,6 +41,8 @@ _SCHEMAS = (
     " -> (Tensor, Tensor, Tensor, Tensor)",
     f"rotate_and_store(Tensor q, Tensor k, {_STORE.format('a', 'b')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
     f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format('c', 'd')}, {_NORM}, {_ROTATION}) -> ()",
+    f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
+    " -> ()",
 )
 
 # Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
@@ -62,6 +64,8 @@ rotate_and_store = torch.ops.mmpos.rotate_and_store.default
 """Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
 rotate_and_store_ = torch.ops.mmpos.rotate_and_store_.default
 """Rotate q in place, and k where it is wanted, and write k and v to a cache."""
+rerotate_ = torch.ops.mmpos.rerotate_.default
+"""Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
 
 
 # The rotation.
@@ -264,6 +268,38 @@ def _store_in_place(
     _mark_written(key_cache, value_cache)
 
 
+def _rerotate_in_place(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any
+) -> None:
+    stop = RotationArguments(*arguments)
+    start = stop._replace(positions=from_positions, mode=from_mode)
+    if stop.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        kernel.launch_rerotate(pages, scales, slots, start, stop)
+    elif slots.shape[0] and pages.numel():
+        _rerotate_plainly(pages, scales, slots, start, stop)
+    _mark_written(pages, *([] if scales is None else [scales]))
+
+
+def _rerotate_plainly(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
+) -> None:
+    keys = paged.read(pages, slots).unsqueeze(0)
+    turned = keys.to(torch.float32) if keys.dtype in quantised.FORMATS else keys
+    cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
+    reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
+    if scales is not None:
+        growth = quantised.grown(turned, pages.dtype)
+        scale = paged.read(scales, slots).unsqueeze(0) * growth
+        paged.write((pages, scales), (quantised.quantised(turned, growth, pages.dtype), scale), slots)
+    elif turned is keys:
+        paged.write((pages,), (keys,), slots)
+    else:
+        one = turned.new_ones(())
+        paged.write((pages,), (quantised.quantised(turned, one, pages.dtype),), slots)
+
+
 # Shapes without values, for graphs that are traced.
 
 
@@ -315,6 +351,7 @@ for _name, _function, _fake in (
     ("norm_rotate_backward", _norm_rotate_backward, _fake_norm_backward),
     ("rotate_and_store", _store, _fake_store),
     ("rotate_and_store_", _store_in_place, _fake_in_place),
+    ("rerotate_", _rerotate_in_place, _fake_in_place),
 ):
     _LIBRARY.impl(_name, _outside_of_graphs(_function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{_name}", _fake, lib=_LIBRARY)

@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -24,8 +26,9 @@ from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
 HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
+HEADS += ("pages", "scales", "k_scale", "v_scale", "q_scale")
 TYPES = {
-    **dict.fromkeys(("positions", "frequencies", "slots"), "*i64"),
+    **dict.fromkeys(("positions", "from_positions", "frequencies", "slots"), "*i64"),
     **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),
     **dict.fromkeys(("q_sums", "k_sums"), "*fp32"),
     **dict.fromkeys(("attention_factor", "eps", "offset"), "fp32"),
@@ -144,9 +147,13 @@ def angles(mode: int) -> Angles:
 
 
 def compiled_for(
-    arch: int, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False
-) -> Any:
-    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of."""
+    arch: int | str, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False,
+    data: Mapping[str, str] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of.
+
+    Heads are bfloat16 but for those that data names, and an arch that is a word is one of AMD's.
+    """
     signature: dict[str, Any] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
@@ -156,7 +163,8 @@ def compiled_for(
             fixed[(index,)] = constants.get(name, 1)
         elif name in HEADS:
             parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
-            types = ["*bf16" if field == "data" else "constexpr" if value else "i32" for field, value in parts]
+            kind = data.get(name, "*bf16")
+            types = [kind if field == "data" else "constexpr" if value else "i32" for field, value in parts]
             signature[name] = Heads(*types)
             fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
             multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
@@ -165,7 +173,8 @@ def compiled_for(
             if signature[name].startswith("*"):
                 multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
-    return triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "enable_fp_fusion": fusion})
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target, {"num_warps": warps, "enable_fp_fusion": fusion})
 
 
 def loops(ptx: str) -> list[str]:

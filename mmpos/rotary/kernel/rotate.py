@@ -37,7 +37,7 @@ def rotary_kernel(
 
 
 @triton.jit
-def _slots_of(slots, token, stored, capacity, block_size):
+def slots_of(slots, token, stored, capacity, block_size):
     """Compute which tokens have a slot in the cache, and its block and offset there, 64 bits wide."""
     slot = tl.load(slots + token, mask=token < stored, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < capacity)
@@ -78,7 +78,7 @@ def store_kernel(
         q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_Q_REST,
     )  # fmt: skip
-    kept, page, slot = _slots_of(slots, token, stored, capacity, block_size)
+    kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
     k_rows = rows_of(k, batch, place)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,

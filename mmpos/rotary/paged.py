@@ -13,12 +13,15 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.support.checks import INT32_MAX
 
-__all__ = ["CacheLayout", "SlotNames", "as_pages", "in_bytes", "pages_of", "read", "slots_of", "write"]
+__all__ = ["EIGHT_BITS", "CacheLayout", "SlotNames", "as_pages", "in_bytes", "pages_of", "read", "slots_of", "write"]
 
 CacheLayout = Literal["NHD", "HND"]
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of 8 bits that a cache may have."""
 
-def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Tensor]) -> Tensor:
+
+def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Tensor], scaled: bool = False) -> Tensor:
     """View a cache as (blocks, block_size, heads, head_dim), whatever its layout and strides.
 
     Args:
@@ -26,15 +29,24 @@ def pages_of(name: str, cache: Tensor, layout: CacheLayout, like: tuple[str, Ten
         cache: (blocks, block_size, heads, head_dim) "NHD", (blocks, heads, block_size, head_dim) "HND", or
             (slots, heads, head_dim), which is a block size of 1 in both.
         layout: of a cache of four dimensions.
-        like: what is written into it, (batch, seq, heads, head_dim), and its name.
+        like: what is written into it, (batch, seq, heads, head_dim), and its name, k or v.
+        scaled: whether scales came with it.
     """
     other, x = like
     if not isinstance(cache, Tensor):
         raise InvalidInputError(f"{name}: got {type(cache).__name__}, want a tensor of {x.dtype} as {other}")
-    if cache.dtype != x.dtype:
+    if scaled and cache.dtype == x.dtype:
+        raise InvalidInputError(f"{other}_scale: got scales for a cache of {cache.dtype}, want None")
+    if cache.dtype != x.dtype and not (scaled and cache.dtype in EIGHT_BITS):
+        plainly = f"{x.dtype} as {other}"
+        if cache.dtype in EIGHT_BITS:
+            raise UnsupportedError(
+                f"{name}: got {cache.dtype}, which needs scales, want {other}_scale beside it, or {plainly}"
+            )
         if cache.dtype.itemsize == 1:
-            raise UnsupportedError(f"{name}: got {cache.dtype}, which needs scales, want {x.dtype} as {other}")
-        raise InvalidInputError(f"{name}: got {cache.dtype}, want {x.dtype} as {other}")
+            names = " or ".join(map(str, EIGHT_BITS))
+            raise UnsupportedError(f"{name}: got {cache.dtype}, want {names} with {other}_scale, or {plainly}")
+        raise InvalidInputError(f"{name}: got {cache.dtype}, want {plainly}")
     if cache.device != x.device:
         raise InvalidInputError(f"{name}: got a tensor on {cache.device}, want {x.device} as {other}")
     return as_pages(name, cache, layout, *x.shape[2:])

@@ -2,19 +2,76 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.paged import CacheLayout
 
-__all__ = ["FORMATS", "LEAST_SCALE", "computed_scale", "grown", "quantised", "scale_of_cache"]
+__all__ = [
+    "LEAST_SCALE",
+    "NO_SCALES",
+    "QUERY",
+    "Scales",
+    "computed_scale",
+    "grown",
+    "quantised",
+    "scale_of_cache",
+    "scale_of_queries",
+]
 
-FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of 8 bits that a cache may have."""
+QUERY = torch.float8_e4m3fn
+"""Dtype of a q of 8 bits."""
 
 LEAST_SCALE = 2.0**-100
 """The least scale that is computed: heads of zeros need one, and what is divided by it stays a normal number."""
+
+
+class Scales(NamedTuple):
+    """Scales of q, k and v where they are stored in 8 bits, in the order in which the operators take them.
+
+    Args:
+        k: (heads,) float32 by which k is divided; None where it is not stored in 8 bits or they are computed.
+        v: likewise of v.
+        k_computed: (blocks, block_size, heads) float32 where the scale of each key that is stored is written, or None.
+        v_computed: likewise of v.
+        q_computed: (batch, seq, heads) float32 where that of each query is written, or None for q in its own dtype.
+    """
+
+    k: Tensor | None
+    v: Tensor | None
+    k_computed: Tensor | None
+    v_computed: Tensor | None
+    q_computed: Tensor | None
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing is stored in 8 bits."""
+        return all(x is None for x in self)
+
+    @property
+    def written(self) -> list[str]:
+        """Names of those that are computed, as ``rotate_and_store`` has them."""
+        computed = zip(("k_scale", "v_scale", "q_scale"), self[2:], strict=True)
+        return [name for name, scale in computed if scale is not None]
+
+    def of_q(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return those of q that are read, of which there are none, and that are computed."""
+        return None, self.q_computed
+
+    def of_k(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return those of k that are read, and that are computed."""
+        return self.k, self.k_computed
+
+    def of_v(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return those of v that are read, and that are computed."""
+        return self.v, self.v_computed
+
+
+NO_SCALES = Scales(None, None, None, None, None)
+"""Nothing is stored in 8 bits."""
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,12 +80,12 @@ def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     All beyond the largest number becomes that number, as vLLM's caches have it; NaN stays.
 
     Args:
-        x: (…, heads, head_dim) float32.
+        x: (…, heads, head_dim).
         scale: (…, heads) float32.
         dtype: of 8 bits.
     """
     largest = torch.finfo(dtype).max
-    return (x / scale.unsqueeze(-1)).clamp_(-largest, largest).to(dtype)
+    return (x.to(torch.float32) / scale.unsqueeze(-1)).clamp_(-largest, largest).to(dtype)
 
 
 def computed_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,6 +134,19 @@ def scale_of_cache(
             f"{tuple(cache.shape[:-1])}, one for each slot and head, which are written"
         )
     return None, scale.unsqueeze(1) if scale.dim() == 2 else scale.transpose(1, 2) if layout == "HND" else scale
+
+
+def scale_of_queries(scale: Tensor, q: Tensor) -> Tensor:
+    """Check where the scales of queries are written, float32 of the shape of q without head_dim."""
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+        raise InvalidInputError(f"q_scale: got {got}, want a tensor of float32")
+    if scale.device != q.device or scale.shape != q.shape[:-1]:
+        raise InvalidInputError(
+            f"q_scale: got shape {tuple(scale.shape)} on {scale.device}, "
+            f"want {tuple(q.shape[:-1])} on {q.device}, q without head_dim"
+        )
+    return scale
 
 
 def _check_values(name: str, scale: Tensor) -> None:

@@ -71,7 +71,7 @@ def rerotate(
     batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
     names = SlotNames("slots", "from_positions", "k_cache")
     row = paged.slots_of(slots, batch, seq, pages, validate, names)
-    if (k_scale is None) == (pages.dtype in quantised.FORMATS):
+    if (k_scale is None) == (pages.dtype in paged.EIGHT_BITS):
         got = "None" if k_scale is None else type(k_scale).__name__
         want = "None" if pages.dtype in FLOATS else "its scales: a rotation may need larger ones"
         raise InvalidInputError(f"k_scale: got {got} for a cache of {pages.dtype}, want {want}")
@@ -93,7 +93,7 @@ def _pages(k_cache: Tensor, cache_layout: CacheLayout, rotary: Rotary) -> Tensor
     """Check the cache and view it as (blocks, block_size, heads, head_dim)."""
     if not isinstance(k_cache, Tensor):
         raise InvalidInputError(f"k_cache: got {type(k_cache).__name__}, want a tensor")
-    if k_cache.dtype not in (*FLOATS, *quantised.FORMATS):
+    if k_cache.dtype not in (*FLOATS, *paged.EIGHT_BITS):
         error = UnsupportedError if k_cache.dtype.itemsize == 1 else InvalidInputError
         raise error(
             f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "

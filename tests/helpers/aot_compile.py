@@ -26,7 +26,7 @@ from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
 HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
-HEADS += ("pages", "scales", "k_scale", "v_scale", "q_scale")
+HEADS += ("pages", "scales", "q_scales", "k_scales", "v_scales")
 TYPES = {
     **dict.fromkeys(("positions", "from_positions", "frequencies", "slots"), "*i64"),
     **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),

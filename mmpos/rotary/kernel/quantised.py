@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from torch import Tensor
+
 from mmpos.rotary import quantised as reference
+from mmpos.rotary.kernel.tiling import Heads
+from mmpos.rotary.quantised import Scales
 
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
 
@@ -30,6 +34,37 @@ class Format(NamedTuple):
     largest_code: int
     largest: float
     dynamic: bool
+
+
+class Formats(NamedTuple):
+    """Of q, k and v as they are stored; None where they are not of 8 bits."""
+
+    q: Format | None
+    k: Format | None
+    v: Format | None
+
+
+def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -> Formats:
+    """Return formats of what is stored in these dtypes."""
+    computed = (scales.q_computed, scales.k_computed, scales.v_computed)
+    return Formats(
+        *(
+            format_of(dtype, tensor is not None) if dtype.itemsize == 1 else None
+            for dtype, tensor in zip((q, k, v), computed, strict=True)
+        )
+    )
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """View numbers of 8 bits as uint8, and leave all others."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | None:
+    """Return scales with their strides, of a block, a token and a head: (heads,) ones, or those to be computed."""
+    if computed is not None:
+        return Heads(computed, *computed.stride(), 0)
+    return None if scale is None else Heads(scale, 0, 0, scale.stride(0), 0)
 
 
 def format_of(dtype: torch.dtype, dynamic: bool) -> Format:
@@ -89,3 +124,29 @@ def largest_of(first, second, rest, CHANNELS: tl.constexpr):
         return _largest_of(rest)
     largest = tl.maximum(_largest_of(first), _largest_of(second))
     return tl.maximum(largest, _largest_of(rest)) if CHANNELS.rest > 0 else largest
+
+
+@triton.jit
+def divisor_of(largest, scale, there, FORMAT: tl.constexpr):
+    """Return the (rows, 1) scales of heads: read, or computed of their largest magnitudes and written.
+
+    Args:
+        largest: (rows,) magnitudes; nothing where scales are read.
+        scale: (rows,) pointers to scales.
+        there: (rows,) which heads there are.
+        FORMAT: of what is divided.
+    """
+    if FORMAT.dynamic:
+        divisor = tl.maximum(tl.div_rn(largest, FORMAT.largest), LEAST_SCALE)
+        tl.store(scale, divisor, mask=there)
+    else:
+        divisor = tl.load(scale, mask=there, other=1.0)
+    return divisor[:, None]
+
+
+@triton.jit
+def codes_of_heads(first, second, rest, scale, there, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
+    """Divide heads by their scales and round them to the uint8 bits of numbers of 8 bits."""
+    divisor = divisor_of(largest_of(first, second, rest, CHANNELS), scale, there, FORMAT)
+    first, second, rest = tl.div_rn(first, divisor), tl.div_rn(second, divisor), tl.div_rn(rest, divisor)
+    return codes_of(first, FORMAT), codes_of(second, FORMAT), codes_of(rest, FORMAT)

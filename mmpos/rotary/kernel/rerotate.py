@@ -3,7 +3,6 @@
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.heads import load_pairs, load_rest, rows_of, share_of, store_pairs, store_rest, turned
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
-from mmpos.rotary.kernel.quantised import codes_of, format_of, largest_of, values_of
+from mmpos.rotary.kernel.quantised import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
 from mmpos.rotary.kernel.rotate import slots_of
 from mmpos.rotary.reference import RotationArguments
 
@@ -94,13 +93,11 @@ def launch_rerotate(
     tokens = slots.shape[0]
     if not tokens * blocks * heads:
         return
-    eight_bits = pages.dtype.itemsize == 1
-    form = format_of(pages.dtype, scales is not None) if eight_bits else None
+    form = format_of(pages.dtype, scales is not None) if pages.dtype.itemsize == 1 else None
     block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, scales is not None))
     with tiling.on(pages.device):
         rerotate_kernel[(triton.cdiv(tokens, block), shares)](
-            tiling.heads_of(pages.view(torch.uint8) if eight_bits else pages),
-            None if scales is None else tiling.Heads(scales, *scales.stride(), 0), slots,
+            tiling.heads_of(as_bits(pages)), heads_of_scales(None, scales), slots,
             start.positions, stop.positions, stop.frequencies, stop.pair_axis,
             tokens, start.positions.shape[1], start.positions.stride(0),
             stop.positions.shape[1], stop.positions.stride(0), heads, blocks * block_size, block_size,

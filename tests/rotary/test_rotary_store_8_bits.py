@@ -48,7 +48,8 @@ def like(cache: Cache) -> list[Tensor]:
 def store(way: str, tensors: list[Tensor], cache: Cache, **options: Any) -> tuple[Tensor, Tensor | None]:
     given: dict[str, Any] = {"positions": TABLE, "rotary": ROTARY, "slot_mapping": torch.tensor(SLOTS, device=DEVICE)}
     given |= {"cache_layout": cache.layout, "implementation": way, **options}
-    return rotate_and_store(*tensors, key_cache=cache.key, value_cache=cache.value, **given)
+    q, k, v = tensors
+    return rotate_and_store(q, k, v, key_cache=cache.key, value_cache=cache.value, **given)
 
 
 def at(cache: Cache, view: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def test_every_dtype_is_rounded_once_and_beyond_the_largest_to_it(
         key, value = filled(4, 16, 2, 12, dtype=dtype), filled(4, 16, 2, 10, dtype=dtype)
         caches.append(Cache(key, value, (key, value), "NHD", 16))
         store(way, tensors, caches[-1], k_scale=by, v_scale=by)
-    assert_holds(*caches)
+    assert_holds(caches[0], caches[1])
     truth, room = true_keys(tensors[1])
     got = at(caches[0], caches[0].key)
     assert_divided(got, truth, room, by.expand(2))
@@ -146,9 +147,9 @@ def test_all_implementations_compute_the_same_scales_and_bits(form: str) -> None
             store(way, qkv(), cache, k_scale=k_scale, v_scale=v_scale, q_scale=q_scale)[0]
             for way, cache, (k_scale, v_scale), q_scale in zip(WAYS, caches, scales, queries, strict=True)
         ]
-        assert_same_bits(*found)
-        assert_same_bits(*queries)
-        assert_holds(*caches)
+        assert_same_bits(found[0], found[1])
+        assert_same_bits(queries[0], queries[1])
+        assert_holds(caches[0], caches[1])
         for one, other in zip(*scales, strict=True):
             assert_same_bits(one, other)
 
@@ -228,7 +229,7 @@ def test_the_error_of_8_bits_is_what_the_docs_say() -> None:
     largest = {}
     for dtype, bits in ((E4M3, 3), (E5M2, 2)):
         x = heads_on_host(4096, 2, 64)
-        cache = Cache(*(filled(256, 16, 2, 64, dtype=dtype) for _ in range(2)), (), "NHD", 16)
+        cache = CACHES["NHD"](256, 16, 2, 64, dtype)
         scale = [torch.empty(256, 16, 2, device=DEVICE) for _ in range(2)]
         ids, slots = torch.zeros(2, 4096, dtype=torch.int32, device=DEVICE), torch.arange(4096, device=DEVICE)
         given: Any = {"key_cache": cache.key, "value_cache": cache.value, "k_scale": scale[0], "v_scale": scale[1]}
@@ -317,7 +318,7 @@ def calls(**changed: Any) -> Callable[[], Any]:
     good = {"k_scale": torch.ones(()), "v_scale": torch.ones(2), "key_cache": cache.key, "value_cache": cache.value}
     good |= {"slot_mapping": torch.arange(13)}
     q, k, v = (x.cpu() for x in qkv())
-    return lambda: rotate_and_store(q, k, v, TABLE, ROTARY, **(good | changed))  # type: ignore[arg-type]
+    return lambda: rotate_and_store(q, k, v, TABLE, ROTARY, **(good | changed))
 
 
 WANT = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for each slot and head, which are written"

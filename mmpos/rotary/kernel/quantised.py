@@ -1,14 +1,13 @@
 """Round to 8 bits and back in a kernel: by integers, since not every GPU and not the interpreter has these dtypes."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803, SIM102  (constants of a kernel are upper case, and conditions on them one by one)
 
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
 from torch import Tensor
 
 from mmpos.rotary import quantised as reference
@@ -65,6 +64,16 @@ def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | No
     if computed is not None:
         return Heads(computed, *computed.stride(), 0)
     return None if scale is None else Heads(scale, 0, 0, scale.stride(0), 0)
+
+
+@triton.jit
+def scale_rows(scales, batch, token, FORMAT: tl.constexpr):
+    """Return (rows,) offsets of the scales of tokens, or 0 where all tokens share them."""
+    rows = 0
+    if FORMAT is not None:
+        if FORMAT.dynamic:
+            rows = batch * scales.batch + token * scales.token
+    return rows
 
 
 def format_of(dtype: torch.dtype, dynamic: bool) -> Format:
@@ -128,20 +137,21 @@ def largest_of(first, second, rest, CHANNELS: tl.constexpr):
 
 @triton.jit
 def divisor_of(largest, scale, there, FORMAT: tl.constexpr):
-    """Return the (rows, 1) scales of heads: read, or computed of their largest magnitudes and written.
+    """Return scales of heads: the one that is read, or (rows, 1) computed of their largest magnitudes and written.
 
     Args:
-        largest: (rows,) magnitudes; nothing where scales are read.
-        scale: (rows,) pointers to scales.
+        largest: (rows,) magnitudes; of no use where scales are read.
+        scale: a pointer to the one scale, or (rows,) pointers to where they are written.
         there: (rows,) which heads there are.
         FORMAT: of what is divided.
     """
     if FORMAT.dynamic:
         divisor = tl.maximum(tl.div_rn(largest, FORMAT.largest), LEAST_SCALE)
         tl.store(scale, divisor, mask=there)
+        divisor = divisor[:, None]
     else:
-        divisor = tl.load(scale, mask=there, other=1.0)
-    return divisor[:, None]
+        divisor = tl.load(scale)
+    return divisor
 
 
 @triton.jit

@@ -10,7 +10,15 @@ from torch import Tensor
 from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.kernel.quantised import as_bits, codes_of, divisor_of, formats_of, heads_of_scales, largest_of
+from mmpos.rotary.kernel.quantised import (
+    as_bits,
+    codes_of,
+    divisor_of,
+    formats_of,
+    heads_of_scales,
+    largest_of,
+    scale_rows,
+)
 from mmpos.rotary.quantised import NO_SCALES, Scales
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
 
@@ -48,15 +56,7 @@ def slots_of(slots, token, stored, capacity, block_size):
 
 
 @triton.jit
-def _scale_rows(scales, batch, token, FORMAT: tl.constexpr):
-    """Return (rows,) offsets of the scales of tokens, or nothing where nothing is divided."""
-    return None if FORMAT is None else rows_of(scales, batch, token)
-
-
-@triton.jit
-def _copy_heads(
-    x, out, x_rows, out_rows, heads, kept, scales, scale_rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr
-):
+def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
     """Copy this program's share of heads, of which no channel turns; divided by scales where FORMAT is 8 bits."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     first_head, stop_head = share_of(heads)
@@ -67,7 +67,7 @@ def _copy_heads(
             values = load_rest(source, x.channel, kept, None, CHANNELS)
         else:
             values = load_rest(source, x.channel, kept, 0.0, CHANNELS).to(tl.float32)
-            of_head = scales.data + (scale_rows + head * tl.cast(scales.head, tl.int64))
+            of_head = scales.data + (rows + head * tl.cast(scales.head, tl.int64))
             divisor = divisor_of(largest_of(values, values, values, CHANNELS), of_head, kept, FORMAT)
             values = codes_of(tl.div_rn(values, divisor), FORMAT)
         store_rest(target, out.channel, kept, values, CHANNELS)
@@ -94,17 +94,17 @@ def store_kernel(
     rotate_heads(
         q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_Q_REST,
-        q_scales, _scale_rows(q_scales, batch, place, FORMATS.q), FORMATS.q,
+        q_scales, scale_rows(q_scales, batch, place, FORMATS.q), FORMATS.q,
     )  # fmt: skip
     kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
     k_rows = rows_of(k, batch, place)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
         cos, sin, kept, CHANNELS, True,
-        k_scales, _scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
+        k_scales, scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
     )  # fmt: skip
     v_rows, value_rows = rows_of(v, batch, place), rows_of(value_cache, page, slot)
-    v_scale_rows = _scale_rows(v_scales, page, slot, FORMATS.v)
+    v_scale_rows = scale_rows(v_scales, page, slot, FORMATS.v)
     _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, v_scales, v_scale_rows, VALUE_CHANNELS, FORMATS.v)
     if k_out is not None:
         # Read and turned once more, since tokens without a slot have their k here only; it may be k itself.

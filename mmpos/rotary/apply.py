@@ -224,7 +224,7 @@ def rotate_and_store(
     _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
     slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
     written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
-    _check_memory(paged.in_bytes(tensors), written)
+    _check_memory(tensors if scales is NO_SCALES else paged.in_bytes(tensors), written)
     if inplace:
         operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
         return q, k if return_k else None

@@ -198,7 +198,7 @@ def rotate_and_store(
         return_k: also give rotated k outside of the cache, as attention over the prompt itself may want it.
         inplace: write rotated q into q, and with ``return_k`` k into k, instead of new tensors.
         implementation: as for ``apply_rotary``.
-        validate: also check ids and slots that lie on a device, which waits for the device.
+        validate: also check ids, slots and scales that lie on a device, which waits for the device.
 
     Returns:
         q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came, but for a q of 8 bits.
@@ -216,11 +216,16 @@ def rotate_and_store(
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
     rotation = _arguments(q4, positions, rotary, None, False, implementation, validate)
-    given = {"k_scale": k_scale, "v_scale": v_scale, "q_scale": q_scale}
+    given = {"k_scale": k_scale, "v_scale": v_scale}
     caches = _caches(key_cache, value_cache, cache_layout, k4, v4, given)
-    scales = _scales(given, q, (key_cache, value_cache), caches, cache_layout, layout, inplace, validate)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    tensors |= {name: scale for name, scale in given.items() if scale is not None}
+    scales = NO_SCALES
+    if not (k_scale is None and v_scale is None and q_scale is None):
+        scales = _scales(given, (key_cache, value_cache), caches, cache_layout, validate)
+        if q_scale is not None:
+            scales = scales._replace(q_computed=_query_scale(q_scale, q, layout, inplace))
+        given["q_scale"] = q_scale
+        tensors |= {name: scale for name, scale in given.items() if scale is not None}
     _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
     slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
     written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
@@ -462,30 +467,24 @@ def _caches(
 
 def _scales(
     scales: Mapping[str, Tensor | None],
-    q: Tensor,
     caches: tuple[Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
     cache_layout: CacheLayout,
-    layout: Layout | None,
-    inplace: bool,
     validate: bool,
 ) -> Scales:
-    """Check the scales of k, v and q, and view them as the operators take them."""
-    if all(scale is None for scale in scales.values()):
-        return NO_SCALES
-    pairs: list[tuple[Tensor | None, Tensor | None]] = []
-    for name, cache, view in zip(("k_scale", "v_scale"), caches, pages, strict=True):
-        scale = scales[name]
-        made = None, None
-        pairs.append(made if scale is None else scale_of_cache(name, scale, cache, view, cache_layout, validate))
-    (k_scale, k_computed), (v_scale, v_computed) = pairs
-    q_scale = scales["q_scale"]
-    if q_scale is None:
-        return Scales(k_scale, v_scale, k_computed, v_computed, None)
+    """Check the scales of k and v and return them, with None for those of q."""
+    (k_scale, k_computed), (v_scale, v_computed) = (
+        (None, None) if scale is None else scale_of_cache(name, scale, cache, view, cache_layout, validate)
+        for (name, scale), cache, view in zip(scales.items(), caches, pages, strict=True)
+    )
+    return Scales(k_scale, v_scale, k_computed, v_computed, None)
+
+
+def _query_scale(q_scale: Tensor, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor:
+    """Check where scales of queries go and view it as (batch, seq, heads)."""
     if inplace:
         raise InvalidInputError("q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn")
-    queries = _as_bshd(scale_of_queries(q_scale, q).unsqueeze(-1), layout).squeeze(-1)
-    return Scales(k_scale, v_scale, k_computed, v_computed, queries)
+    return _as_bshd(scale_of_queries(q_scale, q).unsqueeze(-1), layout).squeeze(-1)
 
 
 def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:

@@ -104,12 +104,12 @@ class Field:
 
     def number(self) -> float:
         """Return the value, which must be a finite number."""
-        value: Any = self.value if isinstance(self.value, float | np.floating) else _integer(self.value)
+        value = float(self.value) if isinstance(self.value, float | np.floating) else _integer(self.value)
         if value is None or not abs(value) <= sys.float_info.max:
             raise self.error("a finite number")
         return float(value)
 
-    def image(self, images: Images, want: str = REFERENCE) -> Any:
+    def image(self, images: Images, want: str = REFERENCE) -> object:
         """Resolve the image that the value refers to."""
         return images.resolve(f"{self.record}: {self.name}", self.value, want)
 

@@ -233,7 +233,7 @@ class Rows:
         )
 
 
-def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
+def added_tokens(encoded: BatchEncoding) -> IntArray:
     """Count (rows, 2) special tokens that a tokenizer has put before and after each text, by its mask of them."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)

@@ -130,8 +130,14 @@ class BatchDataset(IterableDataset[Item]):
         if self._state is not None:
             self._check(self._state)  # again: the state was loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
-        self._stream = self._begin(self._state)
-        self._state = None
+        split, epoch = self._here(), self._streamed
+        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
+        readers = tuple(self._shards[i] for i in order)
+        seed = (self._seed, epoch, split.consumer)
+        feed = Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
+        quarantine = Quarantine(self._on_error, lines, {"epoch": epoch})
+        self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 
     def state_dict(self) -> DatasetState:
@@ -190,16 +196,6 @@ class BatchDataset(IterableDataset[Item]):
         if info is None:
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
-
-    def _begin(self, state: DatasetState | None) -> BatchStream:
-        split, epoch = self._here(), self._streamed
-        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
-        readers = tuple(self._shards[i] for i in order)
-        feed = Feed(
-            readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), (self._seed, epoch, split.consumer)
-        )
-        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        return BatchStream(feed, self._stages, Quarantine(self._on_error, lines, {"epoch": epoch}), state)
 
     def _lines(self, name: str) -> QuarantineFile | None:
         return None if self._folder is None else QuarantineFile(self._folder / name)

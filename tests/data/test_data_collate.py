@@ -368,21 +368,15 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     packed = PackedCollator(multiple_of=4, length=64)
-    loader: Any = DataLoader(packs, batch_size=None, collate_fn=packed, num_workers=1, multiprocessing_context=method)  # type: ignore[arg-type]
-    for got, pack in zip(loader, packs, strict=True):
-        assert same(got, packed(pack))
-    padded = PaddedCollator("left")
+    padded = PaddedCollator("left", multiple_of=8)
+    pairs = [examples[:2], examples[2:4], examples[4:]]
+    cases: list[tuple[Any, int | None, Any, Any]] = [(packs, None, packed, packs), (examples, 2, padded, pairs)]
+    for data, batch_size, collate, groups in cases:
+        batches = DataLoader(data, batch_size, collate_fn=collate, num_workers=1, multiprocessing_context=method)
+        for got, group in zip(batches, groups, strict=True):
+            assert same(got, collate(group))
     assert same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
     assert same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
-
-
-def test_padded_collators_work_in_workers_too() -> None:
-    examples = with_photos()
-    padded = PaddedCollator("left", multiple_of=8)
-    loader: Any = DataLoader(examples, batch_size=2, collate_fn=padded, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
-    first, second = loader
-    assert same(first, padded(examples[:2]))
-    assert same(second, padded(examples[2:]))
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,7 @@ from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
 from mmpos.data.examples import Document, Location, Preprocess, RecordError
-from mmpos.data.formats import (
-    FORMATS,
-    MMC4,
-    Chat,
-    ChatTemplate,
-    Energon,
-    HFImages,
-    LLaVA,
-    Obelics,
-    Pairs,
-    Turn,
-)
+from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
 
@@ -52,7 +41,7 @@ def pieces(document: Document) -> list[Any]:
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
-def said(read: Callable[..., Any], record: Any) -> str:
+def said(read: Callable[..., Any], record: object) -> str:
     with pytest.raises(RecordError) as caught:
         read(record, HERE)
     return str(caught.value)
@@ -61,18 +50,18 @@ def said(read: Callable[..., Any], record: Any) -> str:
 # Where images come from
 
 
-def read(images: Images, reference: Any) -> Any:
+def read(images: Images, reference: object) -> Any:
     return images.resolve("r: image", reference)
 
 
-def refused(images: Images, reference: Any) -> str:
+def refused(images: Images, reference: object) -> str:
     with pytest.raises(RecordError) as caught:
         images.resolve("r: image", reference)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("data", [PNG, bytearray(PNG), memoryview(PNG)])
-def test_bytes_are_images(data: Any) -> None:
+def test_bytes_are_images(data: object) -> None:
     assert read(Images(), data) == PNG
     assert read(Images(), {"bytes": data, "path": "elsewhere.png"}) == PNG
 
@@ -205,7 +194,7 @@ def test_decoded_images_pass_and_parts_of_one_become_levels() -> None:
         ({"bytes": None, "path": 5}, "image.path: got 5, want text"),
     ],
 )
-def test_what_refers_to_no_image_is_refused(reference: Any, message: str) -> None:
+def test_what_refers_to_no_image_is_refused(reference: object, message: str) -> None:
     assert refused(Images(), reference).endswith(message)
 
 
@@ -252,7 +241,7 @@ def test_wrong_options_are_refused() -> None:
         ({"id": "a7", "__key__": "000017"}, "a7"),
     ],
 )
-def test_the_key_is_the_records_own_or_its_location(ids: dict[str, Any], key: str) -> None:
+def test_the_key_is_the_records_own_or_its_location(ids: dict[str, object], key: str) -> None:
     assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
 
 
@@ -265,7 +254,7 @@ def test_the_key_is_the_records_own_or_its_location(ids: dict[str, Any], key: st
         ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
     ],
 )
-def test_a_key_must_be_one(ids: dict[str, Any], message: str) -> None:
+def test_a_key_must_be_one(ids: dict[str, object], message: str) -> None:
     assert said(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
 
 
@@ -434,7 +423,7 @@ def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
         (np.array([struct(PNG)], object), np.array(["a"]), [PNG, "a"]),
     ],
 )
-def test_hugging_face_columns_hold_one_or_lists(image: Any, text: Any, want: list[Any]) -> None:
+def test_hugging_face_columns_hold_one_or_lists(image: object, text: object, want: list[object]) -> None:
     assert pieces(HFImages(images=LOCAL)({"image": image, "text": text}, HERE)) == want
     assert pieces(HFImages("photo", "caption", LOCAL)({"photo": image, "caption": text}, HERE)) == want
 
@@ -459,7 +448,7 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
 
 
-def changed(record: Mapping[str, Any], path: tuple[str | int, ...], value: Any) -> Any:
+def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
     """The record with another value in one place."""
     copy: Any = deepcopy(record)
     inner = copy
@@ -495,7 +484,7 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
         ),
     ],
 )
-def test_obelics_says_what_is_wrong(record: Any, message: str) -> None:
+def test_obelics_says_what_is_wrong(record: object, message: str) -> None:
     assert said(Obelics(), record) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -528,13 +517,13 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         (("similarity_matrix", 1), 1.0, "similarity_matrix[1]: got 1.0, want a list"),
     ],
 )
-def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     found = said(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
     assert found.startswith(f"shard-3.jsonl[17]: {message}")
 
 
 @pytest.mark.parametrize("index", [3, -1, 1.0, True, None, "0"])
-def test_mmc4_wants_the_index_of_a_sentence(index: Any) -> None:
+def test_mmc4_wants_the_index_of_a_sentence(index: object) -> None:
     record = changed(MMC4_RECORD, ("image_info", 0, "matched_text_index"), index)
     got = "nothing" if index is None else repr(index)
     want = f"image_info[0].matched_text_index: got {got}, want an index of text_list, which has 3"
@@ -578,7 +567,7 @@ KINDS = "want one of text, refusal, input_text, output_text, image_url, input_im
         ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want none, but what was said in content"),
     ],
 )  # fmt: skip
-def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert said(Chat(), changed(CHAT_RECORD, path, value)) == f"c1 (shard-3.jsonl[17]): {message}"
 
 
@@ -611,7 +600,7 @@ LLAVA_RECORD = {
         (("image",), "tea.jpg", f"image: got the path 'tea.jpg', want a file that exists inside {PHOTOS}"),
     ],
 )  # fmt: skip
-def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert said(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -625,7 +614,7 @@ def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: Any, messa
         ([""], "sequence: got no image and no text, want at least one"),
     ],
 )
-def test_energon_says_what_is_wrong(sequence: Any, message: str) -> None:
+def test_energon_says_what_is_wrong(sequence: object, message: str) -> None:
     assert said(Energon(), {"sequence": sequence}) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -644,7 +633,7 @@ def test_energon_says_what_is_wrong(sequence: Any, message: str) -> None:
         ({"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
     ],
 )
-def test_hugging_face_columns_say_what_is_wrong(record: Any, message: str) -> None:
+def test_hugging_face_columns_say_what_is_wrong(record: object, message: str) -> None:
     assert said(HFImages(), record) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -666,7 +655,7 @@ def test_hugging_face_columns_say_what_is_wrong(record: Any, message: str) -> No
         ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
     ],
 )
-def test_pairs_say_what_is_wrong(members: dict[str, Any], message: str) -> None:
+def test_pairs_say_what_is_wrong(members: dict[str, object], message: str) -> None:
     found = said(Pairs(), {"__key__": "000017", **members})
     assert found.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
@@ -732,7 +721,7 @@ VALUES = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """Every place in a record."""
     steps: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]

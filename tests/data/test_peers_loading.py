@@ -77,12 +77,12 @@ BATCHINGS: dict[str, Batcher | Packer] = {
 }
 
 
-def dataset(batching: str = "one", shuffle: int = 0, **options: Any) -> BatchDataset:
+def dataset(batching: str = "one", shuffle: int = 0, **options: object) -> BatchDataset:
     given: dict[str, Any] = {"preprocess": Preprocess(document, SequenceBuilder()), "shards": CORPUS} | options
     return BatchDataset(batching=BATCHINGS[batching], collate=listed, seed=3, shuffle=shuffle, **given)
 
 
-def loader(data: BatchDataset, workers: int = 0, every: int = 1, persistent: bool = False, **options: Any) -> Any:
+def loader(data: BatchDataset, workers: int = 0, every: int = 1, persistent: bool = False, **options: object) -> Any:
     context = "fork" if workers else None
     return StatefulDataLoader(
         data, batch_size=None, num_workers=workers, multiprocessing_context=context, snapshot_every_n_steps=every,

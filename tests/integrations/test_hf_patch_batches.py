@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
-    CONFIGS,
-    WAYS,
-    model_of,
-    patched,
-    rotary_of,
-    text,
-    tokens,
-    two_rows,
-)
+from hf_models import CONFIGS, WAYS, model_of, patched, rotary_of, text, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
 from transformers import DynamicCache
@@ -71,8 +62,7 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
 
 
 def test_a_slice_that_holds_one_document_is_one_document() -> None:
-    model, table, input_ids = model_of("llama"), text(4, 5), tokens(1, 9)
-    patched(model)
+    model, table, input_ids = patched(model_of("llama")), text(4, 5), tokens(1, 9)
     with torch.no_grad():
         want = model(input_ids[:, 4:], mm_position_ids=text(5)).logits
         part = table.slice(4, 9)  # the first document stays, empty
@@ -85,16 +75,14 @@ def test_a_slice_that_holds_one_document_is_one_document() -> None:
 
 
 def test_packed_documents_are_not_put_into_a_cache() -> None:
-    model, table = model_of("llama"), text(4, 5)
-    patched(model)
+    model, table = patched(model_of("llama")), text(4, 5)
     with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
         model(tokens(1, 9), mm_position_ids=table, past_key_values=DynamicCache())
 
 
 @pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])
 def test_device_positions_of_packed_documents_want_to_know_where_these_end(lengths: tuple[int, int]) -> None:
-    model, table, input_ids = model_of("llama"), text(*lengths), tokens(1, sum(lengths))
-    patched(model)
+    model, table, input_ids = patched(model_of("llama")), text(*lengths), tokens(1, sum(lengths))
     packed = DevicePositions.from_table(table)
     restart = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():

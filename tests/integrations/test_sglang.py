@@ -1,4 +1,4 @@
-"""What a processor hands to SGLang, and what SGLang makes of it: its steps give the ids of the table.
+"""Positions that a processor hands to SGLang: the steps of SGLang give the ids of the table.
 
 The formulas are those of SGLang 0.5.23, written from reading it; tests of its own code run where it is installed.
 """
@@ -82,7 +82,7 @@ def test_the_limit_is_checked_with_what_may_be_generated() -> None:
         mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
 
 
-def item(*offsets: tuple[int, int], **grids: Any) -> SimpleNamespace:
+def item(*offsets: tuple[int, int], **grids: object) -> SimpleNamespace:
     return SimpleNamespace(offsets=list(offsets) or None, **grids)
 
 
@@ -147,7 +147,7 @@ def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
         ),
     ],
 )
-def test_items_that_do_not_fit_are_refused(items: list[Any], error: type[Exception], message: str) -> None:
+def test_items_that_do_not_fit_are_refused(items: list[object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         item_segments(20, items)
 

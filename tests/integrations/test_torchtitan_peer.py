@@ -123,7 +123,7 @@ def test_the_sections_of_mrope_are_read() -> None:
     assert_within(found, expected, cos_sin(64.0, FREQUENCY + 1))
 
 
-def models(name: str, **rotary: Any) -> tuple[Any, Any]:
+def models(name: str, **rotary: object) -> tuple[Any, Any]:
     """A small model as torchtitan has it, and with our module, with the same weights."""
     torch.manual_seed(0)
     stock, config = (MODELS[name]["debugmodel"](attn_backend="flex") for _ in range(2))

@@ -140,7 +140,7 @@ def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
         (1.0, "rope-tie", UnsupportedError),
     ],
 )
-def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: Any, error: type[Exception]) -> None:
+def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: object, error: type[Exception]) -> None:
     video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=seconds)
     with pytest.raises(ValueError, match="got") as refusal:  # caught by engines, which go on with other requests
         ids(5, [video], scheme)
@@ -209,7 +209,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("features", "message"), REFUSED)
-def test_features_that_do_not_fit_are_named(features: list[Any], message: str) -> None:
+def test_features_that_do_not_fit_are_named(features: list[object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ids(20, features)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol, TypeGuard, overload
+from typing import Literal, Protocol, TypedDict, TypeGuard, Unpack, overload
 
 import numpy as np
 import torch
@@ -42,34 +42,22 @@ OTHERS = re.compile(
 """Parts of attention beside q_proj and k_proj without channels of q and k, in models of Transformers."""
 
 
-@overload
-def permute_qk(
-    weights: Weights,
-    rotary: Rotary,
-    *,
-    num_heads: int | None = ...,
-    num_kv_heads: int | None = ...,
-    fused: Fused = ...,
-    names: str | None = ...,
-    norms: str | None = ...,
-    leave: str | None = ...,
-    inverse: bool = ...,
-) -> dict[str, Tensor]: ...
+class _Options(TypedDict, total=False):
+    num_heads: int | None
+    num_kv_heads: int | None
+    fused: Fused
+    names: str | None
+    norms: str | None
+    leave: str | None
+    inverse: bool
 
 
 @overload
-def permute_qk(
-    weights: NamedWeights,
-    rotary: Rotary,
-    *,
-    num_heads: int | None = ...,
-    num_kv_heads: int | None = ...,
-    fused: Fused = ...,
-    names: str | None = ...,
-    norms: str | None = ...,
-    leave: str | None = ...,
-    inverse: bool = ...,
-) -> Iterator[tuple[str, Tensor]]: ...
+def permute_qk(weights: Weights, rotary: Rotary, **options: Unpack[_Options]) -> dict[str, Tensor]: ...
+
+
+@overload
+def permute_qk(weights: NamedWeights, rotary: Rotary, **options: Unpack[_Options]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def permute_qk(
@@ -117,8 +105,8 @@ def permute_qk(
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
     patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
     turn = _Turn(channels, _turns(num_heads, num_kv_heads, fused), *patterns)
-    given: object = weights
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    source: object = weights
+    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
     return dict(turn.pairs(weights.items())) if isinstance(weights, Mapping) else turn.pairs(weights)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
-from mmpos.data.examples import Document, Location, Preprocess, RecordError
+from mmpos.data.examples import Document, Format, Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
@@ -446,6 +446,7 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
 # What is said of a wrong record
 
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
+PART = "want text, a tensor, the bytes of a file, or a struct of bytes and path"
 
 
 def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
@@ -462,30 +463,46 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("read", "record", "message"),
     [
-        ([], "got [], want a mapping of names to values"),
-        ({}, "images: got nothing, want a list"),
-        ({"images": []}, "texts: got nothing, want a list"),
-        ({"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
-        ({"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
-        ({"images": "a.png", "texts": []}, "images: got 'a.png', want a list"),
-        ({"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
-        ({"images": [None, 5], "texts": ["a", None]}, f"images[1]: got 5, {NO_REFERENCE}"),
-        ({"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
-        ({"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
-        ({"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
-        (changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
-        (changed(OBELICS_RECORD, ("metadata",), "{}"), "metadata: got {}, want a list"),
-        (changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
+        (Obelics(), [], "got [], want a mapping of names to values"),
+        (Obelics(), {}, "images: got nothing, want a list"),
+        (Obelics(), {"images": []}, "texts: got nothing, want a list"),
+        (Obelics(), {"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
+        (Obelics(), {"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
+        (Obelics(), {"images": "a.png", "texts": []}, "images: got 'a.png', want a list"),
+        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
+        (Obelics(), {"images": [None, 5], "texts": ["a", None]}, f"images[1]: got 5, {NO_REFERENCE}"),
+        (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
+        (Obelics(), {"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
+        (Obelics(), {"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "{}"), "metadata: got {}, want a list"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
         (
+            Obelics(),
             changed(OBELICS_RECORD, ("general_metadata",), "3"),
             "general_metadata: got 3, want an object as JSON in text",
         ),
+        (Energon(), {"sequence": "text"}, "sequence: got 'text', want a list"),
+        (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
+        (Energon(), {"sequence": [None]}, f"sequence[0]: got nothing, {PART}"),
+        (Energon(), {"sequence": [torch.zeros(3)]}, "sequence[0]: got a tensor of shape (3,), want an image"),
+        (Energon(), {"sequence": [""]}, "sequence: got no image and no text, want at least one"),
+        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
+        (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
+        (HFImages(), {}, "image: got columns [], want a column of this name"),
+        (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
+        (HFImages(), {"image": struct(PNG), "text": 5}, "text: got 5, want text"),
+        (HFImages(), {"image": 5, "text": "a"}, f"image: got 5, {NO_REFERENCE}"),
+        (HFImages(), {"image": struct(None), "text": "a"}, "image: got neither bytes nor path, want one of them"),
+        (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
+        (HFImages(), {"image": [None], "text": "a"}, f"image[0]: got nothing, {NO_REFERENCE}"),
+        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
     ],
 )
-def test_obelics_says_what_is_wrong(record: object, message: str) -> None:
-    assert said(Obelics(), record) == f"shard-3.jsonl[17]: {message}"
+def test_a_format_says_what_is_wrong(read: Format, record: object, message: str) -> None:
+    assert said(read, record) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
@@ -602,39 +619,6 @@ LLAVA_RECORD = {
 )  # fmt: skip
 def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert said(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
-
-
-@pytest.mark.parametrize(
-    ("sequence", "message"),
-    [
-        ("text", "sequence: got 'text', want a list"),
-        (["a", 5], "sequence[1]: got 5, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
-        ([None], "sequence[0]: got nothing, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
-        ([torch.zeros(3)], "sequence[0]: got a tensor of shape (3,), want an image"),
-        ([""], "sequence: got no image and no text, want at least one"),
-    ],
-)
-def test_energon_says_what_is_wrong(sequence: object, message: str) -> None:
-    assert said(Energon(), {"sequence": sequence}) == f"shard-3.jsonl[17]: {message}"
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
-        ({"image": None}, "text: got columns ['image'], want a column of this name"),
-        ({}, "image: got columns [], want a column of this name"),
-        ({"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
-        ({"image": struct(PNG), "text": 5}, "text: got 5, want text"),
-        ({"image": 5, "text": "a"}, f"image: got 5, {NO_REFERENCE}"),
-        ({"image": struct(None), "text": "a"}, "image: got neither bytes nor path, want one of them"),
-        ({"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
-        ({"image": [None], "text": "a"}, f"image[0]: got nothing, {NO_REFERENCE}"),
-        ({"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
-    ],
-)
-def test_hugging_face_columns_say_what_is_wrong(record: object, message: str) -> None:
-    assert said(HFImages(), record) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize(

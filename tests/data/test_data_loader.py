@@ -597,12 +597,7 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
 _MEMORY = """
 import resource, sys
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data.collate import PackedCollator
-from mmpos.data.examples import Preprocess
-from mmpos.data.formats import HFImages
-from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
-from mmpos.data.readers import shards
+from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Pairs, Preprocess, shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(
     shards(sys.argv[1:]), Preprocess(HFImages(), builder), Packer(1000, buffer=32), PackedCollator(), shuffle=64
@@ -628,7 +623,7 @@ def test_memory_of_ten_thousand_records_is_flat(kind: str, tmp_path: Path) -> No
             (write_jsonl if kind == "jsonl" else write_tar)(path, part)
         paths.append(str(path))
     format_ = "Pairs" if kind == "tar" else "HFImages"
-    arguments = [sys.executable, "-c", _MEMORY.replace("HFImages", format_), *paths]
+    arguments = [sys.executable, "-c", _MEMORY.replace("HFImages()", f"{format_}()"), *paths]
     seen, early, late = map(int, subprocess.check_output(arguments, timeout=300).split())
     assert seen == 10_000
     assert late - early < 16 * 1024, "KiB"

@@ -52,6 +52,8 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
         model(input_ids, mm_position_ids=table, use_cache=True)
     with pytest.raises(InvalidInputError, match=r"attention_mask: got shape \(1, 9\) beside packed documents"):
         model(input_ids, mm_position_ids=table, attention_mask=torch.ones(1, 9))
+    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
+        model(input_ids, mm_position_ids=table, past_key_values=DynamicCache())
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     document = torch.tensor([0] * 4 + [1] * 5)
     own = (causal & (document[:, None] == document))[None, None]
@@ -72,12 +74,6 @@ def test_a_slice_that_holds_one_document_is_one_document() -> None:
         assert torch.equal(model(input_ids[:, 4:], mm_position_ids=part, attention_mask=mask).logits, want)
         bound = rounding(lambda: model(input_ids[:, 4:], mm_position_ids=text(5)).logits, model.parameters())
     assert_within(torch.cat((first.logits, rest.logits), dim=1), want, bound)
-
-
-def test_packed_documents_are_not_put_into_a_cache() -> None:
-    model, table = patched(model_of("llama")), text(4, 5)
-    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
-        model(tokens(1, 9), mm_position_ids=table, past_key_values=DynamicCache())
 
 
 @pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])

@@ -97,7 +97,10 @@ class ShardJob:
     settings: Mapping[str, object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_callable(self.preprocess)
+        if not callable(self.preprocess):
+            raise InvalidInputError(
+                f"preprocess: got {type(self.preprocess).__name__}, want a callable of record and location"
+            )
         one_of("on_error", self.on_error, ("raise", "skip"))
         settings = describe({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
         object.__setattr__(self, "settings", settings)
@@ -163,11 +166,6 @@ class ShardJob:
         except LimitExceededError as error:
             raise RecordError(f"{location}: {error}") from error
         return Counts(1, example.num_tokens, len(example.sequence.grid_thw))
-
-
-def _check_callable(value: object) -> None:
-    if not callable(value):
-        raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
 
 
 def _other_input(task: Task, facts: Facts) -> list[str]:

@@ -355,7 +355,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         image_spans=_array(row["image_spans"], np.int64, (-1, 2)),
         image_hashes=tuple(row["image_hashes"].as_py()),
         part_offsets=_numbers(row["part_offsets"]),
-        image_margins=_margins(row["image_margins"].as_py()),
+        image_margins=tuple(row["image_margins"].as_py()),
     )
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
 
@@ -368,11 +368,6 @@ def _array(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> npt
     """Copy an array out of a value, so that it is writable and keeps no row group in memory."""
     stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
     return stored.astype(dtype).reshape(shape)
-
-
-def _margins(numbers: list[int]) -> tuple[int, int]:
-    before, after = numbers
-    return before, after
 
 
 def _optional(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> npt.NDArray[Number] | None:

@@ -137,7 +137,7 @@ def compiled(
 
 
 def angles(mode: int) -> Angles:
-    """How two axes are turned, exactly and forward."""
+    """Make the angles of two axes, exact and forward."""
     from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
     return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)

@@ -19,7 +19,7 @@ DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Grid(3, 3
 
 
 def tables() -> list[tuple[int, PositionTable]]:
-    """Who has each table, and the table: of every size, in this order."""
+    """List tables of every size, each with the rank that has it, in the order of the broadcasts."""
     whole = SegmentTable.from_documents(DOCUMENTS)
     return [
         (0, place(whole, "rope-tie", [5, 0, 2**30])),

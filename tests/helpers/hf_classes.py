@@ -110,7 +110,7 @@ def _made(path: Path) -> list[tuple[str, str]]:
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """What the classes set, by model type, as far as mmpos reads it."""
+    """Collect the defaults of the classes, by model type, as far as mmpos reads them."""
     rotating = {config.model_type: config for config in rotations() if config.model_type}
     rotating |= {model: CONFIG_MAPPING[model] for model in WITHOUT_MODULE}
     rows = {model: _rotation(config) for model, config in rotating.items() if model not in OTHER_ROTATIONS}
@@ -150,7 +150,7 @@ def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """What a class puts under a config inside that leaves it out."""
+    """Collect the defaults that a class puts under a config inside that leaves them out."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
     if not defaults or config.model_type == "fun_asr_nano":  # which refuses what does not fit its other parts

@@ -1,4 +1,4 @@
-"""What the tests of the Open Inference Protocol share: servers, and requests by the real client."""
+"""Parts that the tests of the Open Inference Protocol share: servers, and requests by the real client."""
 
 from __future__ import annotations
 

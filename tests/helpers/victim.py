@@ -32,12 +32,12 @@ STATUSES = {
     error_pb2.ERROR_CODE_LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
     error_pb2.ERROR_CODE_INTERNAL: "INTERNAL",
 }
-"""What the code of an item would be as the status of a call."""
+"""The code of an item as the status of a call."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
+    """The answer to a call.
 
     Args:
         status: name of the gRPC status.
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call cost the server: seconds of all its threads, and MiB above what it held before."""
+    """The cost of a call to the server: seconds of all its threads, and MiB above what it held before."""
 
     seconds: float
     memory: float

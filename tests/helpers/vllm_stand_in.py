@@ -1,4 +1,4 @@
-"""What mmpos.integrations.vllm asks of vLLM, and no more: modules to import in its place where it is not installed."""
+"""A stand-in for vLLM with all that mmpos.integrations.vllm asks of it, and no more, where it is not installed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Info:
-    """What a processor knows; here its config alone."""
+    """The knowledge of a processor; here its config alone."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""What tests of servers wait for, and where these may listen."""
+"""Waits for conditions of servers, and ports and environments for these."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
 
 
 def pixels(image: Any, backend: str = "pillow", **options: Any) -> Pixels:
-    """What a processor makes of an image, put together again from its 4 x 4 patches."""
+    """Process an image, and put it together again from its 4 x 4 patches."""
     processed = exact(backend, **options).process(image)
     assert processed.patches is not None
     rows = processed.patches.reshape(processed.grid.height, processed.grid.width, 4, 4, 3)

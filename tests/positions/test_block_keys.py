@@ -59,7 +59,7 @@ class Request:
         return [self.contents[i % len(self.contents)] for i in range(grids)]
 
     def tokens(self) -> list[tuple[Any, ...]]:
-        """What decides the key and value of every token, by a plain loop."""
+        """List all that decides the key and value of every token, by a plain loop."""
         found: list[tuple[Any, ...]] = []
         positions = place_document(self.document, self.case.name, self.start, **self.case.params).ids
         hashes, ids = iter(self.hashes()), self.ids()

@@ -64,7 +64,7 @@ NORM_REGISTERS = {"norm": 80, "backward": 128}
 
 
 def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> dict[str, dict[str, int]]:
-    """What a script counts, by case and architecture."""
+    """Run a script, and give its counts by case and architecture."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, str(HELPERS / script), *names]
@@ -128,7 +128,7 @@ def assert_wide_and_exact(cases: dict[str, dict[str, int]]) -> None:
 
 
 def assert_fused(case: str, facts: dict[str, int]) -> None:
-    """What holds of norms and their gradients in every shape."""
+    """Check bounds that hold of norms and their gradients in every shape."""
     # Products and sums are rounded one by one; nothing is computed in float64.
     assert (facts["fma"], facts["float64"]) == (0, 0), case
     assert facts["divisions_64"] == (4 if "fractional" in case else 0), case

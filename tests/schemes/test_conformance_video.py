@@ -22,7 +22,7 @@ LONG = Layout(np.array([[1, 2, 3, *[VIDEO] * 20, 4]]), videos=[[5, 4, 4]])
 
 
 def by_engines(layout: Layout, timed: bool) -> Answer:
-    """What vLLM and SGLang do, without their floats: everything goes on at the highest id so far plus one."""
+    """Place as vLLM and SGLang do, without their floats: everything goes on at the highest id so far plus one."""
     ids, deltas = np.zeros((3, *layout.input_ids.shape), np.int64), []
     images, videos = iter(layout.images or []), iter(layout.videos or [])
     if layout.apart:

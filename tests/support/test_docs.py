@@ -36,7 +36,7 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """What stands behind the address that the documents name."""
+    """A server behind the address that the documents name."""
     with running() as address:
         yield address
 

@@ -1,4 +1,4 @@
-"""What the pipeline takes at its peak, the result included: so many bytes per token, and per pixel after resizing.
+"""The pipeline's peak of memory, the result included: so many bytes per token, and per pixel after resizing.
 
 numpy's arrays and Python's objects are counted; what torch and the decoders take is not.
 """

@@ -53,7 +53,7 @@ def numpy_alone() -> AbstractContextManager[None]:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, as something that can be compared: arrays with their dtypes, or the words of its error."""
+    """Call a function, and give its result in a comparable form: arrays with dtypes, or the words of its error."""
     try:
         return _plain(call())
     except MmposError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,12 @@ from mmpos.images.sizes import Budget, ImageSize
 from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, Array, integer, one_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["ImageProcessor", "ProcessedImage"]
+
+Patches = TypeVar("Patches", Array, "Tensor")
 
 # Mean and standard deviation of the images that OpenAI's CLIP was trained on, which Qwen-VL and others took over.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -159,7 +164,7 @@ class ImageProcessor:
         """
         return Grid(*self._budget.fit(*ImageSize(height, width)))
 
-    def inspect(self, image: Any) -> ImageSize:
+    def inspect(self, image: object) -> ImageSize:
         """Read the size of an image after EXIF orientation from its header: no pixel is decoded.
 
         Args:
@@ -177,7 +182,7 @@ class ImageProcessor:
         with open_source(image) as source:
             return self._admitted(source.size)
 
-    def process(self, image: Any, *, temporal_patch_size: int | None = None) -> ProcessedImage:
+    def process(self, image: object, *, temporal_patch_size: int | None = None) -> ProcessedImage:
         """Decode, resize and cut an image into patches.
 
         Args:
@@ -210,7 +215,7 @@ class ImageProcessor:
             patches = values_of_pixels(*cut, frames, self._factors)
         return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
 
-    def pixel_values(self, patches: Any, *, temporal_patch_size: int = 2) -> Any:
+    def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
         """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
 
         Args:
@@ -226,7 +231,7 @@ class ImageProcessor:
             InvalidInputError: patches have another type or shape.
         """
         frames = integer("temporal_patch_size", temporal_patch_size, minimum=1)
-        return pixel_values(patches, self.patch_size, frames, *self._factors)
+        return cast(Patches, pixel_values(patches, self.patch_size, frames, *self._factors))
 
     @property
     def _factors(self) -> Factors:
@@ -255,10 +260,11 @@ class ImageProcessor:
         return size
 
 
-def _three(name: str, values: Iterable[Any], *, above: float = -math.inf) -> tuple[Any, ...]:
+def _three(name: str, values: object, *, above: float = -math.inf) -> list[Real]:
     """Check three finite numbers, one per colour."""
-    numbers: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else ()
-    if len(numbers) != 3 or not all(isinstance(v, Real) and above < float(v) < math.inf for v in numbers):
+    numbers = list(values) if isinstance(values, Iterable) else []
+    reals = [number for number in numbers if isinstance(number, Real) and above < float(number) < math.inf]
+    if not len(numbers) == len(reals) == 3:
         want = "three finite numbers" + (f" > {above}" if above > -math.inf else "")
         raise InvalidInputError(f"{name}: got {values!r}, want {want}")
-    return numbers
+    return reals

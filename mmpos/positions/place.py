@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -256,7 +256,7 @@ def _placed_in_c(
     return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
 
 
-def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:
+def _numbers(placement: Placement | None, fractional: bool) -> tuple[object, ...] | None:
     """Give a placement as the extension takes it; without the denominator where there must be none."""
     if placement is None:
         return None

@@ -200,7 +200,7 @@ class Scheme(ABC):
         return None
 
 
-def changed_parameters(named: Any) -> dict[str, Any]:
+def changed_parameters(named: object) -> dict[str, Any]:
     """List the parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
     known = [field for field in fields(named) if field.init] if is_dataclass(named) else []
     values = {field.name: (getattr(named, field.name), field.default) for field in known}

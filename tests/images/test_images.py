@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 import skimage.data
 import torch
+from hostile_images import chunk, encoded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
@@ -61,20 +62,10 @@ def photo(name: str = "chelsea", size: tuple[int, int] = (64, 48)) -> Image.Imag
     return Image.open(path).convert("RGB").resize(size)
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def exif(orientation: int) -> bytes:
     block = Image.Exif()
     block[0x0112] = orientation
     return block.tobytes()
-
-
-def chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after: bytes = b"") -> bytes:
@@ -224,30 +215,6 @@ def test_fit_refuses_what_is_no_size() -> None:
 
 
 # Patches
-
-
-def patches_one_by_one(image: Pixels, patch: int, merge: int, order: str) -> list[Pixels]:
-    rows, columns = image.shape[0] // patch, image.shape[1] // patch
-    places = [(row, column) for row in range(rows) for column in range(columns)]
-    if order == "merged":
-        places.sort(key=lambda at: (at[0] // merge, at[1] // merge, at[0] % merge, at[1] % merge))
-    return [image[patch * r : patch * (r + 1), patch * c : patch * (c + 1)] for r, c in places]
-
-
-@given(
-    st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.sampled_from(["raster", "merged"])
-)
-def test_patches_are_those_cut_one_by_one(patch: int, merge: int, rows: int, columns: int, order: str) -> None:
-    shape = (rows * patch * merge, columns * patch * merge, 3)
-    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    processor = ImageProcessor(
-        "pillow", patch_size=patch, spatial_merge_size=merge, min_pixels=0, order=order, max_pixels=10**6
-    )
-    processed = processor.process(image)
-    assert processed.patches is not None
-    assert processed.grid == Grid(rows, columns)
-    assert len(processed.patches) == rows * columns * merge**2
-    np.testing.assert_array_equal(processed.patches, patches_one_by_one(image, patch, merge, order))
 
 
 def test_merged_order_by_hand() -> None:
@@ -752,6 +719,7 @@ def test_pixel_values_are_those_of_transformers(frames: int) -> None:
     theirs = Qwen2VLImageProcessor(temporal_patch_size=frames)([image], return_tensors="pt")
     processor = ImageProcessor(order="merged")
     ours = processor.process(image)
+    assert ours.patches is not None
     assert theirs["image_grid_thw"].tolist() == [[1, 2 * ours.grid.height, 2 * ours.grid.width]]
     values = processor.pixel_values(ours.patches, temporal_patch_size=frames)
     assert values.dtype == np.float32

@@ -110,6 +110,7 @@ def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: s
     for dtype in ("uint8", "float32"):
         with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
         as_bytes = ImageProcessor("pillow", order="merged").process(image)
+        assert as_bytes.patches is not None
         for frames in (1, 2):
             got = with_frames.process(image, temporal_patch_size=frames)
             want = with_frames.pixel_values(as_bytes.patches, temporal_patch_size=frames)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from waiting import free_port, without_torch
 
@@ -41,8 +40,10 @@ def replicas(count: int, folder: Path, *arguments: str) -> Iterator[list[Replica
     try:
         for number, (words, _) in enumerate(commands):
             with (folder / f"{number}.log").open("w") as log:
-                options: Any = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "env": without_torch(folder)}
-                processes.append(subprocess.Popen(words, **options))
+                environment = without_torch(folder)
+                processes.append(
+                    subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+                )
         found = []
         for process, (_, port) in zip(processes, commands, strict=True):
             assert process.stdout is not None

@@ -85,7 +85,9 @@ def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
     return max(2 * gamma(4) * (1 + m) / s for m, s in zip(mean, std, strict=True))
 
 
-def rounding(run: Callable[[], Any], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None) -> list[float]:
+def rounding(
+    run: Callable[[], Tensor | Iterable[Tensor]], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None
+) -> list[float]:
     """Bound of what some kernels give against what others give: kernels that sum in another order, or fuse operations.
 
     A rounded sum of n products is the exact sum of numbers that were moved: by a share of γₙ at most [1, 3.1], and of
@@ -118,12 +120,12 @@ def rounding(run: Callable[[], Any], tensors: Iterable[Tensor], length: int = 0,
     return [2 * (moved + share * float(x.abs().max())) for moved, x in zip(found, right, strict=True)]
 
 
-def listed(found: Any) -> list[Tensor]:
-    """Copies of tensors, of which one may come alone."""
-    return [x.detach().clone() for x in ([found] if isinstance(found, Tensor) else found)]
+def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Copy tensors, of which one may come alone."""
+    return [x.detach().clone() for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
 
 
-def printed(text: str) -> Any:
+def printed(text: str) -> object:
     """A number as a source prints it: good to half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     assert isinstance(exponent, int)

@@ -120,8 +120,8 @@ class Victim:
 
 
 def _failed(error: grpc.RpcError) -> Answer:
-    found: Any = error
-    return Answer(found.code().name, found.details() or "")
+    call: Any = error  # of which the stubs know nothing
+    return Answer(call.code().name, call.details() or "")
 
 
 @contextmanager

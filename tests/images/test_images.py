@@ -49,7 +49,7 @@ def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
     return ImageProcessor(backend, **{"patch_size": 4, "spatial_merge_size": 1, "min_pixels": 0} | options)
 
 
-def pixels(image: Any, backend: str = "pillow", **options: Any) -> Pixels:
+def pixels(image: object, backend: str = "pillow", **options: Any) -> Pixels:
     """Process an image, and put it together again from its 4 x 4 patches."""
     processed = exact(backend, **options).process(image)
     assert processed.patches is not None
@@ -290,7 +290,7 @@ def test_a_path_reads_as_its_bytes_and_hashes_alike(tmp_path: Path) -> None:
 
 
 def test_hashes_of_pixels_depend_on_type_shape_and_content() -> None:
-    def digest(image: Any) -> str | None:
+    def digest(image: object) -> str | None:
         return exact().process(image).content_hash
 
     zeros = np.zeros((4, 8), np.uint8)
@@ -340,7 +340,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         (b"BM not one of the four", "got an unknown format starting with b'BM"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, message: str) -> None:
+def test_what_is_no_image_is_refused(image: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         exact().process(image)
 
@@ -644,7 +644,7 @@ def test_a_bomb_is_refused_by_its_header(kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("image", [GRADIENT, Image.fromarray(GRADIENT), ImageSize(4, 8)])
-def test_the_limit_holds_for_pixels_and_sizes_too(image: Any) -> None:
+def test_the_limit_holds_for_pixels_and_sizes_too(image: object) -> None:
     assert exact(max_source_pixels=32).process(image).grid == Grid(1, 2)
     with pytest.raises(LimitExceededError, match="got 4 x 8 = 32 pixels, want <= 31"):
         exact(max_source_pixels=31).process(image)
@@ -740,7 +740,7 @@ def test_pixel_values_have_a_plane_per_colour_and_keep_library_and_strides_apart
     assert _on_device(processor, torch.from_numpy(pattern[:0])).shape == (0, 24)
 
 
-def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> Any:
+def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor:
     """The way that tensors outside the host take, on the host."""
     return on_device(patches, 2, *processor._factors)
 

@@ -164,7 +164,7 @@ def test_a_video_shows_its_times_and_pickles() -> None:
 
 
 GRID = Grid(1, 1)
-WRONG: list[tuple[Callable[[], Any], str]] = [
+WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Video([GRID]), "Video: got neither of times and seconds_per_frame, want one of them"),
     (
         lambda: Video([GRID], times=[0], seconds_per_frame=1),
@@ -231,7 +231,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_video_is_named(call: Callable[[], Any], message: str) -> None:
+def test_what_is_no_video_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message

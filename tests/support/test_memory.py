@@ -22,7 +22,7 @@ PIXELS = np.zeros((448, 448, 3), np.uint8)
 FIXED = 64 * 1024  # bytes that depend on nothing
 
 
-def peak(call: Callable[[], Any]) -> int:
+def peak(call: Callable[[], object]) -> int:
     """Most bytes that were held at once, in a call that is not the first."""
     call()
     tracemalloc.start()

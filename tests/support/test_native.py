@@ -52,7 +52,7 @@ def numpy_alone() -> AbstractContextManager[None]:
     return instead(None)
 
 
-def outcome(call: Callable[[], Any]) -> Any:
+def outcome(call: Callable[[], object]) -> Any:
     """Call a function, and give its result in a comparable form: arrays with dtypes, or the words of its error."""
     try:
         return _plain(call())
@@ -60,7 +60,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return type(error), str(error)
 
 
-def both(call: Callable[[], Any]) -> Any:
+def both(call: Callable[[], object]) -> Any:
     """The outcome of a call, which must be the same with the extension and without."""
     with numpy_alone():
         want = outcome(call)

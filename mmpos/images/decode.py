@@ -27,6 +27,7 @@ from mmpos.images.headers import (
     HEAD_BYTES,
     SCAN,
     Header,
+    ImageSize,
     letters,
     orient,
     orientation,
@@ -34,7 +35,6 @@ from mmpos.images.headers import (
     read_header,
     walk,
 )
-from mmpos.images.sizes import ImageSize
 from mmpos.support.checks import Array
 from mmpos.support.extras import needed_for
 

@@ -64,16 +64,12 @@ def place(
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    split = _split(segments, _start(scheme, start, segments.num_documents))
-    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
-    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
-
-
-def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray:
-    array = per_document("start", start, num_documents, minimum=INT32_MIN)
+    starts = per_document("start", start, segments.num_documents, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
-    return array
+    split = _split(segments, starts)
+    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
+    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
 def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: bool) -> None:

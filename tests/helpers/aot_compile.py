@@ -159,12 +159,12 @@ def compiled_for(
 
 def loops(ptx: str) -> list[str]:
     """The instructions of every loop, from its label to the branch back there."""
-    found = []
+    bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
         if back:
-            found.append(ptx[at.end() : at.end() + back[-1].end()])
-    return found
+            bodies.append(ptx[at.end() : at.end() + back[-1].end()])
+    return bodies
 
 
 def facts(kernel: Any) -> dict[str, int]:
@@ -175,10 +175,10 @@ def facts(kernel: Any) -> dict[str, int]:
         file.flush()
         usage = _output("cuobjdump", "--dump-resource-usage", file.name)
         machine = _output("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if resources is None:
         raise ValueError(usage)
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, resources.groups())
     return {
         "registers": registers,
         "stack": stack,
@@ -203,12 +203,12 @@ def _output(tool: str, *arguments: str) -> str:
 
 def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
     """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
-    found = {}
+    by_case = {}
     for name in names:
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
-            found[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
-    return found
+            by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
+    return by_case
 
 
 if __name__ == "__main__":

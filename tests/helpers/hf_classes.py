@@ -168,14 +168,14 @@ def _rotation(config: Any) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in default.values()):
         return row | {"rope_theta": None, "rope_parameters": default}
     try:
-        told = config(rope_parameters={"rope_type": "default"}).rope_parameters
+        parameters = config(rope_parameters={"rope_type": "default"}).rope_parameters
     except KeyError:  # its class asks for more
-        told = default
-    row["rope_theta"] = told.get("rope_theta", default.get("rope_theta"))
-    if told.get("partial_rotary_factor") is not None:
-        row["partial_rotary_factor"] = told["partial_rotary_factor"]
-    plain = default.get("rope_type") in PLAIN and told is not default
-    if not plain or {**default, "rope_type": "default"} != {**told, "rope_type": "default"}:
+        parameters = default
+    row["rope_theta"] = parameters.get("rope_theta", default.get("rope_theta"))
+    if parameters.get("partial_rotary_factor") is not None:
+        row["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    plain = default.get("rope_type") in PLAIN and parameters is not default
+    if not plain or {**default, "rope_type": "default"} != {**parameters, "rope_type": "default"}:
         row["rope_parameters"] = dict(default)
         if config(rope_theta=2.0).rope_parameters.get("rope_theta") == 2.0:  # one beside them
             row["rope_theta"] = row["rope_parameters"].pop("rope_theta")

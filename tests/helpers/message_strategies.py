@@ -64,7 +64,7 @@ def _fields(descriptor: Descriptor) -> st.SearchStrategy[Fields]:
         optional={field.name: _value(field) for field in alone if field.name not in _NEEDED},
     )
     choices = [st.one_of(st.just({}), *map(_only, oneof.fields)) for oneof in oneofs]
-    return st.tuples(plain, *choices).map(lambda found: {k: v for fields in found for k, v in fields.items()})
+    return st.tuples(plain, *choices).map(lambda drawn: {k: v for fields in drawn for k, v in fields.items()})
 
 
 def _only(field: FieldDescriptor) -> st.SearchStrategy[Fields]:

@@ -108,16 +108,16 @@ def rounding(
     n = max(length, *(side for _, tensor in kept for side in tensor.shape))
     share = sqrt(n) * unit(dtype or kept[0][1].dtype)
     generator, right = torch.Generator().manual_seed(0), listed(run())
-    found = [0.0] * len(right)
+    moves = [0.0] * len(right)
     for _ in range(8):
         for data, tensor in kept:
             sign = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
             data.copy_(tensor * (1 + share * sign))
         moved = [float((x - y).abs().max()) for x, y in zip(listed(run()), right, strict=True)]
-        found = [max(pair) for pair in zip(found, moved, strict=True)]
+        moves = [max(pair) for pair in zip(moves, moved, strict=True)]
     for data, tensor in kept:
         data.copy_(tensor)
-    return [2 * (moved + share * float(x.abs().max())) for moved, x in zip(found, right, strict=True)]
+    return [2 * (moved + share * float(x.abs().max())) for moved, x in zip(moves, right, strict=True)]
 
 
 def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -132,16 +132,16 @@ def printed(text: str) -> object:
     return pytest.approx(float(text), rel=0, abs=(0.5 + 1e-9) * 10.0**exponent)
 
 
-def assert_within(found: Any, expected: Any, bound: Any) -> None:
-    """Check that every number is within a bound of the one expected; found may be an array or a sequence of arrays."""
-    if isinstance(found, list | tuple) and not isinstance(found[0], float):
-        bounds = bound if isinstance(bound, list) else [bound] * len(found)
-        for each in zip(found, expected, bounds, strict=True):
+def assert_within(actual: Any, expected: Any, bound: Any) -> None:
+    """Check that every number is within a bound of the one expected; either may be an array or a sequence of arrays."""
+    if isinstance(actual, list | tuple) and not isinstance(actual[0], float):
+        bounds = bound if isinstance(bound, list) else [bound] * len(actual)
+        for each in zip(actual, expected, bounds, strict=True):
             assert_within(*each)
         return
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-    got, want, most = (doubles(x) for x in (found, expected, bound[0] if isinstance(bound, list) else bound))
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
+    got, want, most = (doubles(x) for x in (actual, expected, bound[0] if isinstance(bound, list) else bound))
     assert got.shape == want.shape
     apart = np.abs(got - want)
     wrong = ~(apart <= most)  # so that NaN is wrong

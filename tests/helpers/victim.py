@@ -92,14 +92,14 @@ class Victim:
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
         """All answers to these items, and how the stream ended."""
-        found: list[bytes] = []
+        answers: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
             for answer in call(iter(requests), timeout=120):
-                found.append(answer)
+                answers.append(answer)
         except grpc.RpcError as error:
-            return found, _failed(error)
-        return found, Answer("OK")
+            return answers, _failed(error)
+        return answers, Answer("OK")
 
     def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
         """The answer, and its cost."""

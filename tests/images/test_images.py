@@ -155,12 +155,10 @@ def of_transformers(processor: ImageProcessor, height: int, width: int) -> tuple
     modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     factor = processor.patch_size * processor.spatial_merge_size
     try:
-        found: tuple[int, int] = modeling.smart_resize(
-            height, width, factor, processor.min_pixels, processor.max_pixels
-        )
+        size: tuple[int, int] = modeling.smart_resize(height, width, factor, processor.min_pixels, processor.max_pixels)
     except ValueError:
         return None
-    return found
+    return size
 
 
 def fitted(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
@@ -687,11 +685,11 @@ def test_pixels_stay_channels_last_from_the_decoder_to_the_patches(monkeypatch: 
 
     def watched(name: str, call: Callable[..., Any], strides: Callable[[Any], tuple[int, ...]]) -> Callable[..., Any]:
         def watch(image: Any, *rest: Any, **options: Any) -> Any:
-            found = call(image, *rest, **options)
-            for stage, array in ((f"{name} takes", image), (f"{name} gives", found)):
+            result = call(image, *rest, **options)
+            for stage, array in ((f"{name} takes", image), (f"{name} gives", result)):
                 address = array.data_ptr() if hasattr(array, "data_ptr") else array.ctypes.data
                 seen.append((stage, strides(array), address))
-            return found
+            return result
 
         return watch
 

@@ -36,9 +36,9 @@ def test_an_answer_has_the_bytes_that_protobuf_writes(
         place.positions.next_positions.extend([7] * 200)
         build = sequences_pb2.BuildResponse()
         for number in range(3):
-            found = build.sequences.results.add().sequence
-            put_tensor(found.input_ids, array(size + number), memory)
-            put_tensor(found.patches, array(size // (1 + number)), memory)
+            sequence = build.sequences.results.add().sequence
+            put_tensor(sequence.input_ids, array(size + number), memory)
+            put_tensor(sequence.patches, array(size // (1 + number)), memory)
         rotated = rotary_pb2.RotateResponse()
         put_tensor(rotated.q, array(size), memory)
         put_tensor(rotated.k, array(2 * size), memory)

@@ -1,8 +1,8 @@
-"""What the tests of the Open Inference Protocol share: servers, and requests by the real client."""
+"""Parts that the tests of the Open Inference Protocol share: servers, and requests by the real client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -39,7 +39,7 @@ def config(**tables: Any) -> ServerConfig:
     )
 
 
-def given(name: str, values: Any, datatype: str | None = None) -> Any:
+def given(name: str, values: object, datatype: str | None = None) -> Any:
     """An input of this name: numbers, or bytes."""
     array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
     tensor = triton.InferInput(
@@ -54,7 +54,9 @@ def wanted(names: Iterable[str] | None) -> list[Any] | None:
     return None if names is None else [triton.InferRequestedOutput(name) for name in names]
 
 
-def ask(client: Any, model: str, inputs: dict[str, Any], outputs: Sequence[str] | None = None, **options: Any) -> Any:
+def ask(
+    client: Any, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
+) -> Any:
     """The arrays of an answer, by name."""
     tensors = [given(name, values) for name, values in inputs.items()]
     result = client.infer(model, tensors, outputs=wanted(outputs), **options)
@@ -72,11 +74,10 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
         call()
     error: Any = raised.value
-    if isinstance(error, grpc.RpcError):
-        failed: Any = error
-        return failed.code().name, failed.details()
+    if isinstance(error, grpc.Call):
+        return error.code().name, error.details()
     return error.status().removeprefix("StatusCode."), error.message()
 
 
-def _is_bytes(values: Any) -> bool:
+def _is_bytes(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, bytes) for value in values)

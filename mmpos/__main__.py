@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from mmpos.support.extras import needed_for
 from mmpos.support.program import run_program
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_program("mmpos", partial(_app, "server" if "serve" in words[:2] else "cli"), arguments)
 
 
-def _app(extra: str) -> Any:
+def _app(extra: str) -> Callable[..., object]:
     if "_MMPOS_COMPLETE" in os.environ:
         # typer wraps its help at this width, and fish takes each line of it for a completion.
         os.environ["TERMINAL_WIDTH"] = "10000"

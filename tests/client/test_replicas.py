@@ -15,7 +15,7 @@ import pytest
 from server_program import Program, Start, metrics_of
 from waiting import eventually, free_port
 
-from mmpos import Grid, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client
 from mmpos.rpc.queries import PositionsQuery
 
@@ -25,7 +25,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)
 CALLS, ITEMS = 1500, 1500
 
 
-def numbers(positions: Any, first: int) -> list[int]:
+def numbers(positions: list[PositionTable], first: int) -> list[int]:
     """Which questions these are the answers to: ids start where they were asked to, from the first question on."""
     return [int(table.dense()[0, 0]) - first for table in positions]
 
@@ -34,7 +34,7 @@ KILLED = threading.Event()
 """A third of the work is done before, the rest after."""
 
 
-def called(client: Client, thread: int) -> list[Any]:
+def called(client: Client, thread: int) -> list[PositionTable]:
     """Calls of one thread, one after the other."""
     found = []
     for number in range(CALLS):
@@ -49,15 +49,15 @@ def queries() -> Iterator[PositionsQuery]:
         yield PositionsQuery(SEGMENTS, start=number)
 
 
-def streamed(client: Client) -> list[Any]:
+def streamed(client: Client) -> list[PositionTable]:
     answers: Any = client.stream(queries())
     return [answer.table for answer in answers]
 
 
-async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
+async def awaited(addresses: list[str]) -> tuple[list[list[PositionTable]], list[PositionTable]]:
     """Calls, some at once, and a stream beside them."""
 
-    async def calls(client: AsyncClient, worker: int) -> list[Any]:
+    async def calls(client: AsyncClient, worker: int) -> list[PositionTable]:
         found = []
         for number in range(CALLS // 4):
             found.append(await client.place(SEGMENTS, start=worker * CALLS + number))
@@ -69,7 +69,7 @@ async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
             assert number < ITEMS // 3 or await asyncio.to_thread(KILLED.wait, 60)
             yield PositionsQuery(SEGMENTS, start=number)
 
-    async def items(client: AsyncClient) -> list[Any]:
+    async def items(client: AsyncClient) -> list[PositionTable]:
         answers: Any = client.stream(awaited_queries())
         return [answer.table async for answer in answers]
 

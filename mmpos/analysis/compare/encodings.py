@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ def first_positions(encoding: Known, most: int) -> IntArray:
     return np.arange(bisect_left(range(most), True, key=refused))
 
 
-def vectors(encoding: Known, positions: Any) -> Float64Array:
+def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
     """Give the vector of each position: rows of a table, a vector of ones that was turned, or the biases of all
     heads for a query at the position and a key at 0.
 
@@ -52,7 +51,7 @@ def vectors(encoding: Known, positions: Any) -> Float64Array:
     return encoding.bias(positions, [0])[..., 0].T
 
 
-def scores(encoding: Known, positions: Any) -> Float64Array:
+def scores(encoding: Known, positions: IntArray) -> Float64Array:
     """Give the score of each pair of positions: the products of rows of a table, the score of one query and one key
     that were turned, or the bias.
 
@@ -67,7 +66,7 @@ def scores(encoding: Known, positions: Any) -> Float64Array:
         rows = encoding.table(positions)
         return (rows @ rows.T)[None]
     if isinstance(encoding, Rotation):
-        # Any query and key do that are nothing special.
+        # One query and one key, which are nothing special.
         q, k = np.random.default_rng(0).standard_normal((2, 1, encoding.rotary.head_dim)).repeat(len(positions), axis=1)
         return (encoding.rotate(q, positions) @ encoding.rotate(k, positions).T)[None]
     return encoding.bias(positions, positions)
@@ -178,7 +177,7 @@ def extrapolates(encoding: Known) -> Finding:
 
 def deterministic(encoding: Known) -> Finding:
     """All follows from a formula: there are no weights to learn."""
-    known: tuple[Field[Any], ...] = fields(encoding) if is_dataclass(encoding) else ()
+    known: tuple[Field[object], ...] = fields(encoding) if is_dataclass(encoding) else ()
     for field in known:
         value = getattr(encoding, field.name)
         if isinstance(value, np.ndarray):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -282,12 +283,19 @@ class TaskLink:
 
     def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._heard, self._pause = asyncio.Event(), 0.0
         self._call = opened(self._written(), metadata=metadata)
         self.answer: asyncio.Task[Answer | MmposError | None] = asyncio.ensure_future(self._read())
 
     async def _written(self) -> AsyncIterator[bytes]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), self._pause)
         while (request := await self._requests.get()) is not None:
             yield request
+
+    def listen_first(self, seconds: float) -> None:
+        """Write nothing for some seconds, or until the server is heard: grpc loses its status if a write fails."""
+        self._pause = seconds
 
     async def _read(self) -> Answer | MmposError | None:
         try:
@@ -296,6 +304,8 @@ class TaskLink:
             return error_of(error)
         except asyncio.CancelledError:
             return closed()
+        finally:
+            self._heard.set()
         return answer if isinstance(answer, Answer) else None  # the end
 
     def send(self, request: bytes) -> None:
@@ -334,7 +344,7 @@ async def task_results(
     items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
     link: TaskLink | None = None
     pull: asyncio.Task[Q] | None = None
-    more = True
+    more, pause = True, 0.0
     try:
         while more or len(window):
             if window.refused:
@@ -344,14 +354,17 @@ async def task_results(
                 pull = asyncio.ensure_future(_pulled(items))
             if link is None and window.requests():
                 link = _opened(connect, window, more)
+                link.listen_first(pause)
             answered, pulled = await _first(link, pull, timeout if window.requests() else None)
             if link is not None and (answered or not pulled):
                 answer = link.taken() if answered else no_answer(timeout)
                 if answer is None or isinstance(answer, MmposError):
                     await link.close()
                     link = None
-                    await asyncio.sleep(window.broken(answer))
+                    pause = window.broken(answer)
+                    await asyncio.sleep(pause)
                 else:
+                    pause = 0.0
                     yield window.result(answer)
             elif pull is not None:
                 item, pull = pull.result(), None

@@ -8,7 +8,7 @@ from mmpos.rpc.positions import parameters
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
 from mmpos_server.inference.models import Model, Positions, Rotate, Sequences

@@ -346,7 +346,7 @@ def claimed(message: Message, limits: Limits) -> int:
         LimitExceededError: more documents and parts than the limits allow.
     """
     size, entries, most = 0, 0, limits.documents + limits.segments
-    waiting: list[Any] = [message]
+    waiting: list[Message] = [message]
     while waiting:
         current = waiting.pop()
         if isinstance(current, pb.SharedMemory):
@@ -376,12 +376,13 @@ def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
 
 
 @lru_cache(maxsize=256)
-def _holder(kind: Any) -> str | None:
+def _holder(kind: Descriptor) -> str | None:
     """Return the field of a request whose message has ``output``: "query", "" for the request itself, or None."""
     if "output" in kind.fields_by_name:
         return ""
     query = kind.fields_by_name.get("query")
-    return "query" if query is not None and "output" in query.message_type.fields_by_name else None
+    inner = None if query is None else query.message_type
+    return "query" if inner is not None and "output" in inner.fields_by_name else None
 
 
 def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:

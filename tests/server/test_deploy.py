@@ -26,8 +26,8 @@ from waiting import eventually, free_port
 
 from mmpos.client import Client
 from mmpos_server.config import ServerConfig
-from mmpos_server.metrics import Metrics, ProcessMetrics
 from mmpos_server.options import app
+from mmpos_server.telemetry import Metrics, ProcessMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

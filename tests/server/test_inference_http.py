@@ -26,8 +26,8 @@ from test_inference_refusals import MALFORMED
 from waiting import eventually, free_port, without_torch
 
 from mmpos import SegmentTable, place
+from mmpos_server.access import Tls
 from mmpos_server.app import Server
-from mmpos_server.certificates import Tls
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES
 from mmpos_server.inference.rest import MAX_JSON, MAX_LISTS, MAX_NUMBERS

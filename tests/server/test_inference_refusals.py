@@ -13,8 +13,7 @@ import tritonclient.grpc as triton
 from open_inference import ask, config, given, refusal
 
 from mmpos import LimitExceededError, SegmentTable, Text, place
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import Request

@@ -25,14 +25,13 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
-from mmpos_server.access import OPEN, Tokens
+from mmpos_server.access import OPEN, Tls, Tokens
 from mmpos_server.admission import client_name
 from mmpos_server.app import Server
-from mmpos_server.certificates import Tls
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.launch import Options, supervise
 from mmpos_server.listening import Listen
-from mmpos_server.logs import Logs
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
@@ -374,10 +373,13 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
 
 
 class Context:
-    """What a name is made of."""
+    """Caller with an address, and perhaps a certificate."""
 
     def __init__(self, peer: str, **auth: list[bytes]) -> None:
         self._peer, self._auth = peer, auth
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
 
     def peer(self) -> str:
         return self._peer

@@ -20,10 +20,10 @@ from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.logs import Logs
 from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
 

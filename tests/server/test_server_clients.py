@@ -16,8 +16,7 @@ from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
 from mmpos.rpc.queries import PositionsQuery
 from mmpos_server import admission as admission_module
-from mmpos_server.admission import Admission, Clients, Pool, Rate
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients, Pool, Rate
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running

@@ -17,8 +17,7 @@ from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Limits, Profiles, load
 from mmpos_server.endpoints import decode, encode
 from mmpos_server.position_service import INLINE_BYTES, PositionService, segments_at_work

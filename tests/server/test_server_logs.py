@@ -15,13 +15,13 @@ from server_program import Start
 from waiting import eventually
 
 from mmpos.client import Client
-from mmpos_server.certificates import Tls
+from mmpos_server.access import Tls
 from mmpos_server.listening import Listen, warn
-from mmpos_server.logs import Logs, logging_all
+from mmpos_server.telemetry import Logs, logging_all
 
 SAYS = """
 import asyncio, gc, logging, os, sys, threading, warnings
-from mmpos_server.logs import logging_all
+from mmpos_server.telemetry import logging_all
 
 class Broken:
     def __del__(self):

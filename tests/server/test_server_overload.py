@@ -24,8 +24,7 @@ from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
-from mmpos_server.admission import Admission, Clients, Gate, Line, Pool, Window
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients, Gate, Line, Pool, Window
 from mmpos_server.config import ClientLimits, Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.methods import Method, queried, streamed
 from mmpos_server.sequence_service import SequenceService

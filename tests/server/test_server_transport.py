@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -21,14 +21,14 @@ from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import testing
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Call
 from mmpos_server.app import Server
-from mmpos_server.call import Call
 from mmpos_server.config import ClientLimits, Concurrency, ServerConfig, load
-from mmpos_server.logs import Logs
 from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.traffic import Traffic
+from mmpos_server.transport import RpcContext
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -269,8 +269,8 @@ def test_a_stream_through_which_nothing_comes_ends(serve: Callable[..., str]) ->
         assert b"stream: got nothing for 0.2 s, want a new one" in found
 
 
-class Read:
-    """A context, whose message comes when the test wants."""
+class LateMessage:
+    """Context whose message comes when the test wants."""
 
     def __init__(self) -> None:
         self.came, self.read_to_the_end = asyncio.Event(), False
@@ -287,9 +287,9 @@ class Read:
 def test_a_read_that_nobody_waits_for_goes_on() -> None:
     async def scenario() -> bool:
         config = load()
-        traffic, context = Traffic(config, Admission(config.concurrency, config.pools), Logs("error")), Read()
+        traffic, context = Traffic(config, Admission(config.concurrency, config.pools), Logs("error")), LateMessage()
         traffic.open([])
-        reader = asyncio.create_task(traffic.receive(context))
+        reader = asyncio.create_task(traffic.receive(cast(RpcContext, context)))
         await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait([reader])

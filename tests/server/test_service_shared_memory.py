@@ -24,9 +24,8 @@ from mmpos.errors import InvalidInputError, ServiceOverloadedError
 from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos_server.__main__ import main
-from mmpos_server.admission import Admission, Clients
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.app import Server
-from mmpos_server.call import Call
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, load
 from mmpos_server.listening import Listen
 from mmpos_server.position_service import PositionService

@@ -45,12 +45,8 @@ T = TypeVar("T")
 _SECONDS = 1.0
 _STATUS, _DETAILS = to_status(ServiceUnauthenticatedError('authorization: got no known token, want "Bearer TOKEN"'))
 
-_token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
-
-
-def token_name() -> str | None:
-    """Return the client name of the token that the running call carries; None where no token is required."""
-    return _token_name.get()
+token_name: ContextVar[str | None] = ContextVar("token_name", default=None)
+"""Client name of the token that the running call carries; None where no token is required."""
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -87,7 +83,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         name = None if token is None else self._tokens.name(token)
         if name is None:
             return False
-        _token_name.set(name)
+        token_name.set(name)
         return True
 
     def refused(self, peer: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic, perf_counter
@@ -255,18 +255,14 @@ _MOST_IDLE = 10_000  # idle clients whose rate is kept; bounds memory when a cal
 
 def client_name(caller: Caller) -> str:
     """Return the name of the caller: that of its token, else of its certificate, else its address without port."""
-    return token_name() or _certificate_name(caller.auth_context()) or _host(caller.peer())
-
-
-def _certificate_name(identity: Mapping[str, Iterable[bytes]]) -> str:
+    if name := token_name.get():
+        return name
+    identity = caller.auth_context()
     for key in ("x509_common_name", "x509_subject_alternative_name"):
         for value in identity.get(key, ()):
             if value:
                 return value.decode(errors="replace")
-    return ""
-
-
-def _host(peer: str) -> str:
+    peer = caller.peer()
     address = peer_of(peer)
     return peer.partition(":")[0] if address is None else address.host
 
@@ -676,25 +672,19 @@ class Call:
                 await asyncio.sleep(error.retry_after)
                 self.checkpoint()
 
-    def forget_memory(self) -> None:
-        """Close open shared memory, and return its room."""
-        self.memory = Exchange()
-        if self.weighed:
-            self._admission.bytes.leave(self.seconds, self.weighed)
-        self.weighed = 0
-
     def release(self) -> None:
-        """Return all slots and room of the call."""
+        """Return all slots and room of the call, and close its shared memory."""
         seconds = self.seconds
-        self.forget_memory()
+        self.memory = Exchange()
+        for size in (self.weighed, self._bytes):
+            if size:
+                self._admission.bytes.leave(seconds, size)
         if self._gate is not None:
             self._gate.leave(seconds)
         self._leave_share()
-        if self._bytes:
-            self._admission.bytes.leave(seconds, self._bytes)
         for pool, tasks in self._tasks.items():
             self._admission.lines[pool].left(tasks)
-        self._gate, self._bytes = None, 0
+        self._gate, self._bytes, self.weighed = None, 0, 0
         if not self.sending:
             self.lease.end(seconds)
 

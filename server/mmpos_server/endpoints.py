@@ -282,7 +282,6 @@ async def encode(response: Message, call: Call, limits: Limits) -> bytes:
         OutputError: the tensors of the answer did not fit into shared memory.
     """
     call.checkpoint()
-    call.memory.finish()
     if call.answer_bytes <= _INLINE_BYTES:
         raw = _written(response, call)
     else:

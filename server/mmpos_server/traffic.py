@@ -217,9 +217,10 @@ class Traffic:
             seconds = call.seconds
             gate.leave(seconds, size)
             call.lease.end(seconds)
+            self._leaving.pop(context, None)
 
+        self._leaving[context] = monotonic()
         _at_end(sent)
-        self.leave(context)
 
     def leave(self, context: CallContext) -> None:
         """Close the connection of a call unless its client reads the answer or the status in time."""

@@ -143,11 +143,12 @@ class Slot:
     def begin(self) -> None:
         """Keep the slot until the work is done: the request is here."""
         self.here = True
-        self._lane.hold(self)
+        self._lane.held[self] = None  # again, if it was lost
 
     def leave(self) -> None:
-        """Return the slot to the lane; calling this twice does no harm."""
-        self._lane.leave(self)
+        """Return the slot to the lane, if it was not lost."""
+        if self._lane.held.pop(self, self) is None:
+            self._lane.fill()
 
 
 current_slot: ContextVar[Slot | None] = ContextVar("current_slot", default=None)
@@ -181,12 +182,12 @@ class Lane:
     def __init__(self, ask: Callable[[], object], ahead: int, width: Width, overload: Overload) -> None:
         self._ask, self._ahead, self._width, self._overload = ask, ahead, width, overload
         self._asked = 0
-        self._held: dict[Slot, None] = {}  # an ordered set
+        self.held: dict[Slot, None] = {}  # an ordered set
 
     def fill(self) -> None:
         """Request as many calls as there are free slots."""
         slots = self._width.few if self._overload.here else self._width.most
-        while self._asked < self._ahead and len(self._held) + self._asked < slots:
+        while self._asked < self._ahead and len(self.held) + self._asked < slots:
             self._asked += 1
             self._ask()
 
@@ -194,25 +195,15 @@ class Lane:
         """Note that a requested call has arrived; returns its slot."""
         self._asked -= 1
         slot = Slot(self)
-        self._held[slot] = None
+        self.held[slot] = None
         self.fill()
         return slot
 
-    def hold(self, slot: Slot) -> None:
-        """Keep a slot, or take it again after it was lost."""
-        self._held[slot] = None
-
-    def leave(self, slot: Slot) -> None:
-        """Free a slot, if it was not lost."""
-        if slot in self._held:
-            del self._held[slot]
-            self.fill()
-
     def look(self) -> None:
         """Free the slots of calls whose requests have not arrived since the last check, and request calls for them."""
-        for slot in [slot for slot in self._held if slot.seen and not slot.here]:
-            del self._held[slot]
-        for slot in self._held:
+        for slot in [slot for slot in self.held if slot.seen and not slot.here]:
+            del self.held[slot]
+        for slot in self.held:
             slot.seen = True
         self.fill()
 

@@ -341,7 +341,7 @@ def test_an_answer_is_expected_at_its_places() -> None:
         part = tensor_pb2.SharedMemory(key=key, byte_size=100)
         exchange = Exchange(SharedMemory(PREFIX), rotary_pb2.RotateRequest(output=part))
         exchange.expect([64, 36])
-        exchange.finish()
+        exchange.serialize(rotary_pb2.RotateResponse())
         with pytest.raises(OutputError, match=r"^output.byte_size: got 100, want >= 101 for the answer$") as raised:
             exchange.expect([10, 37])
     assert raised.value.needed == 101
@@ -386,7 +386,7 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
         await waiting
         await item.weigh(25)
         assert admission.bytes.taken == item.weighed == 150
-        item.forget_memory()
+        item.release()
 
     asyncio.run(scenario())
     assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)

@@ -1,4 +1,4 @@
-"""Who may call, over what: bearer tokens and TLS certificates, reread from their files as these change."""
+"""Bearer tokens and TLS certificates of a server, reread from their files as these change."""
 
 from __future__ import annotations
 

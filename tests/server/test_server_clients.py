@@ -1,4 +1,4 @@
-"""What one client may have at once and ask for in a second, while the others go on as if it were not there."""
+"""Limits of one client, at once and per second, while the others go on as if it were not there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def served(tmp_path: Path, **limits: float) -> Iterator[tuple[Client, Client]]:
 
 
 def refusal(call: Any, *args: Any) -> tuple[str, float]:
-    """What is said to a client that has or asks for too much, and when it may come back."""
+    """Return the refusal of a client that has or asks for too much, and when it may come back."""
     with pytest.raises(ServiceOverloadedError) as raised:
         call(*args)
     return str(raised.value), raised.value.retry_after

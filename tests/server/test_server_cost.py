@@ -1,4 +1,4 @@
-"""What a request costs is told from its bytes and its words, and what is not small is done beside the event loop."""
+"""Cost of a request, bounded by its bytes and its words; work that is not small is done beside the event loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parsed(raw: bytes, call: Call, limits: Limits = CONFIG.limits) -> list[str]:
     return list(kind.threads)
 
 
-def build(*parts: dict[str, Any], documents: int = 1) -> bytes:
+def build(*parts: dict[str, object], documents: int = 1) -> bytes:
     query = {"documents": [{"parts": list(parts)}] * documents}
     return sequences_pb2.BuildRequest(query=query).SerializeToString()  # type: ignore[arg-type]
 

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from certificates import make_certificate
@@ -103,7 +102,7 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert server.end()[0] == 0
 
 
-def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     warn(listen, Logs("info"))
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(line.pop("level") == "warning" and line.pop("timestamp") for line in lines)

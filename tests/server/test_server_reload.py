@@ -1,4 +1,4 @@
-"""What a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
+"""Files that a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from grpc_calls import Stream, Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import Connection, closed_at_once, message
 from waiting import eventually
@@ -39,7 +40,7 @@ LARGE = message(pb.PlaceRequest(query=pb.PositionsQuery(profile="large")).Serial
 MIB = 2**20
 
 
-async def answer(query: Any, found: pb.Positions, call: Call) -> None:
+async def answer(query: pb.PositionsQuery, found: pb.Positions, call: Call) -> None:
     """One number, or a megabyte of them, or when the test lets it."""
     if query.profile == "blocked":
         assert GO.wait(60)
@@ -81,7 +82,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         yield start
 
 
-def lines(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def lines(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     """The log of the server, without lines of calls; those of the core of gRPC are no JSON."""
     found = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     return [line for line in found if line["event"] not in ("request", "stream")]
@@ -152,11 +153,10 @@ def test_what_callers_send_is_not_in_the_log(
 
 def test_compressed_requests_are_refused(serve: Callable[..., str]) -> None:
     with grpc.insecure_channel(serve(), compression=grpc.Compression.Gzip) as channel:
-        ask: Any = channel.unary_unary(PLACE)
+        ask: Unary = channel.unary_unary(PLACE)
         with pytest.raises(grpc.RpcError) as raised:
             ask(bytes(100_000), timeout=60)
-        failed: Any = raised.value
-        assert (failed.code().name, failed.details()) == (
+        assert (raised.value.code().name, raised.value.details()) == (
             "UNIMPLEMENTED",
             "Compression algorithm 'gzip' is disabled.",
         )
@@ -201,7 +201,7 @@ def test_a_server_that_stops_waits_for_no_half_request(serve: Callable[..., str]
     ],
 )
 def test_what_has_come_of_requests_counts_as_their_bytes(
-    serve: Callable[..., str], tables: dict[str, Any], said: bytes
+    serve: Callable[..., str], tables: dict[str, object], said: bytes
 ) -> None:
     with Connection(serve(**tables)) as connection:
         streams = [connection.call(path) for path in (PLACE, STREAM) * 2]
@@ -214,7 +214,7 @@ def test_what_has_come_of_requests_counts_as_their_bytes(
 
 
 def test_requests_that_have_come_are_not_counted_as_on_their_way(serve: Callable[..., str]) -> None:
-    tables: dict[str, Any] = {"clients": {"max_in_flight_bytes": MIB}}
+    tables: dict[str, object] = {"clients": {"max_in_flight_bytes": MIB}}
     with Connection(serve(**tables)) as connection:
         idle = connection.call(STREAM)
         connection.send(idle, REQUEST, end=False)
@@ -328,7 +328,7 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Callable[...,
         health = health_pb2_grpc.HealthStub(channel)
         watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         assert [next(watch).status for watch in watches] == [1, 1]
-        reflect: Any = channel.stream_stream(REFLECTION)
+        reflect: Stream = channel.stream_stream(REFLECTION)
         for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
             assert (call.code().name, call.details().rpartition(": ")[2]) == (
                 "RESOURCE_EXHAUSTED",
@@ -377,18 +377,14 @@ def test_each_method_has_a_queue_of_its_own(serve: Callable[..., str]) -> None:
         grpc.insecure_channel(address, options=[("grpc.enable_retries", 0)]) as channel,
         ThreadPoolExecutor(40) as pool,
     ):
-        place: Any = channel.unary_unary(PLACE)
-        ready: Any = channel.unary_unary(f"{SERVICE}/Ready")
+        place: Unary = channel.unary_unary(PLACE)
+        ready: Unary = channel.unary_unary(f"{SERVICE}/Ready")
         dropped: list[str] = []
 
-        def ask(method: Any, raw: bytes) -> str:
-            try:
-                method(raw, timeout=60)
-            except grpc.RpcError as error:
-                failed: Any = error
-                dropped.append(failed.code().name)
-                return dropped[-1]
-            return "OK"
+        def ask(method: Unary, raw: bytes) -> str:
+            code, _ = ending(lambda: method(raw, timeout=60))
+            dropped.extend(() if code == "OK" else (code,))
+            return code
 
         GO.set()
         assert ask(place, REQUEST[5:]) == "OK"  # connects

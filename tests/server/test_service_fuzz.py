@@ -51,7 +51,7 @@ def check(method: str, answer: Answer) -> None:
                 get_sequence("sequence", result.sequence, memory=Objects())
 
 
-def ask(server: Victim, method: str, strategy: Any, number: int) -> None:
+def ask(server: Victim, method: str, strategy: object, number: int) -> None:
     def answered(request: Any) -> None:
         check(method, server.call(method, request))
 

@@ -69,7 +69,7 @@ def rotate(q: tensor_pb2.Tensor, **fields: Any) -> Any:
     return rotary_pb2.RotateRequest(q=q, positions=TURNS, rotary=rotary, **fields)
 
 
-def output(key: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
+def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
     return {"output": {"key": key, "offset": offset, "byte_size": byte_size}}
 
 
@@ -82,8 +82,8 @@ def opened(server: Victim) -> list[str]:
     return [name for name in found if name.startswith("/dev/shm/")]
 
 
-def told(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, Any]]:
-    """How a call failed, and what trailing metadata said."""
+def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, object]]:
+    """Return the answer and trailing metadata of a call that fails."""
     with pytest.raises(grpc.RpcError) as raised:
         server.channel.unary_unary(f"/mmpos.rpc.v1.{method}")(request.SerializeToString(), timeout=60)
     error: Any = raised.value
@@ -167,7 +167,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
             ("RotaryService/CosSin", tables, 128, "output"),
             ("PositionService/Place", ids, 56, "query.output"),
         ):
-            answer, trailing = told(server, method, request)
+            answer, trailing = failed_call(server, method, request)
             want = f"{name}.byte_size: got 10, want >= {needed} for the answer"
             assert answer == Answer("INVALID_ARGUMENT", want)
             assert trailing[OUTPUT_BYTES] == str(needed)
@@ -178,12 +178,12 @@ def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> 
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
-        answer, trailing = told(server, "SequenceService/Build", request)
+        answer, trailing = failed_call(server, "SequenceService/Build", request)
     assert answer == Answer("INVALID_ARGUMENT", "query.output.byte_size: got 500, want >= 848 for the answer")
     assert trailing[OUTPUT_BYTES] == "848"
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
     "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
     "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
@@ -218,7 +218,7 @@ def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
 def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
     ids = np.array([1, 2], np.int32)
     with shared(ids.tobytes()) as key:
-        parts: list[Any] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
+        parts: list[object] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
         request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [part]} for part in parts]})  # type: ignore[arg-type]
         answer = server.call("SequenceService/Build", request)
     first, second = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results

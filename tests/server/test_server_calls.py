@@ -23,7 +23,7 @@ from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.admission import Call, Pool
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
@@ -86,15 +86,7 @@ def fake() -> Fake:
 @pytest.fixture
 def serve(fake: Fake) -> Iterator[Start]:
     """Start a server with the fake method and give a channel to it."""
-    run = queried(fake.run, "positions")
-    method = Method(
-        "mmpos.rpc.v1.PositionService",
-        "Place",
-        pb.PlaceRequest,
-        pb.PlaceResponse,
-        run,
-        streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, run),
-    )
+    method = place_method(fake.run)
     with ExitStack() as stack:
 
         def start(logs: Logs | None = None, **tables: dict[str, int]) -> grpc.Channel:

@@ -27,8 +27,9 @@ from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
 from mmpos_server.admission import Admission, Call, Clients, Gate, Line, Pool, Window
 from mmpos_server.config import ClientLimits, Concurrency, Pools, Profiles, ServerConfig, load
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.methods import Run
 from mmpos_server.sequence_service import SequenceService
+from mmpos_server.services import place_method
 from mmpos_server.testing import running
 from mmpos_server.transport import Lane, Overload, Slot, Width
 
@@ -267,19 +268,10 @@ def serve() -> Iterator[Serve]:
     """Start servers whose one method does this, with two threads for images and these settings of concurrency."""
     with ExitStack() as stack:
 
-        def start(run: Any, **concurrency: int) -> str:
-            whole = queried(run, "positions")
-            method = Method(
-                "mmpos.rpc.v1.PositionService",
-                "Place",
-                pb.PlaceRequest,
-                pb.PlaceResponse,
-                whole,
-                streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
-            )
+        def start(run: Run, **concurrency: int) -> str:
             tables = {"concurrency": concurrency, "pools": {"image": 2}}
             config = ServerConfig.model_validate({**load().model_dump(), **tables})
-            return stack.enter_context(running(config, methods=lambda *_: [method]))
+            return stack.enter_context(running(config, methods=lambda *_: [place_method(run)]))
 
         yield start
 

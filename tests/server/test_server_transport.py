@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from mmpos_server import testing
 from mmpos_server.admission import Admission, Call
 from mmpos_server.app import Server
 from mmpos_server.config import ClientLimits, Concurrency, ServerConfig, load
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.traffic import Traffic
@@ -63,18 +64,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     with ExitStack() as stack:
 
         def start(grace: float = 5.0, **tables: Any) -> str:
-            whole = queried(answer, "positions")
-            methods = [
-                Method(
-                    SERVICE[1:],
-                    "Place",
-                    pb.PlaceRequest,
-                    pb.PlaceResponse,
-                    whole,
-                    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
-                ),
-                Method(SERVICE[1:], "Ready", pb.PlaceRequest, pb.PlaceResponse, whole, admitted=False),
-            ]
+            place = place_method(answer)
+            methods = [place, replace(place, name="Ready", twin=None, admitted=False)]
             config = ServerConfig.model_validate({**load().model_dump(), **tables})
             logs = Logs("info")
             return stack.enter_context(running(config, methods=lambda *_: methods, logs=logs, grace=grace))

@@ -19,7 +19,7 @@ from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server.certificates import Tls as ServerTls
+from mmpos_server.access import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 

@@ -37,7 +37,7 @@ from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rpc.errors import OutputError
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery
 from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import ServerConfig
 from mmpos_server.methods import Method
 from mmpos_server.services import methods

@@ -19,7 +19,7 @@ from mmpos.client.channel import channel_options
 from mmpos.client.options import Endpoint
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server.certificates import Tls as ServerTls
+from mmpos_server.access import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 

@@ -34,10 +34,10 @@ from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import load
-from mmpos_server.logs import Logs
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.tracing import Tracing, configured
 
@@ -66,14 +66,7 @@ ERRORS = {
     "busy": ServiceOverloadedError("max_in_flight: got 1 taken of 1", 1.0),
     "bug": KeyError("why"),
 }
-METHOD = Method(
-    "mmpos.rpc.v1.PositionService",
-    "Place",
-    pb.PlaceRequest,
-    pb.PlaceResponse,
-    queried(run, "positions"),
-    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, queried(run, "positions")),
-)
+METHOD = place_method(run)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -13,6 +13,9 @@ import tritonclient.grpc as triton
 from mmpos_server.config import ServerConfig
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
+
+TritonClient: TypeAlias = triton.InferenceServerClient
+Infer: TypeAlias = "grpc.UnaryUnaryMultiCallable[pb.ModelInferRequest, pb.ModelInferResponse]"
 
 DATATYPES = {
     "int64": "INT64",
@@ -55,7 +58,7 @@ def wanted(names: Iterable[str] | None) -> list[Any] | None:
 
 
 def ask(
-    client: Any, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
+    client: TritonClient, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
 ) -> Any:
     """The arrays of an answer, by name."""
     tensors = [given(name, values) for name, values in inputs.items()]
@@ -63,7 +66,7 @@ def ask(
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 
-def stub(channel: grpc.Channel) -> Any:
+def stub(channel: grpc.Channel) -> Infer:
     """ModelInfer with messages as no client writes them."""
     kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
     return channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)
@@ -73,9 +76,9 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     """Status and message of a call that fails."""
     with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
         call()
-    error: Any = raised.value
-    if isinstance(error, grpc.Call):
-        return error.code().name, error.details()
+    error = raised.value
+    if isinstance(error, grpc.RpcError):
+        return error.code().name, error.details() or ""
     return error.status().removeprefix("StatusCode."), error.message()
 
 

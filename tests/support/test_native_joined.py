@@ -53,7 +53,7 @@ def test_a_large_tensor_is_copied_once() -> None:
     data, memory, message = array(shared_memory.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
     put_tensor(message, data, memory)
     assert message.ByteSize() < 100
-    (kept,) = memory._large._tensors
+    (kept,) = memory._large
     assert np.shares_memory(kept, data)
     assert tensor_pb2.Tensor.FromString(memory.serialize(message)).data == data.tobytes()
 

@@ -97,7 +97,7 @@ def unique(encoding: Known) -> Finding:
 
 
 def separation(encoding: Known) -> Finding:
-    """How far apart the two nearest of the same positions are, as a share of the two farthest."""
+    """Distance of the two nearest of the same positions, as a share of the two farthest."""
     return Finding(_nearest(encoding)[0])
 
 
@@ -149,8 +149,8 @@ def linear_shift(encoding: Known) -> Finding:
 
 
 def relative(encoding: Known) -> Finding:
-    """What attention sees of two positions stays, to 1e-9 of the most, when both are raised by the same k: the product
-    of their rows of a table, the bias, or the score of a query and a key that were turned.
+    """The effect of two positions on attention stays, to 1e-9 of the most, when both are raised by the same k: the
+    product of their rows of a table, the bias, or the score of a query and a key that were turned.
     """
     positions = first_positions(encoding, 32 + _SHIFTS[-1])
     for k in _SHIFTS:

@@ -24,40 +24,28 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from neighbours_training import DIRECTIONS, NONE, Outcome, Setup, Shape, Task, train
-from rich.console import Console
+from pages import RESULTS, Rows, fill_in, of_machine, show
 
 from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
-from mmpos.cli import report
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 KEPT = "neighbours-*.json"
-PAGE = HERE.parent / "docs" / "experiment.md"
+PAGE = Path(__file__).parents[1] / "docs" / "experiment.md"
 PICTURE = PAGE.with_suffix(".png")
-BEGIN, END = "<!-- neighbours -->\n", "<!-- /neighbours -->"
 GUESS = "(a guess among the other patches)"
 
 
 @dataclass(frozen=True)
 class Results:
-    """An experiment, as it is kept.
+    """An experiment, as it is kept."""
 
-    Args:
-        command: that made it.
-        machine: where, as a dictionary.
-        setup: of all its trainings, as a dictionary.
-        guess: percent that a guess among the other patches of the image gets right, by set.
-        outcomes: of the trainings.
-    """
-
-    command: str
+    command: str  # that made it
     machine: Mapping[str, Any]
-    setup: Mapping[str, Any]
-    guess: Mapping[str, float]
-    outcomes: list[Outcome]
+    setup: Mapping[str, Any]  # of all its trainings
+    guess: Mapping[str, float]  # percent that a guess among the other patches of the image gets right, by set
+    outcomes: list[Outcome]  # of the trainings
 
     @classmethod
     def from_json(cls, text: str) -> Results:
@@ -91,7 +79,7 @@ def guess(setup: Setup) -> dict[str, float]:
     return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
 
 
-def table(results: Results) -> list[list[str]]:
+def table(results: Results) -> Rows:
     """Head and rows: mean, and least to most over the seeds, in percent."""
     head = ["scheme", "seeds", *(f"{name}, {direction}" for name in results.guess for direction in DIRECTIONS)]
     seeds = {scheme: sum(one.scheme == scheme for one in results.outcomes) for scheme in results.spreads()}
@@ -103,32 +91,24 @@ def table(results: Results) -> list[list[str]]:
     return [head, *rows, [GUESS, "", *guesses]]
 
 
-def fill_in(page: str) -> str:
-    """The page with the tables of all kept figures between its marks."""
-    begin, _, rest = page.partition(BEGIN)
-    _, _, end = rest.partition(END)
-    texts = []
-    for path in sorted(RESULTS.glob(KEPT)):
-        results = Results.from_json(path.read_text(encoding="utf-8"))
-        texts.append(f"{results.machine['cpu']}, {results.machine['cores']} cores, `{results.command}`:\n")
-        head, *rows = table(results)
-        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-        texts.append("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
-    return f"{begin}{BEGIN}\n" + "\n".join(texts) + f"\n{END}{end}"
+def quoted(results: Results) -> str:
+    """Write the table of a file in results/."""
+    return of_machine(results.machine, results.command, table(results))
 
 
-def shown(rows: list[list[str]]) -> None:
-    """Print a table, as wide as it is."""
-    head, *body = rows
-    printed = report.new_table(*head, right=head[1:])
-    for cells in body:
-        printed.add_row(*cells)
-    report.show(Console(width=200, highlight=False), printed)
+def filled_in(page: str) -> str:
+    """Write the tables of all kept figures into the page."""
+    return fill_in(page, "neighbours", lambda _: "".join(map(quoted, kept_results())) + "\n")
+
+
+def kept_results() -> list[Results]:
+    """Read the figures of every machine."""
+    return [Results.from_json(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(KEPT))]
 
 
 def picture(path: Path) -> None:
     """Draw the first kept file, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
-    results = Results.from_json(next(iter(sorted(RESULTS.glob(KEPT)))).read_text(encoding="utf-8"))
+    results = kept_results()[0]
     spreads = results.spreads()
     with canvas(path, 8.0, 0.26 * len(spreads) + 1.3) as figure:
         panels = figure.subplots(1, len(results.guess), sharey=True)
@@ -233,9 +213,9 @@ def main(
             results.outcomes.append(outcome)
             if keep:
                 write_text(path, results.to_json())
-        shown(table(results))
+        show(table(results))
     if keep or only_tables:
-        write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
+        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
         picture(PICTURE)
 
 

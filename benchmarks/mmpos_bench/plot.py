@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, Style, canvas, in_axes, line_style, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError
-from mmpos_bench.results import UNITS, Entry, Measurement, Report, ratio_text, seconds_text
+from mmpos_bench.results import Entry, Measurement, Report, ratio_text, seconds_text, unit_of
 from mmpos_bench.suites import SUITES
 
 if TYPE_CHECKING:
@@ -253,8 +253,7 @@ def _has(measurement: Measurement, name: str) -> bool:
 def _unit(group: Group) -> tuple[float, str]:
     """The unit in which the middle one of the times of a curve is at least 1."""
     times = sorted(each for m in group for e in m.entries if (each := m.per_unit(e)))
-    middle = times[(len(times) - 1) // 2] if times else 1.0
-    return next(((size, unit) for size, unit in UNITS if middle >= size), UNITS[-1])
+    return unit_of(times[(len(times) - 1) // 2] if times else 1.0)
 
 
 def _log_axis(axis: Any, low: float, high: float, suffix: str) -> None:

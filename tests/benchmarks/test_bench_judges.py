@@ -16,10 +16,8 @@ from mmpos.rotary import apply_rotary
 from mmpos_bench import Budget, NotEqualError, Options, data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
-from mmpos_bench.peers import Peers
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
-from mmpos_bench.serving.h2load import H2Load
-from mmpos_bench.serving.loads import Turn, by_cpu, by_latency, by_rate
+from mmpos_bench.serving.loads import H2Load, Turn, by_cpu, by_latency, by_rate
 from mmpos_bench.serving.processes import ServerProcess
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
@@ -72,9 +70,9 @@ def test_a_layer_knows_its_work() -> None:
 def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    peers = Peers(True)
-    assert peers.get("Liger", ROTATIONS["Liger"]) is None
-    assert peers.missing == {"Liger": "ImportError: its kernel needs a GPU"}
+    options = Options(peers=True)
+    assert options.peer("Liger", ROTATIONS["Liger"]) is None
+    assert options.missing == {"Liger": "ImportError: its kernel needs a GPU"}
 
 
 class Forgets(Packer):
@@ -154,7 +152,7 @@ def test_h2load_counts_the_bytes_that_came(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(ServerProcess, "cpu", 0.0)
-    assert H2Load.found()
+    assert H2Load.installed()
     server = ServerProcess(0, "127.0.0.1:1")
     assert H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)() == Turn(1250.5, 0.0)
     with pytest.raises(NotEqualError, match="got h2load: 120 bytes, want 128"):
@@ -183,4 +181,4 @@ def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
-        next(service.cases(Options(True, Peers(False))))
+        next(service.cases(Options(quick=True)))

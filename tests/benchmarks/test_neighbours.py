@@ -39,9 +39,9 @@ def drawn(sizes: Sizes, count: int = 40, seed: int = 0) -> Batch:
 
 def kept() -> list[Results]:
     """What every machine has found."""
-    paths = sorted(neighbours.RESULTS.glob(neighbours.KEPT))
-    assert paths
-    return [Results.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    results = neighbours.kept_results()
+    assert results
+    return results
 
 
 def images(batch: Batch) -> list[tuple[int, list[list[int]]]]:
@@ -149,7 +149,7 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
     for _ in range(2):
         for path in tmp_path.glob(neighbours.KEPT):
             path.unlink()
-        page.write_text(f"above\n{neighbours.BEGIN}{neighbours.END}\nbelow\n", encoding="utf-8")
+        page.write_text("above\n<!-- neighbours -->\n<!-- /neighbours -->\nbelow\n", encoding="utf-8")
         neighbours.main("none,vrope", seeds=2, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
         (path,) = tmp_path.glob(neighbours.KEPT)
         found.append(Results.from_json(path.read_text(encoding="utf-8")))
@@ -225,6 +225,6 @@ def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
 
 def test_the_page_quotes_the_figures_that_are_kept() -> None:
     page = neighbours.PAGE.read_text(encoding="utf-8")
-    assert neighbours.BEGIN in page
-    assert neighbours.fill_in(page) == page
+    assert "<!-- neighbours -->" in page
+    assert neighbours.filled_in(page) == page
     assert all(found.setup == Setup().to_dict() for found in kept())

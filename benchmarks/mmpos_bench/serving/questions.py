@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-import mmpos
 from mmpos.rpc.positions import get_result, put_query
 from mmpos.rpc.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.proofs import NotEqualError, equal, holds
-from mmpos_bench.serving.orders import OPTIONS
+from mmpos_bench.images import PHOTOS
+from mmpos_bench.positions import spans
+from mmpos_bench.proofs import equal, holds
+from mmpos_bench.serving.loads import OPTIONS
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Profiles, load
 from mmpos_server.inference import open_inference_pb2
@@ -29,32 +29,21 @@ __all__ = ["PHOTOGRAPHS", "Asking", "Question"]
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 
-_FOLDER = Path(mmpos.__file__).parent / "photos"
-PHOTOGRAPHS = tuple((_FOLDER / name).read_bytes() for name in ("chelsea.jpg", "coffee.jpg"))
+PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
 """The bytes of a JPEG file of a cat, and of one of a cup."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request and its answer, with what one such call is worth.
-
-    Args:
-        name: for people.
-        path: of the method.
-        request: the bytes to send.
-        answer: the bytes that came.
-        documents: that it is about.
-        tokens: that these have.
-        proof: raises NotEqualError if the answer is not what the same question gives in process.
-    """
+    """A request and its answer, with what one such call is worth."""
 
     name: str
-    path: str
+    path: str  # of the method
     request: bytes
     answer: bytes
-    documents: int
-    tokens: int
-    proof: Callable[[], None]
+    documents: int  # that it is about
+    tokens: int  # that these have
+    proof: Callable[[], None]  # raises NotEqualError if the answer is not what the same question gives in process
 
     @property
     def stream(self) -> bool:
@@ -107,7 +96,7 @@ class Asking:
         kind = positions_pb2.StreamPlaceResponse if stream else positions_pb2.PlaceResponse
 
         def prove(raw: bytes) -> None:
-            _same("positions", get_result("positions", kind.FromString(raw).positions), query.run())
+            equal(get_result("positions", kind.FromString(raw).positions), query.run())
 
         path = _POSITIONS + ("StreamPlace" if stream else "Place")
         return self._question(name, path, request, documents, segments.num_tokens, prove)
@@ -115,7 +104,7 @@ class Asking:
     def infer(self, documents: int) -> Question:
         """The same of the model of the Open Inference Protocol, from placeholder spans."""
         segments, request = self.segments(documents), open_inference_pb2.ModelInferRequest(model_name="positions")
-        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), _spans(segments), strict=True))
+        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), spans(segments), strict=True))
         for name, array in inputs.items():
             request.inputs.add(name=name, datatype="INT64", shape=array.shape)
             request.raw_input_contents.append(array.astype("<i8").tobytes())
@@ -144,13 +133,11 @@ class Asking:
         request.query.patches = patches
         for document in documents:
             put_parts(request.query.documents.add(), document)
-        wanted = [self._builder.build(document) for document in documents]
+        wanted = tuple(map(self._builder.build, documents))
 
         def prove(raw: bytes) -> None:
             results = sequences_pb2.BuildResponse.FromString(raw).sequences.results
-            holds(len(results) == len(wanted), f"{len(results)} results", len(wanted))
-            for result, want in zip(results, wanted, strict=True):
-                _same("sequence", get_sequence("sequence", result.sequence), want)
+            equal([get_sequence("sequence", result.sequence) for result in results], wanted)
 
         name, tokens = f"Build, {counted(len(documents), 'document')} {what}", sum(w.input_ids.size for w in wanted)
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
@@ -163,20 +150,6 @@ class Asking:
         return Question(name, path, sent, raw, documents, tokens, partial(prove, raw))
 
 
-def _spans(segments: SegmentTable) -> tuple[Any, Any, Any, Any]:
-    """Lengths of documents; offsets, grids and documents of their images."""
-    lengths, grid = segments.lengths, segments.kind == GRID
-    first, offsets = np.cumsum(lengths) - lengths, segments.segment_offsets
-    document = np.repeat(np.arange(segments.num_documents), np.diff(offsets))
-    begins = first[offsets[:-1]]
-    return (
-        np.diff(np.append(begins, segments.num_tokens)),
-        (first - begins[document])[grid],
-        segments.extents.T[grid],
-        document[grid],
-    )
-
-
 def _ask(channel: grpc.Channel, path: str, sent: bytes) -> bytes:
     if "/Stream" not in path:
         unary: Any = channel.unary_unary(path)
@@ -184,19 +157,3 @@ def _ask(channel: grpc.Channel, path: str, sent: bytes) -> bytes:
     stream: Any = channel.stream_stream(path)
     (raw,) = stream(iter([sent]), timeout=60)
     return raw
-
-
-def _same(name: str, got: Any, want: Any) -> None:
-    """Every field and every number."""
-    holds(type(got) is type(want), f"{name}: a {type(got).__name__}", f"a {type(want).__name__}")
-    if is_dataclass(want):
-        for field in fields(want):
-            _same(f"{name}.{field.name}", getattr(got, field.name), getattr(want, field.name))
-    elif isinstance(want, np.ndarray):
-        holds(got.dtype == want.dtype, f"{name}: {got.dtype}", want.dtype)
-        try:
-            equal(got, want)
-        except NotEqualError as error:
-            raise NotEqualError(f"{name}{error}") from None
-    else:
-        holds(got == want, f"{name}: {got!r}", repr(want))

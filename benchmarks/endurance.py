@@ -90,12 +90,12 @@ def main(
     """Measure, show, and keep if told so; ends with 1 if memory grows."""
     flat = True
     if not only_tables:
-        scale = Scale(seconds, times, 64, 2) if quick else Scale(seconds, times)
+        scale = Scale(seconds, times, 64, 2, settling=0.3) if quick else Scale(seconds, times)
         loaded = list(overload(scale, "tuned"))
         show(table(OVERLOAD, loaded))
         held = list(stalled(tuple(map(int, streams.split(","))), stall, "tuned", 2 if quick else 64))
         show(table(STALLED, held))
-        soaked = soak(soak_seconds, "tuned")
+        soaked = soak(soak_seconds, "tuned", 1 if quick else 2)
         show(table(SOAK, [soaked]))
         flat = soaked.flat
         if keep:

@@ -30,6 +30,7 @@ from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
+from mmpos_bench.results import json_with_rows
 
 KEPT = "neighbours-*.json"
 PAGE = Path(__file__).parents[1] / "docs" / "experiment.md"
@@ -54,14 +55,12 @@ class Results:
         return cls(**{**values, "outcomes": [Outcome(**one) for one in values["outcomes"]]})
 
     def to_json(self) -> str:
-        """A line for every outcome."""
+        """Write a line for every outcome."""
         head = {name: getattr(self, name) for name in ("command", "machine", "setup", "guess")}
-        lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-        rows = ",\n  ".join(json.dumps(asdict(one)) for one in self.outcomes)
-        return "{" + ",\n ".join([*lines, f'"outcomes": [\n  {rows}\n ]']) + "}\n"
+        return json_with_rows(head, "outcomes", map(asdict, self.outcomes)) + "\n"
 
     def spreads(self) -> dict[str, dict[tuple[str, str], tuple[float, float, float]]]:
-        """Least, mean and most percent over the seeds, by scheme, then by set and direction."""
+        """Find least, mean and most percent over the seeds, by scheme, then by set and direction."""
         spreads = {}
         for scheme in dict.fromkeys(one.scheme for one in self.outcomes):
             of_scheme = [one.accuracy for one in self.outcomes if one.scheme == scheme]
@@ -75,12 +74,12 @@ class Results:
 
 
 def guess(setup: Setup) -> dict[str, float]:
-    """Percent of right answers, by set, of one who knows the patches of an image but not where they are."""
+    """Compute percent of right answers, by set, of one who knows the patches of an image but not where they are."""
     return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
 
 
 def table(results: Results) -> Rows:
-    """Head and rows: mean, and least to most over the seeds, in percent."""
+    """Make head and rows: mean, and least to most over the seeds, in percent."""
     head = ["scheme", "seeds", *(f"{name}, {direction}" for name in results.guess for direction in DIRECTIONS)]
     seeds = {scheme: sum(one.scheme == scheme for one in results.outcomes) for scheme in results.spreads()}
     rows = [
@@ -138,18 +137,8 @@ def _frame(panel: Any, title: str, schemes: list[str]) -> None:
 
 
 PLACED = (
-    "flatten",
-    "rows",
-    "naive-2d",
-    "rope-tie",
-    "rope-tie-fractional",
-    "rope-tie-v2",
-    "rope-tie-lcm",
-    "mrope",
-    "mrope-interleave-reset",
-    "v2pe",
-    "videorope",
-    "vrope",
+    *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
+    *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
 )
 """The schemes that differ on text and single images, in the order of the table."""
 
@@ -169,20 +158,18 @@ def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iter
 
 def kept_outcomes(path: Path, setup: Setup) -> list[Outcome]:
     """Read the outcomes of this setup from a file; figures of another setup are left out."""
-    if not path.exists():
-        return []
-    results = Results.from_json(path.read_text(encoding="utf-8"))
-    return results.outcomes if results.setup == setup.to_dict() else []
+    results = Results.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return results.outcomes if results is not None and results.setup == setup.to_dict() else []
 
 
 def missing(results: Results, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
-    """Schemes and seeds without an outcome, a whole seed before the next."""
+    """List schemes and seeds without an outcome, a whole seed before the next."""
     known = {(outcome.scheme, outcome.seed) for outcome in results.outcomes}
     return [run for seed in range(seeds) for scheme in schemes if (run := (scheme, seed)) not in known]
 
 
 def named(schemes: str) -> list[str]:
-    """The schemes of a list, or all."""
+    """Read the schemes of a list, or all."""
     known = (NONE, *PLACED)
     names = schemes.split(",") if schemes else list(known)
     for name in names:

@@ -31,23 +31,23 @@ QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT 
 
 @cache
 def schemes() -> Matrix:
-    """All forms of all schemes."""
+    """Measure all forms of all schemes."""
     return measure()
 
 
 @cache
 def encodings() -> Matrix:
-    """All encodings."""
+    """Measure all encodings."""
     return measure_encodings()
 
 
 def definitions(matrix: Matrix) -> str:
-    """A line for every property: what it is."""
+    """Write a line for every property: its definition."""
     return "".join(f"- **{each.title}**: {each.definition}\n" for each in matrix.properties)
 
 
 def counterexamples(matrix: Matrix) -> str:
-    """A line for everything that does not hold: where it fails."""
+    """Write a line for everything that does not hold: where it fails."""
     wrong = ((name, each) for name, each, _ in matrix.reasons if matrix[name, each.name].value is False)
     return "".join(f"- `{name}`, {each.title}: {matrix[name, each.name].why}\n" for name, each in wrong)
 

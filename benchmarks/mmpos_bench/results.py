@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -47,7 +47,7 @@ class Measurement:
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Entry:
-        """The contestant of this name."""
+        """Look up the contestant of this name."""
         return {entry.name: entry for entry in self.entries}[name]
 
     @property
@@ -56,17 +56,17 @@ class Measurement:
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
     def of_limit(self, entry: Entry) -> float | None:
-        """The time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
+        """Compute the time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Entry) -> dict[str, float]:
-        """The speed of a contestant as a multiple of each peer's; only ours are compared."""
+        """Compute the speed of a contestant as a multiple of each peer's; only ours are compared."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
 
     def per_unit(self, entry: Entry) -> float | None:
-        """Seconds per token, or whatever the unit is; None of no work."""
+        """Compute seconds per token, or whatever the unit is; None of no work."""
         count = self.work[self.unit]
         return entry.timing.median / count if count else None
 
@@ -83,7 +83,7 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)  # peers that were wanted and not there, and why
 
     def group(self, name: str) -> tuple[Measurement, ...]:
-        """The measurements under one heading."""
+        """List the measurements under one heading."""
         return tuple(m for m in self.measurements if m.group == name)
 
     @property
@@ -93,13 +93,13 @@ class Report:
 
 
 def to_json(reports: Iterable[Report]) -> str:
-    """Reports as JSON, a line per measurement; times keep four significant digits."""
+    """Write reports as JSON, a line per measurement; times keep four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
 
 def from_json(text: str) -> tuple[Report, ...]:
-    """The reports of a JSON text.
+    """Read the reports of a JSON text.
 
     Raises:
         InvalidInputError: not JSON, another format, or fields that do not fit.
@@ -116,10 +116,14 @@ def from_json(text: str) -> tuple[Report, ...]:
 
 def _report_text(report: Report) -> str:
     head = {f.name: getattr(report, f.name) for f in fields(report) if f.name not in ("machine", "measurements")}
-    head["machine"] = asdict(report.machine)
-    rows = ",\n  ".join(json.dumps(_row(m), ensure_ascii=False) for m in report.measurements)
-    lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-    return "{" + ",\n ".join([*lines, f'"measurements": [\n  {rows}\n ]' if rows else '"measurements": []']) + "}"
+    return json_with_rows(head | {"machine": asdict(report.machine)}, "measurements", map(_row, report.measurements))
+
+
+def json_with_rows(head: Mapping[str, object], name: str, rows: Iterable[object]) -> str:
+    """Write a JSON object with a line for every value of head, and one for every row of the list that is its last."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+    text = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return "{" + ",\n ".join([*lines, f'"{name}": [\n  {text}\n ]' if text else f'"{name}": []']) + "}"
 
 
 def _row(measurement: Measurement) -> dict[str, object]:
@@ -171,7 +175,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio with two or three significant digits, or nothing.
+    """Write a ratio with two or three significant digits, or nothing.
 
     >>> ratio_text(0.4567), ratio_text(9.996), ratio_text(1234.5), ratio_text(None)
     ('0.46×', '10.0×', '1,234×', '')
@@ -185,7 +189,7 @@ def _three(value: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number beside times, without an exponent where it is large.
+    """Write a number beside times, without an exponent where it is large.
 
     >>> number_text(122975.4), number_text(0.99634)
     ('122,975', '0.9963')

@@ -51,7 +51,7 @@ def test_the_page_quotes_the_figures_that_are_kept() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_the_script_takes_every_path_on_toy_sizes() -> None:
-    words = ["--quick", "--seconds", "1", "--times", "1", "--stall", "0.5", "--streams", "1", "--soak", "2"]
+    words = ["--quick", "--seconds", "0.5", "--times", "1", "--stall", "0.2", "--streams", "1", "--soak", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "endurance.py"), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, "COLUMNS": "300"}

@@ -23,8 +23,6 @@ from mmpos_bench.serving.questions import Asking, Question
 
 __all__ = ["Overload", "Scale", "overload"]
 
-_FILLING = 1.0  # seconds, longer than it takes until the pools are full and what came before is answered
-_STARTING = 2.0  # seconds for the probes to begin beside the load, so that they meet the load to its end
 _NO_LIMIT = 2**31 - 1
 _PROBES = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 
@@ -40,6 +38,7 @@ class Scale:
     times: float = 10.0  # the capacity, to load the server with
     tokens: int = 4096  # of a document
     batch: int = 64  # documents of a batch
+    settling: float = 1.5  # seconds, longer than pools take to fill and a server to forget that it refused calls
 
     @property
     def warm_up(self) -> float:
@@ -94,11 +93,11 @@ def _measured(question: Question, server: ServerProcess, scale: Scale, load: Wor
     probing = calls(scale.seconds, rate, connections=4, in_flight=_NO_LIMIT)
     probes.start(tell_probes, probing, scale.warm_up)
     calm: list[Sent] = probes.receive()
-    sleep(1.5)  # until the server has forgotten what was refused
-    lasts, most = _FILLING + scale.seconds + _STARTING, max(few.answers * scale.times - rate, 1.0)
+    sleep(scale.settling)
+    lasts, most = scale.settling + scale.seconds + scale.settling, max(few.answers * scale.times - rate, 1.0)
     load.start(tell_flood, calls(lasts, most, connections=16, in_flight=100))
     load.receive()
-    sleep(_FILLING)
+    sleep(scale.settling)
     probes.start(tell_probes, probing, scale.warm_up)
     busy: list[Sent] = probes.receive()
     many: Flooded = load.receive()

@@ -7,7 +7,7 @@ them.
 from mmpos_bench.proofs import NotEqualError, equal, holds
 from mmpos_bench.results import Entry, Measurement, Point, Report
 from mmpos_bench.suites import SUITES, Case, Contestant, Lineup, Options, Role, run
-from mmpos_bench.timing import Budget, Timing
+from mmpos_bench.timing import Budget, Timing, compare
 
 __all__ = [
     "SUITES",
@@ -23,6 +23,7 @@ __all__ = [
     "Report",
     "Role",
     "Timing",
+    "compare",
     "equal",
     "holds",
     "run",

@@ -11,7 +11,7 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,12 +36,12 @@ with needed_for("the data suite", extra="data"):
     from mmpos.data.examples import IGNORE_INDEX, Example
     from mmpos.data.packing import PackCounts, first_fit_decreasing
 
-__all__ = ["cases", "collate_loop", "evenly", "labelled", "mix", "packed_counts"]
-
 _SIZES, _MODES = (8192, 4096, 32768), {"whole documents": False, "text split": True}
 _TOKENS, _BUFFER = 8192, 16  # of the packs of a loader, and of its packer
 _PACKING, _LOADING = Budget(3.0, 5), Budget(4.0, 7)
 _BUILDER = SequenceBuilder()
+
+B = TypeVar("B")  # a batch of a loader
 
 Loop = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -282,7 +282,7 @@ def _loaded(paths: list[Path], photos: list[bytes], images: int, options: Option
 
     contestants = [limit("copy of the patches", lambda: deque(map(np.copyto, targets, written), maxlen=0))]
 
-    def line_up(who: str, role: Role, load: Callable[[int], DataLoader[Any]], prove: Callable[..., None]) -> None:
+    def line_up(who: str, role: Role, load: Callable[[int], DataLoader[B]], prove: Callable[..., None]) -> None:
         for workers in counts:
             loader, name = load(workers), f"{who}, {counted(workers, 'worker') if workers else 'no worker'}"
             contestants.append(Contestant(name, partial(deque, loader, maxlen=0), role, partial(prove, loader)))
@@ -296,18 +296,18 @@ def _loaded(paths: list[Path], photos: list[bytes], images: int, options: Option
     return Lineup(contestants, {"images": images, "bytes": sum(patches.nbytes for patches in written)})
 
 
-def _loader(paths: list[Path], workers: int) -> DataLoader[Any]:
+def _loader(paths: list[Path], workers: int) -> DataLoader[Batch]:
     preprocess = Preprocess(Pairs(), SequenceBuilder(images=UINT8))
     dataset = BatchDataset(shards(paths), preprocess, Packer(_TOKENS, buffer=_BUFFER), PackedCollator())
     return DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
 
 def _prove_images(
-    read: Callable[[Any], tuple[Sequence[str], Any]],
+    read: Callable[[B], tuple[Sequence[str], Tensor | None]],
     want: Sequence[Array],
     images: int,
     at_most: float,
-    loader: Iterable[Any],
+    loader: Iterable[B],
 ) -> None:
     """Check that every image came, with the patches that it should have; read takes keys and patches of a batch."""
     seen: Counter[str] = Counter()

@@ -25,8 +25,6 @@ from mmpos_bench.results import Point
 from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
-__all__ = ["LEVEL", "PHOTOS", "UINT8", "as_pixel_values", "cases", "expected", "photographs"]
-
 UINT8 = ImageProcessor(order="merged")
 """Patches as Qwen-VL wants them."""
 

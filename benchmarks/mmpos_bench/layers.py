@@ -15,8 +15,6 @@ from mmpos.segments.table import SegmentTable
 from mmpos_bench.proofs import holds
 from mmpos_bench.workloads import Document, loop_ids, workload
 
-__all__ = ["ROUNDING", "SHAPES", "Layer", "Pair", "Shape", "interleaved"]
-
 Pair = tuple[Tensor, Tensor]
 
 _THETA, _SCHEME = 10000.0, "rope-tie"

@@ -16,8 +16,6 @@ from mmpos.support import native
 from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
-__all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
-
 MALLOCS = ("default", "tuned")
 """The C library's own settings, or those of the server, which keep large blocks instead of giving them back."""
 

@@ -19,8 +19,6 @@ from mmpos_bench.suites import Case, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
-__all__ = ["cases", "spans"]
-
 Dtype = type[np.int32 | np.int64 | np.float64]
 IntArray = npt.NDArray[np.int64]
 LineUp = Callable[[list[Document]], Lineup]

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from mmpos.errors import MmposError
 
-__all__ = ["NotEqualError", "equal", "holds"]
-
 
 class NotEqualError(MmposError):
     """A contestant gives something else than it should: nothing of its case is timed."""

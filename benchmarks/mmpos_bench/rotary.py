@@ -28,8 +28,6 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, Rotate, Rotation
 
-__all__ = ["cases"]
-
 _LONG = (2048, 8192, 32768, 131072, 262144)
 _DECODE = 256
 _BUDGET, _CURVE, _EVENTS = Budget(1.0, 15), Budget(0.5, 11), Budget(0.0, 61)

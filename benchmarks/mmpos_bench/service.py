@@ -33,8 +33,6 @@ with needed_for("the service suite", extra="server"):
     from mmpos_bench.serving.questions import PHOTOGRAPHS, Asking, Question
     from mmpos_server.config import Profiles, load
 
-__all__ = ["cases"]
-
 _LARGE = 2**29  # bytes of a request, and of shared memory, where tensors are large
 
 

@@ -15,9 +15,7 @@ from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Entry, Measurement, Point, Report
-from mmpos_bench.timing import Budget, Call, Tick, Timer, by_clock
-
-__all__ = ["SUITES", "Case", "Contestant", "Lineup", "Options", "Role", "Watch", "giving", "limit", "run"]
+from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
 
 SUITES: Mapping[str, str] = MappingProxyType(
     {
@@ -104,7 +102,7 @@ class Case:
     unit: str = "tokens"  # the key of work by which times are divided in tables
     point: Point | None = None  # on the curve of the group
     budget: Budget = FULL
-    timer: Timer = by_clock
+    timer: Timer = compare
 
     @property
     def title(self) -> str:

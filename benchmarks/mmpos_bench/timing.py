@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 
-__all__ = ["Budget", "Call", "Tick", "Timer", "Timing", "by_clock", "by_events", "in_turns", "one_thread"]
-
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
@@ -26,8 +24,8 @@ _WARM = 10  # rounds on a GPU that do not count
 class Budget:
     """The time for a measurement."""
 
-    seconds: float  # for each contestant; one call of a slow contestant may take more
-    rounds: int  # in which every contestant has its turn
+    seconds: float = 1.0  # for each contestant; one call of a slow contestant may take more
+    rounds: int = 25  # in which every contestant has its turn
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,12 @@ class Timing:
 
 
 Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
-"""Times contestants, by name: `by_clock`, or a suite's own, for devices and other processes."""
+"""Times contestants, by name: `compare`, or a suite's own, for devices and other processes."""
 
 
-def by_clock(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
+def compare(
+    calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = lambda done, rounds: None
+) -> dict[str, Timing]:
     """Time contestants by the clock of this machine.
 
     A turn is as many calls as fit the contestant's share of a round. A contestant that is too slow for that sits out

@@ -35,6 +35,7 @@ from mmpos_bench import (
     Report,
     Role,
     Timing,
+    compare,
     equal,
     plot,
     run,
@@ -43,7 +44,6 @@ from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
 from mmpos_bench.plot import plot_report
 from mmpos_bench.results import from_json, to_json
-from mmpos_bench.timing import by_clock
 from mmpos_bench.workloads import loop_ids
 
 MACHINE = Machine(
@@ -178,7 +178,7 @@ def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmpos_bench.timing.time.perf_counter", lambda: now[0])
         calls = {"fast": lambda: call("fast", 2**-10), "slow": lambda: call("slow", 2.0)}
-        found = by_clock(calls, Budget(1.0, 5), lambda done, rounds: told.append((done, rounds)))
+        found = compare(calls, Budget(1.0, 5), lambda done, rounds: told.append((done, rounds)))
     assert {name: (t.median, t.turns) for name, t in found.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
     assert turns[2:] == ["fast", "slow"] * 3
     assert told == [(i, 5) for i in range(1, 6)]

@@ -13,8 +13,6 @@ from torch.nn.functional import rms_norm
 
 from mmpos_bench.layers import Layer, Pair
 
-__all__ = ["NORMS", "ROTATIONS", "Rotate", "Rotation", "by_formula"]
-
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate | None]
 """Gives what turns the q and k of a layer by the cos and sin that it has; None for a layer that it does not take."""

@@ -18,8 +18,6 @@ from time import perf_counter, sleep
 from mmpos.errors import ServiceError
 from mmpos_bench.serving.processes import Tell
 
-__all__ = ["Flood", "Flooded", "flood", "tell_flood"]
-
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE = 3, 4
@@ -193,7 +191,7 @@ class _Connection:
 
     @property
     def room(self) -> int:
-        """How many more calls it takes; less than one is none."""
+        """Calls that it takes besides; less than one is none."""
         return self._most - len(self.pending) if self.ready else 0
 
     def call(self) -> None:

@@ -23,14 +23,23 @@ from mmpos_bench.proofs import NotEqualError, holds
 from mmpos_bench.serving.processes import ServerProcess, Tell, Worker
 from mmpos_bench.timing import Call, Timer, in_turns
 
-__all__ = ["OPTIONS", "H2Load", "Load", "Order", "Turn", "by_cpu", "by_latency", "by_rate"]
-
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 """Of every channel."""
 
 _RATE = re.compile(r"finished in .*?, ([\d.]+) req/s")
 _DATA = re.compile(r"\((\d+)\) data$", re.MULTILINE)
 _FRAME = 5  # bytes before a message of gRPC: whether it is compressed, and how long it is
+
+
+def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
+    """Call a method, or send one item of a stream; gives the answer."""
+    call: Any = channel.stream_stream(path) if "/Stream" in path else channel.unary_unary(path)
+    answer: bytes
+    if "/Stream" in path:
+        (answer,) = call(iter([request]), timeout=60)
+    else:
+        answer = call(request, timeout=60)
+    return answer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import quantiles
 from time import perf_counter, sleep
-from typing import Any
 
 import grpc
 
@@ -20,8 +19,6 @@ from mmpos_bench.serving.flood import Flood, Flooded, tell_flood
 from mmpos_bench.serving.loads import OPTIONS
 from mmpos_bench.serving.processes import ServerProcess, Tell, Worker, on_core, service, started, working
 from mmpos_bench.serving.questions import Asking, Question
-
-__all__ = ["Overload", "Scale", "overload"]
 
 _NO_LIMIT = 2**31 - 1
 _PROBES = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
@@ -32,7 +29,7 @@ Sent = tuple[str, float]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large and how long everything is."""
+    """The sizes and lengths of everything."""
 
     seconds: float = 20.0  # of each measurement, of which the first fifth does not count
     times: float = 10.0  # the capacity, to load the server with
@@ -63,7 +60,7 @@ class Overload:
 
     @property
     def ratio(self) -> float:
-        """How many times the 99th percentile without load the one under overload is."""
+        """The 99th percentile under overload, as a multiple of that without load."""
         return self.accepted_p99 / self.unloaded_p99
 
 
@@ -136,7 +133,9 @@ def tell_probes(tell: Tell, load: Flood, warm_up: float) -> None:
 
 async def _send(load: Flood, warm_up: float) -> list[Sent]:
     channels = [grpc.aio.insecure_channel(load.address, options=_PROBES) for _ in range(load.connections)]
-    calls: list[Any] = [channel.unary_unary(load.path) for channel in channels]
+    calls: list[grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = [
+        channel.unary_unary(load.path) for channel in channels
+    ]
     sent: list[Sent] = []
 
     async def one(number: int, due: float, counts: bool) -> None:

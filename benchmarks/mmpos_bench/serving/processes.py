@@ -17,8 +17,6 @@ from typing import Any
 
 from mmpos.errors import ServiceError
 
-__all__ = ["ServerProcess", "Tell", "Worker", "echo", "on_core", "service", "started", "work", "working"]
-
 Tell = Callable[[object], None]
 """Sends something from a worker to the process that started it."""
 
@@ -128,12 +126,12 @@ class Worker:
         """
         assert self.process.stdout is not None
         try:
-            told = pickle.load(self.process.stdout)
+            message = pickle.load(self.process.stdout)
         except EOFError:
             raise self._ended() from None
-        if isinstance(told, Exception):
-            raise told
-        return told
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def _ended(self) -> ServiceError:
         return ServiceError(f"worker: got exit code {self.process.wait()}, want one that does what it was asked")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from mmpos.rpc.positions import get_result, put_query
 from mmpos.rpc.queries import Dense, PositionsQuery, Spans
@@ -19,12 +19,10 @@ from mmpos.support.checks import counted
 from mmpos_bench.images import PHOTOS
 from mmpos_bench.positions import spans
 from mmpos_bench.proofs import equal, holds
-from mmpos_bench.serving.loads import OPTIONS
+from mmpos_bench.serving.loads import OPTIONS, ask
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Profiles, load
 from mmpos_server.inference import open_inference_pb2
-
-__all__ = ["PHOTOGRAPHS", "Asking", "Question"]
 
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -52,18 +50,18 @@ class Question:
 
     @property
     def work(self) -> dict[str, int]:
-        """Of one call."""
+        """Counts of one call."""
         moved = len(self.request) + len(self.answer)
         return {"calls": 1, "documents": self.documents, "tokens": self.tokens, "bytes": moved}
 
     def answered_by(self, address: str) -> None:
-        """Another server gives the same answer.
+        """Check that another server gives the same answer.
 
         Raises:
             NotEqualError: it does not.
         """
         with grpc.insecure_channel(address, options=OPTIONS) as channel:
-            raw = _ask(channel, self.path, self.request)
+            raw = ask(channel, self.path, self.request)
         holds(raw == self.answer, f"{len(raw)} bytes", f"the {len(self.answer)} bytes of the other server")
 
 
@@ -82,16 +80,17 @@ class Asking:
         self._builder = Profiles.from_config(load()).default.builder
 
     def segments(self, documents: int) -> SegmentTable:
-        """So many documents."""
+        """Make so many documents."""
         return SegmentTable.from_documents(workload(documents, *self._sizes))
 
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
-        """Positions of so many documents."""
+        """Ask for positions of so many documents."""
         call = "StreamPlace, items of" if stream else "Place,"
         name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
         segments = self.segments(documents)
         query = PositionsQuery(segments, dense=Dense() if dense else None)
-        request: Any = (positions_pb2.StreamPlaceRequest if stream else positions_pb2.PlaceRequest)()
+        request: positions_pb2.StreamPlaceRequest | positions_pb2.PlaceRequest
+        request = positions_pb2.StreamPlaceRequest() if stream else positions_pb2.PlaceRequest()
         put_query(request.query, query)
         kind = positions_pb2.StreamPlaceResponse if stream else positions_pb2.PlaceResponse
 
@@ -102,7 +101,7 @@ class Asking:
         return self._question(name, path, request, documents, segments.num_tokens, prove)
 
     def infer(self, documents: int) -> Question:
-        """The same of the model of the Open Inference Protocol, from placeholder spans."""
+        """Ask the same of the model of the Open Inference Protocol, from placeholder spans."""
         segments, request = self.segments(documents), open_inference_pb2.ModelInferRequest(model_name="positions")
         inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), spans(segments), strict=True))
         for name, array in inputs.items():
@@ -120,15 +119,15 @@ class Asking:
         return self._question(name, _INFER, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
-        """Sequences of so many documents of text, a token per letter."""
+        """Ask for sequences of so many documents of text, a token per letter."""
         return self._build("of text", [["a bird " * max(1, self._sizes[0] // 7)]] * documents)
 
     def photographs(self, documents: int) -> Question:
-        """Sequences of so many documents with two photographs, pixels wanted."""
+        """Ask for sequences of so many documents with two photographs, pixels wanted."""
         cat, cup = PHOTOGRAPHS
         return self._build("with 2 photographs", [["A cat: ", cat, " and a cup: ", cup]] * documents, patches=True)
 
-    def _build(self, what: str, documents: list[list[Any]], *, patches: bool = False) -> Question:
+    def _build(self, what: str, documents: list[list[str | bytes]], *, patches: bool = False) -> Question:
         request = sequences_pb2.BuildRequest()
         request.query.patches = patches
         for document in documents:
@@ -143,17 +142,8 @@ class Asking:
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(
-        self, name: str, path: str, request: Any, documents: int, tokens: int, prove: Callable[[bytes], None]
+        self, name: str, path: str, request: Message, documents: int, tokens: int, prove: Callable[[bytes], None]
     ) -> Question:
         sent = request.SerializeToString()
-        raw = _ask(self._channel, path, sent)
+        raw = ask(self._channel, path, sent)
         return Question(name, path, sent, raw, documents, tokens, partial(prove, raw))
-
-
-def _ask(channel: grpc.Channel, path: str, sent: bytes) -> bytes:
-    if "/Stream" not in path:
-        unary: Any = channel.unary_unary(path)
-        return unary(sent, timeout=60)
-    stream: Any = channel.stream_stream(path)
-    (raw,) = stream(iter([sent]), timeout=60)
-    return raw

@@ -22,6 +22,7 @@ from mmpos.errors import MmposError
 from mmpos.rotary import Rotary
 from mmpos.rpc.queries import Decode, Dense, PositionsQuery
 from mmpos.segments.table import SegmentTable
+from mmpos_bench.serving.loads import ask
 from mmpos_bench.serving.processes import Tell, service, started, working
 from mmpos_bench.serving.questions import PHOTOGRAPHS
 from mmpos_bench.workloads import workload
@@ -162,8 +163,7 @@ def _actions(address: str, chance: random.Random, client: Client, sharing: Clien
 
     def raw(path: str, request: bytes) -> None:
         with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            ask: Any = channel.unary_unary(path)
-            ask(request, timeout=20)
+            ask(channel, path, request)
 
     def infer() -> None:
         request = pb.ModelInferRequest(model_name="positions")

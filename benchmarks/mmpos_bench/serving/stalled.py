@@ -6,15 +6,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Any
 
 import grpc
 
 from mmpos_bench.serving.loads import OPTIONS
 from mmpos_bench.serving.processes import Tell, service, started, working
 from mmpos_bench.serving.questions import Asking
-
-__all__ = ["Stalled", "stalled"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,11 @@ def stalled(counts: tuple[int, ...], seconds: float, malloc: str, documents: int
 
 def stall(tell: Tell, address: str, path: str, item: bytes, count: int) -> None:
     """Open so many streams of the same item, tell so, and never read."""
-    calls: list[Any] = []
+    calls: list[object] = []
     for _ in range(count):
         # A connection each: they would share the flow control of one.
         channel = grpc.insecure_channel(address, options=[*OPTIONS, ("grpc.use_local_subchannel_pool", 1)])
-        ask: Any = channel.stream_stream(path)
+        ask: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
         calls.append(ask(iter(lambda: item, None)))
     tell("open")
     threading.Event().wait()

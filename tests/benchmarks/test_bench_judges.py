@@ -1,10 +1,9 @@
-"""What the suites of rotations, data and the service hold against their contestants."""
+"""The judges of the suites of rotations, data and the service."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.serving.loads import H2Load, Turn, by_cpu, by_latency, by_rate
 from mmpos_bench.serving.processes import ServerProcess
+from mmpos_bench.timing import Timer
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
 
@@ -114,26 +114,15 @@ def test_the_plain_loop_puts_documents_side_by_side() -> None:
     assert cu_seqlens.tolist() == [0, 20, 40]
 
 
-def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up() -> None:
-    turns = {
-        "echo": iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))]),
-        "mmpos": iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))]),
-    }
-    told: list[tuple[int, int]] = []
-
-    def calls() -> dict[str, Callable[[], object]]:
-        kept = {name: list(values) for name, values in turns.items()}
-        turns.update({name: iter(values) for name, values in kept.items()})
-        again = {name: iter(values) for name, values in kept.items()}
-        return {name: lambda values=values: next(values) for name, values in again.items()}  # type: ignore[misc]
-
-    found = {
-        timer: timer(calls(), Budget(0.0, 2), lambda done, rounds: told.append((done, rounds)))
-        for timer in (by_cpu, by_rate, by_latency)
-    }
-    medians = [[timing.median for timing in times.values()] for times in found.values()]
-    assert medians == [[2.0, 5.0], [0.25, 0.5], [3.0, 5.0]]
-    assert told == [(1, 2), (2, 2)] * 3
+@pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5]), (by_latency, [3.0, 5.0])])
+def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer, medians: list[float]) -> None:
+    echo = iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))])
+    ours = iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))])
+    ticks: list[tuple[int, int]] = []
+    calls = {"echo": lambda: next(echo), "mmpos": lambda: next(ours)}
+    times = timer(calls, Budget(0.0, 2), lambda done, rounds: ticks.append((done, rounds)))
+    assert [timing.median for timing in times.values()] == medians
+    assert ticks == [(1, 2), (2, 2)]
 
 
 H2LOAD = """#!{python}

@@ -19,18 +19,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from neighbours_training import DIRECTIONS, NONE, Outcome, Setup, Shape, Task, train
 from pages import RESULTS, Rows, fill_in, of_machine, show
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, quiet_axes
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
 from mmpos_bench.results import json_with_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KEPT = "neighbours-*.json"
 PAGE = Path(__file__).parents[1] / "docs" / "experiment.md"
@@ -123,17 +126,16 @@ def picture(path: Path) -> None:
         figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
 
 
-def _frame(panel: Any, title: str, schemes: list[str]) -> None:
+def _frame(panel: Axes, title: str, schemes: list[str]) -> None:
     panel.set_title(title, loc="left", fontsize=11)
     panel.set_xlim(-4, 104)
     panel.set_xticks(range(0, 101, 25))
     panel.set_ylim(len(schemes) - 0.4, -0.6)
     panel.set_yticks(range(len(schemes)), schemes)
     panel.set_xlabel("right answers, %")
-    panel.tick_params(length=0, colors=INK)
-    panel.grid(axis="x", color="#e8e8e8", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[:].set_color("#bbbbbb")
+    quiet_axes(panel)
+    panel.tick_params(colors=INK)
+    panel.grid(visible=False, axis="y")
 
 
 PLACED = (

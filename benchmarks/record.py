@@ -29,16 +29,8 @@ QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT 
 """The pages that may quote results."""
 
 
-@cache
-def schemes() -> Matrix:
-    """Measure all forms of all schemes."""
-    return measure()
-
-
-@cache
-def encodings() -> Matrix:
-    """Measure all encodings."""
-    return measure_encodings()
+schemes, encodings = cache(measure), cache(measure_encodings)
+"""The properties of all forms of all schemes, and of all encodings."""
 
 
 def definitions(matrix: Matrix) -> str:

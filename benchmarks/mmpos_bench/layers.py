@@ -111,7 +111,7 @@ class Layer:
 
         Args:
             got: rotated q and k.
-            before: what was rotated.
+            before: q and k themselves.
             rounded: whether by cos and sin in the dtype of q and k.
             backwards: whether by the negative angles, as gradients are.
 

@@ -41,7 +41,7 @@ def by_torchvision(data: bytes) -> Floats:
 
 
 class _Pairs(IterableDataset[Record]):
-    """Key, patches and the bytes of the caption as tokens, of every image; workers share the shards."""
+    """Keys, patches and the bytes of captions as tokens, of every image; workers share the shards."""
 
     def __init__(self, paths: list[Path]) -> None:
         super().__init__()
@@ -68,12 +68,6 @@ def _collate(records: list[Record]) -> Records:
 
 
 def loader(paths: list[Path], batch: int, workers: int) -> DataLoader[Any]:
-    """Load batches of keys, patches and tokens, with no position ids at all.
-
-    Args:
-        paths: of tar shards of JPEG files and captions.
-        batch: images in each.
-        workers: processes; none is this one.
-    """
+    """Load batches of so many images from tar shards: keys, patches and tokens, with no position ids at all."""
     dataset = _Pairs(paths)
     return DataLoader(dataset, batch, num_workers=workers, persistent_workers=workers > 0, collate_fn=_collate)

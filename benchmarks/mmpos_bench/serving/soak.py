@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import grpc
@@ -57,28 +56,20 @@ def soak(seconds: float, malloc: str, clients: int = 2) -> Soak:
     """Load a new server for so long, and read its memory every second; the first half warms up.
 
     Raises:
-        ServiceError: the server or a client ended.
+        ServiceError: a client ended.
     """
     with started(service(malloc, "--shared-memory", "mmpos-soak-")) as (server,), working(clients) as workers:
         for seed, worker in enumerate(workers):
             worker.start(tell_outcomes, server.address, seconds, seed)
         for worker in workers:
             worker.receive()  # it has begun
-        began, samples, ended = monotonic(), list[tuple[float, float]](), threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(min(1.0, seconds / 40)):
-                samples.append((monotonic() - began, server.memory()))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+        began, samples = monotonic(), []
+        while (now := monotonic() - began) < seconds:
+            samples.append((now, server.memory()))
+            sleep(min(1.0, seconds / 40))
         outcomes: Counter[str] = Counter()
-        try:
-            for worker in workers:
-                outcomes.update(worker.receive())
-        finally:
-            ended.set()
-            watcher.join()
+        for worker in workers:
+            outcomes.update(worker.receive())
         peak = server.memory("VmHWM")
     counts = [sample for sample in samples if sample[0] >= samples[-1][0] / 2]
     grown, error = slope(counts)

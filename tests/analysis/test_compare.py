@@ -457,16 +457,16 @@ def test_every_property_says_what_it_is() -> None:
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
 def test_pages_tell_what_is_measured(page: Any) -> None:
     text = page.read_text(encoding="utf-8")
-    assert record.fill_in_properties(text) == text
+    assert record.filled_in(text) == text
 
 
 def test_pages_quote_everything_and_nothing_else() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
     assert all(f"<!-- compare: {name} -->" in pages for name in record.QUOTES)
     with pytest.raises(SystemExit, match="compare: got 'colours', want one of schemes, "):
-        record.fill_in_properties("<!-- compare: colours -->\n<!-- /compare -->")
+        record.filled_in("<!-- compare: colours -->\n<!-- /compare -->")
     changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
-    assert record.fill_in_properties(changed).splitlines()[1] == (
+    assert record.filled_in(changed).splitlines()[1] == (
         "| encoding | axes | unique | separation | bounded | length-independent | linear shift | relative "
         "| extrapolates | deterministic |"
     )

@@ -1,6 +1,7 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py in a process without Triton's interpreter: ``python aot_compile.py "table integer half"``.
+Run by test_rotary_aot.py and others in a process without Triton's interpreter: ``python aot_compile.py "table integer
+half"``, ``"store: plain"`` for the kernel that stores, ``"rerotate: plain"`` for the one that turns stored keys.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.rotate import rotary_kernel
+from mmpos.rotary.kernel.quantised import Formats, format_of
+from mmpos.rotary.kernel.rerotate import rerotate_kernel
+from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
-HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
-HEADS += ("pages", "scales", "q_scales", "k_scales", "v_scales")
+HEADS = (
+    "q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache",
+    "pages", "scales", "q_scales", "k_scales", "v_scales",
+)  # fmt: skip
 TYPES = {
     **dict.fromkeys(("positions", "from_positions", "frequencies", "slots"), "*i64"),
     **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),
@@ -39,82 +45,102 @@ TYPES = {
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 CASES: dict[str, dict[str, Any]] = {
-    "table integer half": {"mode": reference.TABLE_INTEGER},
+    "table integer half": {},
     "table fractional half": {"mode": reference.TABLE_FRACTIONAL},
     "dense integer half": {"mode": reference.DENSE_INTEGER},
     "dense fixed half": {"mode": reference.DENSE_FIXED},
-    "table integer adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True},
+    "table integer adjacent": {"adjacent": True},
     "table fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True},
     "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40},
-    "head_dim 80 adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 40, "adjacent": True},
-    "partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
-    "partial adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
-    "norm half": {"mode": reference.TABLE_INTEGER, "weights": "qk"},
-    "norm adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
+    "head_dim 80 half": {"pairs": 40},
+    "head_dim 80 adjacent": {"pairs": 40, "adjacent": True},
+    "partial half": {"pairs": 32, "rest": 64, "block": 32},
+    "partial adjacent": {"pairs": 16, "rest": 96, "block": 64, "adjacent": True},
+    "norm half": {"weights": "qk"},
+    "norm adjacent": {"adjacent": True, "weights": "qk"},
     "norm fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk"},
-    "norm half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
-    "norm of q half": {"mode": reference.TABLE_INTEGER, "weights": "q"},
-    "norm head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
-    "norm partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
-    "norm partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-    },
-    "backward half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True},
-    "backward adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "backward": True},
+    "norm half, few tokens": {"block": 4, "warps": 1, "weights": "qk"},
+    "norm of q half": {"weights": "q"},
+    "norm head_dim 80 half": {"pairs": 40, "weights": "qk"},
+    "norm partial half": {"pairs": 32, "rest": 64, "weights": "qk"},
+    "norm partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk"},
+    "backward half": {"weights": "qk", "backward": True},
+    "backward adjacent": {"adjacent": True, "weights": "qk", "backward": True},
     "backward fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
-    "backward half, few tokens": {
-        "mode": reference.TABLE_INTEGER,
-        "block": 4,
-        "warps": 1,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward of q half": {"mode": reference.TABLE_INTEGER, "weights": "q", "backward": True},
-    "backward head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "backward": True},
-    "backward partial half": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 32,
-        "rest": 64,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-        "backward": True,
-    },
-    "table integer half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1},
+    "backward half, few tokens": {"block": 4, "warps": 1, "weights": "qk", "backward": True},
+    "backward of q half": {"weights": "q", "backward": True},
+    "backward head_dim 80 half": {"pairs": 40, "weights": "qk", "backward": True},
+    "backward partial half": {"pairs": 32, "rest": 64, "weights": "qk", "backward": True},
+    "backward partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk", "backward": True},
+    "table integer half, few tokens": {"block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
         "adjacent": True,
         "block": 4,
         "warps": 1,
     },
-    "table integer half, fused": {"mode": reference.TABLE_INTEGER, "fusion": True},
-    "table integer half, one token": {
-        "mode": reference.TABLE_INTEGER,
-        "ones": ("tokens", "seq", "segments", "row_stride"),
-    },
+    "table integer half, fused": {"fusion": True},
+    "table integer half, one token": {"ones": ("tokens", "seq", "segments", "row_stride")},
     "table fractional half, one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
     "dense fixed half, one head": {
         "mode": reference.DENSE_FIXED,
         "ones": ("q_heads", "k_heads", "q.head", "row_stride"),
     },
+    "store: plain": {"store": True},
+    "store: fractional": {"store": True, "mode": reference.TABLE_FRACTIONAL},
+    "store: norm": {"store": True, "weights": "qk"},
+    "store: norm adjacent": {"store": True, "adjacent": True, "weights": "qk"},
+    "store: head_dim 80": {"store": True, "pairs": 40, "values": 80},
+    "store: partial": {"store": True, "pairs": 32, "rest": 64, "block": 32},
+    "store: norm partial": {"store": True, "pairs": 32, "rest": 64, "weights": "qk"},
+    "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
+    "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
+    "store: other values": {"store": True, "values": 64},
+    "store: e4m3": {"store": True, "eight_bits": "kv"},
+    "store: e4m3 adjacent": {"store": True, "eight_bits": "kv", "adjacent": True},
+    "store: e4m3, norm, computed": {"store": True, "eight_bits": "kv", "computed": True, "weights": "qk"},
+    "store: e4m3, q too, computed": {"store": True, "eight_bits": "qkv", "computed": True},
+    "store: e4m3 partial, q too, norm, computed": {
+        "store": True,
+        "eight_bits": "qkv",
+        "computed": True,
+        "pairs": 32,
+        "rest": 64,
+        "weights": "qk",
+    },
+    "store: one of each": {
+        "store": True,
+        "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
+    },
+    "rerotate: plain": {"start": reference.TABLE_INTEGER},
+    "rerotate: adjacent": {"start": reference.TABLE_INTEGER, "adjacent": True},
+    "rerotate: fractional": {"start": reference.TABLE_FRACTIONAL, "mode": reference.TABLE_FRACTIONAL},
+    "rerotate: ids to a table": {"start": reference.DENSE_INTEGER},
+    "rerotate: partial": {"start": reference.TABLE_INTEGER, "pairs": 32, "rest": 64},
+    "rerotate: few tokens": {"start": reference.TABLE_INTEGER, "block": 4, "warps": 1},
+    "rerotate: e4m3": {"start": reference.TABLE_INTEGER, "eight_bits": "k"},
+    "rerotate: e4m3, scales of slots": {"start": reference.TABLE_INTEGER, "eight_bits": "k", "computed": True},
+    "rerotate: e4m3 adjacent, scales of slots": {
+        "start": reference.TABLE_INTEGER,
+        "adjacent": True,
+        "eight_bits": "k",
+        "computed": True,
+    },
+    "rerotate: e5m2 partial, scales of slots": {
+        "start": reference.TABLE_INTEGER,
+        "pairs": 32,
+        "rest": 64,
+        "eight_bits": "k",
+        "computed": True,
+        "dtype": torch.float8_e5m2,
+    },
 }
 
 
 def compiled(
-    arch: int,
+    arch: int | str,
     *,
-    mode: int,
+    mode: int = reference.TABLE_INTEGER,
     adjacent: bool = False,
     pairs: int = 64,
     rest: int = 0,
@@ -124,23 +150,38 @@ def compiled(
     ones: tuple[str, ...] = (),
     weights: str = "",
     backward: bool = False,
+    store: bool = False,
+    values: int = 128,
+    return_k: bool = False,
+    eight_bits: str = "",
+    computed: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    start: int | None = None,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants = {
-        "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
-        "ANGLES": angles(mode),
-        "COPY_REST": True,
-        "BLOCK": block,
-    }
-    # Without weights the arguments of the norm are no parameters.
+    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "ANGLES": angles(mode), "BLOCK": block}
+    q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
+    outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}
+    data = {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
+    if start is not None:
+        constants |= {"FROM": angles(start), "FORMAT": k} | ({} if computed else {"scales": None})
+        data["pages"] = "*u8" if eight_bits else "*bf16"
+        return compiled_for(arch, rerotate_kernel, constants, ones, warps, data=data)
+    if store:
+        constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
+        constants |= {"FORMATS": Formats(q, k, v)}
+    else:
+        constants |= {"COPY_REST": True}
+    # Without weights the arguments of the norm are no parameters, and without 8 bits those of scales.
     missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
-    missing += [] if weights else ["eps", "offset"]
-    kernel = backward_kernel if backward else rotary_kernel
-    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion)
+    missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
+    missing += [f"{x}_scales" for x in "qkv" if x not in eight_bits]
+    kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
+    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, data)
 
 
 def angles(mode: int) -> Angles:
-    """How two axes are turned, exactly and forward."""
+    """Make the angles of two axes, exact and forward."""
     from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
     return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)
@@ -179,12 +220,12 @@ def compiled_for(
 
 def loops(ptx: str) -> list[str]:
     """The instructions of every loop, from its label to the branch back there."""
-    found = []
+    bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
         if back:
-            found.append(ptx[at.end() : at.end() + back[-1].end()])
-    return found
+            bodies.append(ptx[at.end() : at.end() + back[-1].end()])
+    return bodies
 
 
 def facts(kernel: Any) -> dict[str, int]:
@@ -195,10 +236,10 @@ def facts(kernel: Any) -> dict[str, int]:
         file.flush()
         usage = _output("cuobjdump", "--dump-resource-usage", file.name)
         machine = _output("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if resources is None:
         raise ValueError(usage)
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, resources.groups())
     return {
         "registers": registers,
         "stack": stack,
@@ -221,14 +262,21 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] = CASES) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
-    found = {}
+def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
+    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90".
+
+    With one of AMD's at its end, as in "norm half, gfx942", it is compiled and there are no facts.
+    """
+    by_case = {}
     for name in names:
+        case, _, arch = name.partition(", gfx")
+        if arch:
+            compiled(f"gfx{arch}", **CASES[case])
+            continue
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
-            found[f"{case}, sm_{each}"] = facts(compiled(each, **cases[case]))
-    return found
+            by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
+    return by_case
 
 
 if __name__ == "__main__":

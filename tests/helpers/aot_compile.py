@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -23,6 +25,8 @@ from mmpos.rotary.kernel.rotate import rotary_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
+AMD = "gfx942"
+CACHE_ROWS = 131072
 HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
 TYPES = {
     **dict.fromkeys(("positions", "frequencies", "slots"), "*i64"),
@@ -88,6 +92,27 @@ CASES: dict[str, dict[str, Any]] = {
         "weights": "qk",
         "backward": True,
     },
+    "norm after half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "after": True},
+    "norm after adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "after": True},
+    "norm after head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "after": True},
+    "backward after half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True, "after": True},
+    "backward after adjacent": {
+        "mode": reference.TABLE_INTEGER,
+        "adjacent": True,
+        "weights": "qk",
+        "backward": True,
+        "after": True,
+    },
+    "cached float32 half": {"mode": reference.TABLE_INTEGER, "cache": "*fp32"},
+    "cached bfloat16 adjacent": {"mode": reference.TABLE_INTEGER, "cache": "*bf16", "adjacent": True},
+    "cached bfloat16 half, dense": {"mode": reference.DENSE_INTEGER, "cache": "*bf16"},
+    "cached float16 half, few tokens": {"mode": reference.TABLE_INTEGER, "cache": "*fp16", "block": 4, "warps": 1},
+    "norm after cached float32 half": {
+        "mode": reference.TABLE_INTEGER,
+        "cache": "*fp32",
+        "weights": "qk",
+        "after": True,
+    },
     "table integer half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
@@ -109,7 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def compiled(
-    arch: int,
+    arch: int | str,
     *,
     mode: int,
     adjacent: bool = False,
@@ -121,19 +146,23 @@ def compiled(
     ones: tuple[str, ...] = (),
     weights: str = "",
     backward: bool = False,
+    after: bool = False,
+    cache: str = "",
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     constants = {
         "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
-        "ANGLES": angles(mode),
+        "ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0),
         "COPY_REST": True,
         "BLOCK": block,
+        "NORM_AFTER": after,
     }
     # Without weights the arguments of the norm are no parameters.
     missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
     missing += [] if weights else ["eps", "offset"]
     kernel = backward_kernel if backward else rotary_kernel
-    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion)
+    types = {"frequencies": cache} if cache else {}
+    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, types)
 
 
 def angles(mode: int) -> Angles:
@@ -144,9 +173,16 @@ def angles(mode: int) -> Angles:
 
 
 def compiled_for(
-    arch: int, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False
+    arch: int | str,
+    kernel: Any,
+    constants: dict[str, Any],
+    ones: tuple[str, ...],
+    warps: int,
+    fusion: bool = False,
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of."""
+    constants = {"NORM_AFTER": False} | constants
     signature: dict[str, Any] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
@@ -156,16 +192,17 @@ def compiled_for(
             fixed[(index,)] = constants.get(name, 1)
         elif name in HEADS:
             parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
-            types = ["*bf16" if field == "data" else "constexpr" if value else "i32" for field, value in parts]
-            signature[name] = Heads(*types)
+            fields = ["*bf16" if field == "data" else "constexpr" if value else "i32" for field, value in parts]
+            signature[name] = Heads(*fields)
             fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
             multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
         else:
-            signature[name] = TYPES.get(name, "i32")
+            signature[name] = types.get(name, TYPES.get(name, "i32"))
             if signature[name].startswith("*"):
                 multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
-    return triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "enable_fp_fusion": fusion})
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target, {"num_warps": warps, "enable_fp_fusion": fusion})
 
 
 def loops(ptx: str) -> list[str]:
@@ -180,6 +217,13 @@ def loops(ptx: str) -> list[str]:
 
 def facts(kernel: Any) -> dict[str, int]:
     """Counts of instructions, and the resources of the machine code."""
+    if "amdgcn" in kernel.asm:
+        machine = kernel.asm["amdgcn"]
+        spills = sum(map(int, re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", machine, re.M)))
+        wide = [len(re.findall(rf"\bglobal_{way}_dwordx4\b", machine)) for way in ("load", "store")]
+        wide_buffers = [len(re.findall(rf"\bbuffer_{way}_dwordx4\b", machine)) for way in ("load", "store")]
+        loads, stores = (a + b for a, b in zip(wide, wide_buffers, strict=True))
+        return {"spills": spills, "machine_loads_128": loads, "machine_stores_128": stores}
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -213,9 +257,12 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] = CASES) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
+    """Facts by case and architecture: all of NVIDIA's, unless a name ends with one, as in "norm half, sm_90"."""
     found = {}
     for name in names:
+        if name.endswith(f", {AMD}"):
+            found[name] = facts(compiled(AMD, **cases[name.removesuffix(f", {AMD}")]))
+            continue
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
             found[f"{case}, sm_{each}"] = facts(compiled(each, **cases[case]))

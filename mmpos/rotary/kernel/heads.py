@@ -104,9 +104,9 @@ def rows_of(x, batch, token):
 @triton.jit
 def rotate_heads(
     x, out, x_rows, out_rows, heads, weight, eps, offset, cos, sin, valid,
-    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr,
+    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, NORM_AFTER: tl.constexpr = False,
 ):  # fmt: skip
-    """Rotate this program's share of heads, normalised first where there is a weight, with one rounding at the end."""
+    """Rotate this program's share of heads, normalised too where there is a weight, with one rounding at the end."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     if weight is not None:
         weights = load_weight(weight, offset, CHANNELS)
@@ -117,11 +117,14 @@ def rotate_heads(
         first, second = load_pairs(source, x.channel, valid, CHANNELS)
         if weight is not None:
             rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
+            if NORM_AFTER:
+                first, second = turned(first, second, cos, sin)
             scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
             if CHANNELS.rest > 0:
                 store_rest(target, out.channel, valid, rest * scale * weights[2], CHANNELS)
-        first, second = turned(first, second, cos, sin)
+        if weight is None or not NORM_AFTER:
+            first, second = turned(first, second, cos, sin)
         store_pairs(target, out.channel, valid, first, second, CHANNELS)
         if weight is None and COPY_REST and CHANNELS.rest > 0:
             rest = load_rest(source, x.channel, valid, None, CHANNELS)

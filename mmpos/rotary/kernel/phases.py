@@ -138,6 +138,15 @@ def _cos_sin(
         whole = tl.where(axis_of_pair == axis, on_axis[:, None], whole)
         if ANGLES.fractional:
             fraction = tl.where(axis_of_pair == axis, rest[:, None], fraction)
+    if ANGLES.cache_rows > 0:
+        there = valid[:, None] & real[None, :]
+        known = there & (whole >= 0) & (whole < ANGLES.cache_rows)
+        row = frequencies + (tl.where(known, whole, 0).to(tl.int64) * (2 * CHANNELS.pairs) + pair[None, :])
+        cos = tl.load(row, mask=known, other=0.0).to(tl.float32)
+        sin = tl.load(row + CHANNELS.pairs, mask=known, other=0.0).to(tl.float32)
+        # What is not there stays 0, for sums over tokens and channels.
+        missing = there & (known == 0)
+        return tl.where(missing, float("nan"), cos), tl.where(missing, float("nan"), sin)
     if ANGLES.as_hf:
         inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
         ids = whole.to(tl.float32)

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
+    from mmpos.rotary.qkv import QKV, split_qkv
 
 __all__ = [
     "NTK",
+    "QKV",
     "DevicePositions",
     "DynamicNTK",
     "Linear",
@@ -34,6 +36,7 @@ __all__ = [
     "apply_rotary",
     "cos_sin",
     "rotate_and_store",
+    "split_qkv",
 ]
 
 if not TYPE_CHECKING:
@@ -41,11 +44,13 @@ if not TYPE_CHECKING:
         "mmpos.rotary",
         {
             "DevicePositions": "device",
+            "QKV": "qkv",
             "RotaryEmbedding": "embedding",
             "angles": "apply",
             "apply_rotary": "apply",
             "cos_sin": "apply",
             "rotate_and_store": "apply",
+            "split_qkv": "qkv",
         },
         extra="all",
         what="rotations",

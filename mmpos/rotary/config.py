@@ -137,7 +137,7 @@ class Rotary:
         """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
         return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
-    @property
+    @cached_property
     def shares_ladder(self) -> bool:
         """Whether pair j has the j-th of one ladder of frequencies, whatever its axis, as in RoPE-1D."""
         return len(set(self._kinds)) == 1 and self._layout.rung == tuple(range(self.num_pairs))

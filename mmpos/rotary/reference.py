@@ -224,11 +224,15 @@ def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[T
         pair_axis: (pairs,) int64 axis of each pair.
         cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
     """
-    row = ids[pair_axis].T
-    known = (row >= 0) & (row < cache.shape[0])
-    row, pair = row.where(known, 0), torch.arange(pair_axis.shape[0], device=cache.device)
-    cos, sin = cache[row, pair].to(torch.float32), cache[row, pair + pair_axis.shape[0]].to(torch.float32)
-    return cos.where(known, torch.nan), sin.where(known, torch.nan)
+    missing = (ids < 0) | (ids >= cache.shape[0])
+    axis_of_column = pair_axis.repeat(2)
+    found = cache.new_empty((ids.shape[1], cache.shape[1]), dtype=torch.float32)
+    # Whole rows, one axis after the other, are read faster than single elements.
+    for axis, row in enumerate(ids.masked_fill(missing, 0)):
+        rows = cache.index_select(0, row).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+        found = torch.where(axis_of_column == axis, rows, found) if axis else rows
+    cos, sin = found.chunk(2, dim=1)
+    return cos, sin
 
 
 def as_float(fixed: Tensor) -> Tensor:

@@ -141,8 +141,9 @@ def test_a_cache_of_exact_cos_and_sin_gives_the_exact_rotation_without_its_facto
     assert rotary.attention_factor != 1.0
     q, k = tensors()
     for way in WAYS:
-        got = apply_rotary(q, k, TABLE, rotary, cos_sin=cache, implementation=way)
-        want = apply_rotary(q, k, TABLE, rotary, implementation=way)
+        options: Any = {"implementation": way}
+        got = apply_rotary(q, k, TABLE, rotary, cos_sin=cache, **options)
+        want = apply_rotary(q, k, TABLE, rotary, **options)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None)
 
 

@@ -78,7 +78,7 @@ def test_they_are_stored_where_they_lie(gate: bool, way: Any) -> None:
     q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
     (keys, values), (keys_want, values_want) = torch.zeros(2, 2, 16, 2, 12, device=DEVICE)
     options: Any = {"implementation": way, "return_k": True}
-    want = rotate_and_store(*before[:3], TABLE, ROTARY, keys_want, values_want, slots, **options)
+    want = rotate_and_store(before[0], before[1], before[2], TABLE, ROTARY, keys_want, values_want, slots, **options)
     rotate_and_store(q, k, v, TABLE, ROTARY, keys, values, slots, inplace=True, **options)
     assert torch.equal(q, want[0])
     assert want[1] is not None
@@ -92,7 +92,7 @@ class Operations(TorchDispatchMode):
     """Names of the operations that a block of code runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.views: list[bool] = []
 

@@ -1,6 +1,7 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py in a process without Triton's interpreter: ``python aot_compile.py "table integer half"``.
+Run by test_rotary_aot.py and test_rotary_store_aot.py in a process without Triton's interpreter: ``python
+aot_compile.py "table integer half"``, and ``python aot_compile.py "store: plain"`` for the kernel that stores.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -21,7 +20,7 @@ from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.rotate import rotary_kernel
+from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
@@ -40,95 +39,72 @@ TYPES = {
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 CASES: dict[str, dict[str, Any]] = {
-    "table integer half": {"mode": reference.TABLE_INTEGER},
+    "table integer half": {},
     "table fractional half": {"mode": reference.TABLE_FRACTIONAL},
     "dense integer half": {"mode": reference.DENSE_INTEGER},
     "dense fixed half": {"mode": reference.DENSE_FIXED},
-    "table integer adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True},
+    "table integer adjacent": {"adjacent": True},
     "table fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True},
     "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40},
-    "head_dim 80 adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 40, "adjacent": True},
-    "partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
-    "partial adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
-    "norm half": {"mode": reference.TABLE_INTEGER, "weights": "qk"},
-    "norm adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
+    "head_dim 80 half": {"pairs": 40},
+    "head_dim 80 adjacent": {"pairs": 40, "adjacent": True},
+    "partial half": {"pairs": 32, "rest": 64, "block": 32},
+    "partial adjacent": {"pairs": 16, "rest": 96, "block": 64, "adjacent": True},
+    "norm half": {"weights": "qk"},
+    "norm adjacent": {"adjacent": True, "weights": "qk"},
     "norm fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk"},
-    "norm half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
-    "norm of q half": {"mode": reference.TABLE_INTEGER, "weights": "q"},
-    "norm head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
-    "norm partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
-    "norm partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-    },
-    "backward half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True},
-    "backward adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "backward": True},
+    "norm half, few tokens": {"block": 4, "warps": 1, "weights": "qk"},
+    "norm of q half": {"weights": "q"},
+    "norm head_dim 80 half": {"pairs": 40, "weights": "qk"},
+    "norm partial half": {"pairs": 32, "rest": 64, "weights": "qk"},
+    "norm partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk"},
+    "backward half": {"weights": "qk", "backward": True},
+    "backward adjacent": {"adjacent": True, "weights": "qk", "backward": True},
     "backward fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
-    "backward half, few tokens": {
-        "mode": reference.TABLE_INTEGER,
-        "block": 4,
-        "warps": 1,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward of q half": {"mode": reference.TABLE_INTEGER, "weights": "q", "backward": True},
-    "backward head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "backward": True},
-    "backward partial half": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 32,
-        "rest": 64,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-        "backward": True,
-    },
-    "norm after half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "after": True},
-    "norm after adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "after": True},
-    "norm after head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "after": True},
-    "backward after half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True, "after": True},
-    "backward after adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "adjacent": True,
-        "weights": "qk",
-        "backward": True,
-        "after": True,
-    },
-    "cached float32 half": {"mode": reference.TABLE_INTEGER, "cache": "*fp32"},
-    "cached bfloat16 adjacent": {"mode": reference.TABLE_INTEGER, "cache": "*bf16", "adjacent": True},
+    "backward half, few tokens": {"block": 4, "warps": 1, "weights": "qk", "backward": True},
+    "backward of q half": {"weights": "q", "backward": True},
+    "backward head_dim 80 half": {"pairs": 40, "weights": "qk", "backward": True},
+    "backward partial half": {"pairs": 32, "rest": 64, "weights": "qk", "backward": True},
+    "backward partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk", "backward": True},
+    "norm after half": {"weights": "qk", "after": True},
+    "norm after adjacent": {"adjacent": True, "weights": "qk", "after": True},
+    "norm after head_dim 80 half": {"pairs": 40, "weights": "qk", "after": True},
+    "norm after cached float32 half": {"cache": "*fp32", "weights": "qk", "after": True},
+    "backward after half": {"weights": "qk", "backward": True, "after": True},
+    "backward after adjacent": {"adjacent": True, "weights": "qk", "backward": True, "after": True},
+    "cached float32 half": {"cache": "*fp32"},
+    "cached bfloat16 adjacent": {"cache": "*bf16", "adjacent": True},
     "cached bfloat16 half, dense": {"mode": reference.DENSE_INTEGER, "cache": "*bf16"},
-    "cached float16 half, few tokens": {"mode": reference.TABLE_INTEGER, "cache": "*fp16", "block": 4, "warps": 1},
-    "norm after cached float32 half": {
-        "mode": reference.TABLE_INTEGER,
-        "cache": "*fp32",
-        "weights": "qk",
-        "after": True,
-    },
-    "table integer half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1},
+    "cached float16 half, few tokens": {"cache": "*fp16", "block": 4, "warps": 1},
+    "table integer half, few tokens": {"block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
         "adjacent": True,
         "block": 4,
         "warps": 1,
     },
-    "table integer half, fused": {"mode": reference.TABLE_INTEGER, "fusion": True},
-    "table integer half, one token": {
-        "mode": reference.TABLE_INTEGER,
-        "ones": ("tokens", "seq", "segments", "row_stride"),
-    },
+    "table integer half, fused": {"fusion": True},
+    "table integer half, one token": {"ones": ("tokens", "seq", "segments", "row_stride")},
     "table fractional half, one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
     "dense fixed half, one head": {
         "mode": reference.DENSE_FIXED,
         "ones": ("q_heads", "k_heads", "q.head", "row_stride"),
+    },
+    "store: plain": {"store": True},
+    "store: fractional": {"store": True, "mode": reference.TABLE_FRACTIONAL},
+    "store: norm": {"store": True, "weights": "qk"},
+    "store: norm adjacent": {"store": True, "adjacent": True, "weights": "qk"},
+    "store: head_dim 80": {"store": True, "pairs": 40, "values": 80},
+    "store: partial": {"store": True, "pairs": 32, "rest": 64, "block": 32},
+    "store: norm partial": {"store": True, "pairs": 32, "rest": 64, "weights": "qk"},
+    "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
+    "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
+    "store: other values": {"store": True, "values": 64},
+    "store: norm after": {"store": True, "weights": "qk", "after": True},
+    "store: cached bfloat16": {"store": True, "cache": "*bf16"},
+    "store: one of each": {
+        "store": True,
+        "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
     },
 }
 
@@ -136,7 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compiled(
     arch: int | str,
     *,
-    mode: int,
+    mode: int = reference.TABLE_INTEGER,
     adjacent: bool = False,
     pairs: int = 64,
     rest: int = 0,
@@ -146,27 +122,29 @@ def compiled(
     ones: tuple[str, ...] = (),
     weights: str = "",
     backward: bool = False,
+    store: bool = False,
+    values: int = 128,
+    return_k: bool = False,
     after: bool = False,
     cache: str = "",
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants = {
-        "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
-        "ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0),
-        "COPY_REST": True,
-        "BLOCK": block,
-        "NORM_AFTER": after,
-    }
+    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "BLOCK": block, "NORM_AFTER": after}
+    constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0)}
+    if store:
+        constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
+    else:
+        constants |= {"COPY_REST": True}
     # Without weights the arguments of the norm are no parameters.
     missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
-    missing += [] if weights else ["eps", "offset"]
-    kernel = backward_kernel if backward else rotary_kernel
-    types = {"frequencies": cache} if cache else {}
+    missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
+    kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
+    types = TYPES | ({"frequencies": cache} if cache else {})
     return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, types)
 
 
 def angles(mode: int) -> Angles:
-    """How two axes are turned, exactly and forward."""
+    """Make the angles of two axes, exact and forward."""
     from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
     return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)
@@ -178,11 +156,10 @@ def compiled_for(
     constants: dict[str, Any],
     ones: tuple[str, ...],
     warps: int,
-    fusion: bool = False,
-    types: Mapping[str, str] = MappingProxyType({}),
+    fusion: bool,
+    types: dict[str, str],
 ) -> Any:
     """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of."""
-    constants = {"NORM_AFTER": False} | constants
     signature: dict[str, Any] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
@@ -197,7 +174,7 @@ def compiled_for(
             fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
             multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
         else:
-            signature[name] = types.get(name, TYPES.get(name, "i32"))
+            signature[name] = types.get(name, "i32")
             if signature[name].startswith("*"):
                 multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
@@ -207,33 +184,31 @@ def compiled_for(
 
 def loops(ptx: str) -> list[str]:
     """The instructions of every loop, from its label to the branch back there."""
-    found = []
+    bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
         if back:
-            found.append(ptx[at.end() : at.end() + back[-1].end()])
-    return found
+            bodies.append(ptx[at.end() : at.end() + back[-1].end()])
+    return bodies
 
 
 def facts(kernel: Any) -> dict[str, int]:
-    """Counts of instructions, and the resources of the machine code."""
+    """Counts of instructions, and the resources of the machine code; for AMD the spills alone."""
     if "amdgcn" in kernel.asm:
-        machine = kernel.asm["amdgcn"]
-        spills = sum(map(int, re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", machine, re.M)))
-        wide = [len(re.findall(rf"\bglobal_{way}_dwordx4\b", machine)) for way in ("load", "store")]
-        wide_buffers = [len(re.findall(rf"\bbuffer_{way}_dwordx4\b", machine)) for way in ("load", "store")]
-        loads, stores = (a + b for a, b in zip(wide, wide_buffers, strict=True))
-        return {"spills": spills, "machine_loads_128": loads, "machine_stores_128": stores}
+        spills = re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"], re.M)
+        if len(spills) != 2:
+            raise ValueError(spills)
+        return {"spills": sum(map(int, spills))}
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _output("cuobjdump", "--dump-resource-usage", file.name)
         machine = _output("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if resources is None:
         raise ValueError(usage)
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, resources.groups())
     return {
         "registers": registers,
         "stack": stack,
@@ -256,17 +231,17 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] = CASES) -> dict[str, dict[str, int]]:
+def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
     """Facts by case and architecture: all of NVIDIA's, unless a name ends with one, as in "norm half, sm_90"."""
-    found = {}
+    by_case = {}
     for name in names:
-        if name.endswith(f", {AMD}"):
-            found[name] = facts(compiled(AMD, **cases[name.removesuffix(f", {AMD}")]))
+        if name.endswith(AMD):
+            by_case[name] = facts(compiled(AMD, **CASES[name.removesuffix(f", {AMD}")]))
             continue
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
-            found[f"{case}, sm_{each}"] = facts(compiled(each, **cases[case]))
-    return found
+            by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
+    return by_case
 
 
 if __name__ == "__main__":

@@ -225,13 +225,16 @@ def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[T
         cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
     """
     missing = (ids < 0) | (ids >= cache.shape[0])
-    axis_of_column = pair_axis.repeat(2)
-    found = cache.new_empty((ids.shape[1], cache.shape[1]), dtype=torch.float32)
+    ids, axis_of_column = ids.masked_fill(missing, 0), pair_axis.repeat(2)
+
+    def rows(axis: int) -> Tensor:
+        return cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+
     # Whole rows, one axis after the other, are read faster than single elements.
-    for axis, row in enumerate(ids.masked_fill(missing, 0)):
-        rows = cache.index_select(0, row).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
-        found = torch.where(axis_of_column == axis, rows, found) if axis else rows
-    cos, sin = found.chunk(2, dim=1)
+    values = rows(0)
+    for axis in range(1, ids.shape[0]):
+        values = torch.where(axis_of_column == axis, rows(axis), values)
+    cos, sin = values.chunk(2, dim=1)
     return cos, sin
 
 

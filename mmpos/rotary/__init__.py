@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
+    from mmpos.rotary.qkv import QKV, split_qkv
     from mmpos.rotary.rerotation import rerotate
 
 __all__ = [
     "NTK",
+    "QKV",
     "DevicePositions",
     "DynamicNTK",
     "Linear",
@@ -36,6 +38,7 @@ __all__ = [
     "cos_sin",
     "rerotate",
     "rotate_and_store",
+    "split_qkv",
 ]
 
 if not TYPE_CHECKING:
@@ -43,12 +46,14 @@ if not TYPE_CHECKING:
         "mmpos.rotary",
         {
             "DevicePositions": "device",
+            "QKV": "qkv",
             "RotaryEmbedding": "embedding",
             "angles": "apply",
             "apply_rotary": "apply",
             "cos_sin": "apply",
             "rerotate": "rerotation",
             "rotate_and_store": "apply",
+            "split_qkv": "qkv",
         },
         extra="all",
         what="rotations",

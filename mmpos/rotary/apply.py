@@ -14,7 +14,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import operators, paged, reference
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import DevicePositions, PositionIds, Positions, constants, position_ids
+from mmpos.rotary.device import DevicePositions, PositionIds, Positions, cache_of, constants, position_ids
 from mmpos.rotary.paged import CacheLayout
 from mmpos.rotary.quantised import NO_SCALES, Scales, scale_of_cache, scale_of_queries
 from mmpos.rotary.reference import (
@@ -24,6 +24,7 @@ from mmpos.rotary.reference import (
     REFERENCE,
     TRITON,
     Norm,
+    NormOrder,
     RotationArguments,
     check_no_tangent,
     norm_of,
@@ -51,6 +52,8 @@ def apply_rotary(
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    norm_order: NormOrder = "before",
+    cos_sin: Tensor | None = None,
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -62,7 +65,11 @@ def apply_rotary(
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     With weights each head x is first x / √(mean(x²) + norm_eps) · (weight + norm_weight_offset), over all its channels,
-    in the same launch and without a rounding between. Source: arXiv 1910.07467 (RMSNorm).
+    in the same launch and without a rounding between; with ``norm_order="after"`` x is the rotated head instead.
+    Source: arXiv 1910.07467 (RMSNorm).
+
+    With ``cos_sin`` each pair reads cos φ and sin φ from the row of the id on its axis, as vLLM's and SGLang's kernels
+    do, and they become float32 as they are; frequencies, scaling and precision of the rotary play no part.
 
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
@@ -73,22 +80,27 @@ def apply_rotary(
         rotary: frequencies, and how they are allotted to axes and channels.
         layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
         inplace: write into q and k instead of new tensors; not while they require gradients.
-        conjugate: rotate by the negative angles, which undoes a rotation; a norm still comes before it.
+        conjugate: rotate by the negative angles, which undoes a rotation; a norm keeps its order.
         q_norm_weight: (head_dim,) of the norm of q, float32, bfloat16 or float16; None does not normalise q.
         k_norm_weight: likewise of k.
         norm_eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         norm_weight_offset: added to the weights; Gemma's are 1.0 less than what multiplies.
+        norm_order: whether heads are normalised "before" they are rotated or "after".
+        cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an engine's own cache: row i has cos of all
+            pairs and then sin for id i; None computes them. Ids must be integers, and the rotary's pair j must have the
+            j-th frequency, as every allocation but "axial" and "pixtral" gives it. An id without a row is an error
+            where ids are read, on the host and with ``validate``; unread, on a device, its pairs become NaN.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
             in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, for a norm,
             whose sum has another order in the kernel, and for "hf", whose cos and sin are those of libraries.
-        validate: also check dense ids that lie on a device for their range, which waits for the device.
+        validate: also check dense ids that lie on a device, and with ``cos_sin`` those of a table, which waits for it.
 
     Returns:
         q and k rotated (None for no k), in the dtypes and layout that came.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
-        UnsupportedError: in place under autograd; gradients in forward mode.
+        UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
     """
     return rotate_with(
         None,
@@ -99,9 +111,10 @@ def apply_rotary(
         layout=layout,
         inplace=inplace,
         conjugate=conjugate,
-        norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset),
+        norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order),
         implementation=implementation,
         validate=validate,
+        cos_sin=cos_sin,
     )
 
 
@@ -118,10 +131,11 @@ def rotate_with(
     norm: Norm,
     implementation: Implementation,
     validate: bool,
+    cos_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
     q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate)
+    rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
         if k is q:  # seen also where a graph is traced
@@ -155,6 +169,8 @@ def rotate_and_store(
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    norm_order: NormOrder = "before",
+    cos_sin: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
@@ -165,7 +181,7 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k, and write k and v into a paged cache: in one launch on a GPU, for inference.
 
-    The rotation, and the norm before it, are those of ``apply_rotary``, to the bit. Slot s of a cache is offset
+    The rotation and the norm are those of ``apply_rotary``, to the bit. Slot s of a cache is offset
     s mod block_size of block s // block_size. A token whose slot is negative is rotated and not stored, and so is
     one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
     large. A slot for several tokens is an error where slots are read: on the host, and with ``validate``; unread, on a
@@ -185,10 +201,12 @@ def rotate_and_store(
         slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
         cache_layout: "NHD" or "HND".
         layout: of q, k and v, as for ``apply_rotary``.
-        q_norm_weight: (head_dim,) of a norm of each head of q before the rotation, as for ``apply_rotary``.
+        q_norm_weight: (head_dim,) of a norm of each head of q, as for ``apply_rotary``.
         k_norm_weight: likewise of k.
         norm_eps: added to the mean of squares.
         norm_weight_offset: added to both weights: 1 for Gemma's.
+        norm_order: "before" or "after" the rotation.
+        cos_sin: an engine's cache of cos and sin, as for ``apply_rotary``.
         k_scale: float32 by which k is divided before it is rounded to a cache of 8 bits: () or (1,) for all, or
             (num_kv_heads,). Of the cache's shape without head_dim they are not read but written: each key that is
             stored gets its own, its largest magnitude by the largest number of the cache's dtype.
@@ -210,12 +228,12 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
-    norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset)
+    norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order)
     q4, k4 = _views(q, k, layout)
     if k4 is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
-    rotation = _arguments(q4, positions, rotary, None, False, implementation, validate)
+    rotation = _arguments(q4, positions, rotary, None, False, implementation, validate, cos_sin)
     given = {"k_scale": k_scale, "v_scale": v_scale}
     caches = _caches(key_cache, value_cache, cache_layout, k4, v4, given)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
@@ -320,6 +338,7 @@ def _arguments(
     conjugate: bool,
     implementation: Implementation,
     validate: bool,
+    cos_sin: Tensor | None,
 ) -> RotationArguments:
     """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
     if q.shape[3] != rotary.head_dim:
@@ -330,7 +349,11 @@ def _arguments(
     turns, pair_axis = constants(rotary, q.device) if frequencies is None else frequencies
     if turns.device != q.device:
         raise InvalidInputError(f"q: got a tensor on {q.device}, want {turns.device} as the frequencies")
-    return _rotation(ids, rotary, (turns, pair_axis), conjugate, number)
+    rotation = _rotation(ids, rotary, (turns, pair_axis), conjugate, number)
+    if cos_sin is None:
+        return rotation
+    # The factor is in the cache already.
+    return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
 def _rotation(

@@ -138,6 +138,11 @@ class Rotary:
         return 1.0 if self.scaling is None else self.scaling.scaled_attention()
 
     @cached_property
+    def shares_ladder(self) -> bool:
+        """Whether pair j has the j-th of one ladder of frequencies, whatever its axis, as in RoPE-1D."""
+        return len(set(self._kinds)) == 1 and self._layout.rung == tuple(range(self.num_pairs))
+
+    @cached_property
     def pair_axis(self) -> IntArray:
         """(pairs,) int64 axis that drives each pair; read-only."""
         return _read_only(np.array(self._layout.axis, np.int64))

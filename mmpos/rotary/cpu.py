@@ -46,7 +46,7 @@ def takes(*tensors: Tensor) -> bool:
 
 def angles_of(rotation: RotationArguments, tokens: int) -> Angles | None:
     """Return the angles of tokens as the extension takes them; None for a table that it does not take."""
-    if rotation.as_hf:
+    if rotation.as_hf or rotation.cache_rows:
         cos, sin = reference.cos_sin(rotation, tokens)
         return cos.numpy(), sin.numpy()
     positions: Array = rotation.positions.numpy()

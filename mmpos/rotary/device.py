@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions import expand
 from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
@@ -18,7 +18,7 @@ from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.support.checks import INT32_MAX, INT32_MIN, integer
 
-__all__ = ["DevicePositions", "PositionIds", "Positions", "constants", "frequencies_of", "position_ids"]
+__all__ = ["DevicePositions", "PositionIds", "Positions", "cache_of", "constants", "frequencies_of", "position_ids"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +210,55 @@ constants._dynamo_marked_constant = True
 
 def _torch_power(base: float, exponents: Any) -> Any:
     return torch.pow(base, torch.from_numpy(exponents)).numpy()
+
+
+def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: PositionIds, validate: bool) -> Tensor:
+    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied.
+
+    Args:
+        cos_sin: (max_position, rotary_dim), cos of all pairs and then sin.
+        rotary: how pairs are allotted to axes and channels.
+        positions: whose ids choose the rows.
+        ids: the same as one tensor.
+        validate: also check ids that lie on a device, which waits for the device.
+
+    Raises:
+        InvalidInputError: the cache does not fit, or has no row for an id.
+        UnsupportedError: the cache requires gradients or has a forward-mode tangent.
+    """
+    if not isinstance(cos_sin, Tensor) or cos_sin.dtype not in reference.FLOATS:
+        got = cos_sin.dtype if isinstance(cos_sin, Tensor) else type(cos_sin).__name__
+        raise InvalidInputError(f"cos_sin: got {got}, want a tensor of float32, bfloat16 or float16")
+    if cos_sin.dim() != 2 or cos_sin.shape[1] != rotary.rotary_dim or not cos_sin.shape[0]:
+        want = f"(max_position, {rotary.rotary_dim}), cos and then sin of each pair of rotary"
+        raise InvalidInputError(f"cos_sin: got shape {tuple(cos_sin.shape)}, want {want}")
+    if cos_sin.device != ids.tensor.device:
+        raise InvalidInputError(f"cos_sin: got a tensor on {cos_sin.device}, want {ids.tensor.device} as q")
+    if not cos_sin.is_contiguous():
+        raise InvalidInputError(f"cos_sin: got strides {cos_sin.stride()}, want a contiguous tensor")
+    if not rotary.shares_ladder:
+        raise InvalidInputError(
+            f"cos_sin: got a rotary of allocation {rotary.allocation!r}, whose axes have frequencies of their own, "
+            "want one whose pair j has the j-th frequency, as the cache has"
+        )
+    if ids.mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED):
+        raise InvalidInputError("positions: got fractional ids, want integers: cos_sin has rows of whole ids alone")
+    if torch.is_grad_enabled() and cos_sin.requires_grad:
+        raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one without: none are made")
+    reference.check_no_tangent("cos_sin", cos_sin)
+    on_host = isinstance(positions, PositionTable) or ids.tensor.device.type == "cpu"
+    if ids.tokens and (validate or on_host) and not torch.compiler.is_compiling():
+        _check_rows(cos_sin.shape[0], positions)
+    return cos_sin
+
+
+def _check_rows(rows: int, positions: Positions) -> None:
+    ids = positions if isinstance(positions, Tensor) else positions.dense()
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise InvalidInputError(f"positions: got id {low}, want >= 0: cos_sin has rows of ids from 0")
+    if high >= rows:
+        raise InvalidInputError(f"cos_sin: got {rows} rows, want > {high}, the largest id")
 
 
 def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmpos.rotary.apply import Implementation, Layout, rotate_with
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import Positions, frequencies_of
-from mmpos.rotary.reference import norm_of
+from mmpos.rotary.reference import NormOrder, norm_of
 
 __all__ = ["RotaryEmbedding"]
 
@@ -45,6 +45,7 @@ class RotaryEmbedding(nn.Module):
         k_norm_weight: Tensor | None = None,
         norm_eps: float = 1e-6,
         norm_weight_offset: float = 0.0,
+        norm_order: NormOrder = "before",
         implementation: Implementation = "auto",
     ) -> tuple[Tensor, Tensor | None]:
         """Apply this module's rotary; arguments and errors are those of ``apply_rotary``."""
@@ -59,7 +60,7 @@ class RotaryEmbedding(nn.Module):
             layout=layout,
             inplace=inplace,
             conjugate=conjugate,
-            norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset),
+            norm=norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order),
             implementation=implementation,
             validate=False,
         )

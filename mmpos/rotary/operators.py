@@ -27,7 +27,7 @@ _ROTATION = (
 )
 """RotationArguments; torch's modes take the name "mode" for themselves."""
 
-_NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset"
+_NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool after"
 """A Norm."""
 
 _STORE = (
@@ -119,7 +119,7 @@ def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, 
     return q_back if needs_q else None, k_back if needs_k else None, *(None,) * len(rotation)
 
 
-# The norm before it.
+# The norm before or after it.
 
 
 def _norm_rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -134,8 +134,8 @@ def _norm_rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
 
 
 def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
-    q_weight, k_weight, eps, offset, *rotation = arguments
-    norm = NONE if q_weight is None and k_weight is None else Norm(q_weight, k_weight, eps, offset)
+    q_weight, k_weight, eps, offset, after, *rotation = arguments
+    norm = NONE if q_weight is None and k_weight is None else Norm(q_weight, k_weight, eps, offset, after)
     return norm, RotationArguments(*rotation)
 
 
@@ -150,7 +150,7 @@ def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, ro
             if weight is None:
                 reference.rotate_by(turn, x, out, 2 * rotation.num_pairs)
             else:
-                reference.rotate_normalised(x, out, weight, norm.eps, turn)
+                reference.rotate_normalised(x, out, weight, norm, turn)
 
 
 def _turn(q: Tensor, rotation: RotationArguments) -> reference.Turn:
@@ -182,28 +182,29 @@ def _norm_rotate_backward(
 
         sums = kernel.launch_backward((q_grad, k_grad), (q, k), outs, wanted[2:], back, norm)
     else:
-        turn = _turn(q, back)
+        turn, turn_back = _turn(q, rotation) if norm.after else None, _turn(q, back)
         for grad, x, out, weight, total in zip((q_grad, k_grad), (q, k), outs, norm.weights(), sums, strict=True):
             if weight is not None:
-                reference.norm_backward(grad, x, weight, norm.eps, turn, out, total)
+                reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back, out, total)
             elif out is not None:
-                reference.rotate_by(turn, grad, out, 2 * rotation.num_pairs)
+                reference.rotate_by(turn_back, grad, out, 2 * rotation.num_pairs)
     weights = (norm.q_weight, norm.k_weight)
     gradients = *outs, *(None if x is None or w is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _save_norm_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, q_weight, k_weight, ctx.eps, ctx.offset, *tensors, mode, adjacent, factor, conjugate, implementation = inputs
+    q, k, q_weight, k_weight, *ctx.of_norm, positions, frequencies, pair_axis = inputs[:10]
+    mode, adjacent, factor, conjugate, implementation = inputs[10:]
     ctx.numbers = mode, adjacent, factor, conjugate, implementation
     # What is not normalised goes back without being there.
     kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
-    ctx.save_for_backward(*kept, q_weight, k_weight, *tensors)
+    ctx.save_for_backward(*kept, q_weight, k_weight, positions, frequencies, pair_axis)
 
 
 def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-    norm = Norm(q_weight, k_weight, ctx.eps, ctx.offset)
+    norm = Norm(q_weight, k_weight, *ctx.of_norm)
     rotation = RotationArguments(*tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:4])
     outputs = list(grads)
@@ -216,18 +217,24 @@ def _norm_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     else:
         gradients = norm_rotate_backward(*outputs, *inputs, wanted, *norm, *rotation)
     needed = (x if want else None for x, want in zip(gradients, wanted, strict=True))
-    return *needed, *(None,) * (2 + len(rotation))
+    return *needed, *(None,) * (len(ctx.of_norm) + len(rotation))
 
 
 def _differentiable_gradients(
     grads: Sequence[Tensor], inputs: Sequence[Tensor], norm: Norm, rotation: RotationArguments
 ) -> tuple[Tensor | None, ...]:
     """Compute the same gradients by operations that have gradients of their own, for derivatives of derivatives."""
-    straight = rotate(*(grad.to(torch.float32) for grad in grads), *rotation.reversed())
+    dtype, weights = inputs[0].dtype, (norm.q_weight, norm.k_weight)
+    wide = [grad.to(torch.float32) for grad in grads]
+    if norm.after:
+        inputs = rotate(*(x.to(torch.float32) for x in inputs), *rotation)
+    else:
+        wide = rotate(*wide, *rotation.reversed())
     (q_grad, q_weight), (k_grad, k_weight) = (
-        reference.norm_gradients(grad, x, weight, norm)
-        for grad, x, weight in zip(straight, inputs, (norm.q_weight, norm.k_weight), strict=True)
+        reference.norm_gradients(grad, x, weight, norm) for grad, x, weight in zip(wide, inputs, weights, strict=True)
     )
+    if norm.after:
+        q_grad, k_grad = (x.to(dtype) for x in rotate(q_grad, k_grad, *rotation.reversed()))
     return q_grad, k_grad, q_weight, k_weight
 
 

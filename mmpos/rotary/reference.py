@@ -1,4 +1,4 @@
-"""Rotate q and k in plain torch: positions to cos and sin, the norm before a rotation, and the rotation itself.
+"""Rotate q and k in plain torch: positions to cos and sin, the norm before or after, and the rotation itself.
 
 The kernel and the extension are judged by what is here, and it does all that they do not take.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.rows import AXES
+from mmpos.support.checks import one_of
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
@@ -43,7 +44,8 @@ class RotationArguments(NamedTuple):
 
     Args:
         positions: a table or dense ids, as the mode says.
-        frequencies: (3, pairs) int64 words of exact turns, or (pairs,) float32 as in Transformers.
+        frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache,
+            (rows, 2·pairs) floats: row i has cos, then sin, of id i.
         pair_axis: (pairs,) int32 axis of each pair.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
@@ -74,7 +76,12 @@ class RotationArguments(NamedTuple):
     @property
     def as_hf(self) -> bool:
         """Whether angles are the float32 products of Transformers."""
-        return self.frequencies.dtype == torch.float32
+        return self.frequencies.dtype == torch.float32 and self.frequencies.dim() == 1
+
+    @property
+    def cache_rows(self) -> int:
+        """Rows of an engine's cache of cos and sin; 0 where there is none."""
+        return self.frequencies.shape[0] if self.frequencies.is_floating_point() and not self.as_hf else 0
 
     @property
     def axes(self) -> int:
@@ -163,6 +170,8 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
     axis = rotation.pair_axis.to(torch.int64)
 
     def cos_sin_of(block: Tensor) -> tuple[Tensor, Tensor]:
+        if rotation.cache_rows:
+            return cos_sin_from_cache(block >> 32, axis, rotation.frequencies)
         if rotation.as_hf:
             return cos_sin_as_hf(block, axis, rotation.frequencies)
         return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
@@ -228,6 +237,28 @@ def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[T
     return angle.cos(), angle.sin()
 
 
+def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Read (tokens, pairs) float32 cos and sin from a cache; NaN for an id that the cache has no row of.
+
+    Args:
+        ids: (axes, tokens) int64.
+        pair_axis: (pairs,) int64 axis of each pair.
+        cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
+    """
+    missing = (ids < 0) | (ids >= cache.shape[0])
+    ids, axis_of_column = ids.masked_fill(missing, 0), pair_axis.repeat(2)
+
+    def rows(axis: int) -> Tensor:
+        return cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+
+    # Whole rows, one axis after the other, are read faster than single elements.
+    values = rows(0)
+    for axis in range(1, ids.shape[0]):
+        values = torch.where(axis_of_column == axis, rows(axis), values)
+    cos, sin = values.chunk(2, dim=1)
+    return cos, sin
+
+
 def as_float(fixed: Tensor) -> Tensor:
     """Convert fixed point to float32 ids, rounded once."""
     return fixed.to(torch.float32) * 2.0**-32
@@ -249,6 +280,9 @@ LARGEST = 2.0**127
 """Beyond it float32 has infinity, times which a channel of zero is no number."""
 
 
+NormOrder = Literal["before", "after"]
+
+
 class Norm(NamedTuple):
     """RMSNorm of each head: x / √(mean(x²) + eps) · (weight + offset), over all its channels.
 
@@ -257,12 +291,14 @@ class Norm(NamedTuple):
         k_weight: likewise of k.
         eps: added to the mean of squares.
         offset: added to the weights: 1.0 in Gemma.
+        after: whether x is the head once it is rotated, instead of the head before.
     """
 
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
     offset: float
+    after: bool
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (head_dim,) float32 weights of q and of k, offset included."""
@@ -270,14 +306,21 @@ class Norm(NamedTuple):
 
 
 def norm_of(
-    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    offset: float,
+    order: NormOrder,
 ) -> Norm:
     """Check the arguments of a norm, which is ``NONE`` without weights.
 
     Raises:
-        InvalidInputError: a weight does not fit q or k, or a number is out of range.
+        InvalidInputError: a weight does not fit q or k, a number is out of range, or the order is not known.
         UnsupportedError: a weight has a forward-mode tangent.
     """
+    one_of("norm_order", order, ("before", "after"))
     if q_weight is None and k_weight is None:
         return NONE
     if k is None and k_weight is not None:
@@ -287,7 +330,7 @@ def norm_of(
     if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
         raise InvalidInputError(f"norm_weight_offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
     weights = _checked("q", q, q_weight), _checked("k", k, k_weight)
-    return Norm(*weights, float(eps), float(offset))
+    return Norm(*weights, float(eps), float(offset), order == "after")
 
 
 def _checked(name: str, x: object, weight: Tensor | None) -> Tensor | None:
@@ -317,7 +360,7 @@ def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
     return weight + offset if offset else weight
 
 
-NONE = Norm(None, None, 0.0, 0.0)
+NONE = Norm(None, None, 0.0, 0.0, False)
 """No norm."""
 
 
@@ -401,44 +444,53 @@ def _concatenate(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
 
-def rotate_normalised(x: Tensor, out: Tensor, weight: Tensor, eps: float, turn: Turn) -> None:
-    """Normalise the heads of x and turn them, in float32 with one rounding at the end.
+def rotate_normalised(x: Tensor, out: Tensor, weight: Tensor, norm: Norm, turn: Turn) -> None:
+    """Normalise the heads of x and turn them, in the order of the norm, in float32 with one rounding at the end.
 
     Args:
         x: (batch, seq, heads, head_dim) in any floating dtype and strides.
         out: likewise; it may be x.
         weight: (head_dim,) float32, what it is offset by included.
-        eps: added to the mean of squares.
+        norm: the eps and order that go with the weight.
         turn: turns blocks.
     """
     for block, (value, scratch) in blocks(x, 2):
         value.copy_(x[block])
-        value.mul_(_inverse_rms(value, scratch, eps)).mul_(weight)
-        turn(value, scratch, block)
+        if norm.after:
+            turn(value, scratch, block)
+        value.mul_(_inverse_rms(value, scratch, norm.eps)).mul_(weight)
+        if not norm.after:
+            turn(value, scratch, block)
         out[block].copy_(value)
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, back: Turn, x_grad: Tensor | None, weight_grad: Tensor | None
-) -> None:
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, turn: Turn | None, back: Turn,
+    x_grad: Tensor | None, weight_grad: Tensor | None,
+) -> None:  # fmt: skip
     """Compute the gradients of ``rotate_normalised``, in float32.
 
     With y = turned(x · r · w), r = 1/√(mean(x²) + eps), and g the gradient of y turned back, that of w is the sum of
-    g · x · r over tokens and heads, and that of x is r · (g·w − x·r · mean(g·w · x·r)).
+    g · x · r over tokens and heads, and that of x is r · (g·w − x·r · mean(g·w · x·r)). Where the norm comes after,
+    x is what was turned, g is the gradient of y, and what these formulas give for x is turned back.
 
     Args:
         grad: of the output, (batch, seq, heads, head_dim).
         x: what was normalised, likewise.
         weight: (head_dim,) float32, what it is offset by included.
         eps: added to the mean of squares.
+        turn: turns blocks as before a norm that comes after; None for one that comes before.
         back: turns blocks backwards.
         x_grad: where the gradient of x goes; None if nobody wants it.
         weight_grad: (head_dim,) float32 zeros to which that of the weight is added, block after block; likewise.
     """
     for block, (value, gradient, scratch) in blocks(x, 3):
         gradient.copy_(grad[block])
-        back(gradient, scratch, block)
         value.copy_(x[block])
+        if turn is None:
+            back(gradient, scratch, block)
+        else:
+            turn(value, scratch, block)
         scale = _inverse_rms(value, scratch, eps)
         value.mul_(scale)
         if weight_grad is not None:
@@ -446,14 +498,17 @@ def norm_backward(
         if x_grad is not None:
             gradient.mul_(weight)
             mean = torch.mul(gradient, value, out=scratch).mean(-1, keepdim=True)
-            x_grad[block].copy_(gradient.sub_(value.mul_(mean)).mul_(scale))
+            gradient.sub_(value.mul_(mean)).mul_(scale)
+            if turn is not None:
+                back(gradient, scratch, block)
+            x_grad[block].copy_(gradient)
 
 
 def norm_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of ``norm_backward`` by operations that have gradients themselves.
 
     Args:
-        grad: of the output, turned back, (batch, seq, heads, head_dim) float32.
+        grad: of what the norm gave, (batch, seq, heads, head_dim) float32.
         x: the heads before the norm, likewise in any floating dtype.
         weight: (head_dim,), that of the norm for q or for k; None where x was turned alone.
         norm: the eps and offset that go with the weight.

@@ -11,9 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +27,8 @@ from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
+AMD = "gfx942"
+CACHE_ROWS = 131072
 HEADS = (
     "q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache",
     "pages", "scales", "q_scales", "k_scales", "v_scales",
@@ -72,6 +72,16 @@ CASES: dict[str, dict[str, Any]] = {
     "backward head_dim 80 half": {"pairs": 40, "weights": "qk", "backward": True},
     "backward partial half": {"pairs": 32, "rest": 64, "weights": "qk", "backward": True},
     "backward partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk", "backward": True},
+    "norm after half": {"weights": "qk", "after": True},
+    "norm after adjacent": {"adjacent": True, "weights": "qk", "after": True},
+    "norm after head_dim 80 half": {"pairs": 40, "weights": "qk", "after": True},
+    "norm after cached float32 half": {"cache": "*fp32", "weights": "qk", "after": True},
+    "backward after half": {"weights": "qk", "backward": True, "after": True},
+    "backward after adjacent": {"adjacent": True, "weights": "qk", "backward": True, "after": True},
+    "cached float32 half": {"cache": "*fp32"},
+    "cached bfloat16 adjacent": {"cache": "*bf16", "adjacent": True},
+    "cached bfloat16 half, dense": {"mode": reference.DENSE_INTEGER, "cache": "*bf16"},
+    "cached float16 half, few tokens": {"cache": "*fp16", "block": 4, "warps": 1},
     "table integer half, few tokens": {"block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
@@ -108,6 +118,8 @@ CASES: dict[str, dict[str, Any]] = {
         "rest": 64,
         "weights": "qk",
     },
+    "store: norm after": {"store": True, "weights": "qk", "after": True},
+    "store: cached bfloat16": {"store": True, "cache": "*bf16"},
     "store: one of each": {
         "store": True,
         "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
@@ -157,16 +169,21 @@ def compiled(
     computed: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
     start: int | None = None,
+    after: bool = False,
+    cache: str = "",
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "ANGLES": angles(mode), "BLOCK": block}
+    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "BLOCK": block}
+    constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0)}
     q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
     outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}
-    data = {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
+    types = TYPES | {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
+    types |= {"frequencies": cache} if cache else {}
     if start is not None:
         constants |= {"FROM": angles(start), "FORMAT": k} | ({} if computed else {"scales": None})
-        data["pages"] = "*u8" if eight_bits else "*bf16"
-        return compiled_for(arch, rerotate_kernel, constants, ones, warps, data=data)
+        types["pages"] = "*u8" if eight_bits else "*bf16"
+        return compiled_for(arch, rerotate_kernel, constants, ones, warps, fusion, types)
+    constants["NORM_AFTER"] = after
     if store:
         constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
         constants |= {"FORMATS": Formats(q, k, v)}
@@ -177,7 +194,7 @@ def compiled(
     missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
     missing += [f"{x}_scales" for x in "qkv" if x not in eight_bits]
     kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
-    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, data)
+    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, types)
 
 
 def angles(mode: int) -> Angles:
@@ -188,12 +205,17 @@ def angles(mode: int) -> Angles:
 
 
 def compiled_for(
-    arch: int | str, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False,
-    data: Mapping[str, str] = MappingProxyType({}),
-) -> Any:  # fmt: skip
+    arch: int | str,
+    kernel: Any,
+    constants: dict[str, Any],
+    ones: tuple[str, ...],
+    warps: int,
+    fusion: bool,
+    types: dict[str, str],
+) -> Any:
     """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of.
 
-    Heads are bfloat16 but for those that data names, and an arch that is a word is one of AMD's.
+    Heads are bfloat16 but for those that types names, and an arch that is a word is one of AMD's.
     """
     signature: dict[str, Any] = {}
     fixed: dict[tuple[int, ...], Any] = {}
@@ -204,13 +226,13 @@ def compiled_for(
             fixed[(index,)] = constants.get(name, 1)
         elif name in HEADS:
             parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
-            kind = data.get(name, "*bf16")
-            types = [kind if field == "data" else "constexpr" if value else "i32" for field, value in parts]
-            signature[name] = Heads(*types)
+            kind = types.get(name, "*bf16")
+            fields = [kind if field == "data" else "constexpr" if value else "i32" for field, value in parts]
+            signature[name] = Heads(*fields)
             fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
             multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
         else:
-            signature[name] = TYPES.get(name, "i32")
+            signature[name] = types.get(name, "i32")
             if signature[name].startswith("*"):
                 multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
@@ -229,7 +251,12 @@ def loops(ptx: str) -> list[str]:
 
 
 def facts(kernel: Any) -> dict[str, int]:
-    """Counts of instructions, and the resources of the machine code."""
+    """Counts of instructions, and the resources of the machine code; for AMD the spills alone."""
+    if "amdgcn" in kernel.asm:
+        spills = re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"], re.M)
+        if len(spills) != 2:
+            raise ValueError(spills)
+        return {"spills": sum(map(int, spills))}
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -263,15 +290,11 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90".
-
-    With one of AMD's at its end, as in "norm half, gfx942", it is compiled and there are no facts.
-    """
+    """Facts by case and architecture: all of NVIDIA's, unless a name ends with one, as in "norm half, sm_90"."""
     by_case = {}
     for name in names:
-        case, _, arch = name.partition(", gfx")
-        if arch:
-            compiled(f"gfx{arch}", **CASES[case])
+        if name.endswith(AMD):
+            by_case[name] = facts(compiled(AMD, **CASES[name.removesuffix(f", {AMD}")]))
             continue
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:

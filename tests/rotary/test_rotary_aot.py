@@ -34,19 +34,31 @@ REST = [
     "table integer half, few tokens",
     "table fractional adjacent, few tokens",
 ]
+NORMS = ["norm half", "backward half", "norm after half", "backward after half"]
 NORM_REST = [
     "norm adjacent",
     "norm fractional half",
     "norm half, few tokens",
     "norm of q half",
     "norm head_dim 80 half",
+    "norm after adjacent",
+    "norm after head_dim 80 half",
+    "norm after cached float32 half",
     "backward adjacent",
+    "backward after adjacent",
     "backward fractional half",
     "backward half, few tokens",
     "backward of q half",
     "backward head_dim 80 half",
 ]
 NORM_PARTIAL = ["norm partial half", "backward partial half", "norm partial adjacent", "backward partial adjacent"]
+CACHED = [
+    "cached float32 half",
+    "cached bfloat16 adjacent",
+    "cached bfloat16 half, dense",
+    "cached float16 half, few tokens",
+]
+AMD = ["norm after half, gfx942", "backward after half, gfx942", "cached bfloat16 adjacent, gfx942"]
 PLAIN_OTHER = [
     "partial half",
     "partial adjacent",
@@ -71,7 +83,7 @@ def facts_of(names: list[str], cache: Path) -> dict[str, dict[str, int]]:
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     facts: dict[str, dict[str, int]] = json.loads(found.stdout)
-    assert len(facts) == sum(1 if ", sm_" in name else 0 if ", gfx" in name else 3 for name in names)
+    assert len(facts) == sum(1 if ", sm_" in name or ", gfx" in name else 3 for name in names)
     return facts
 
 
@@ -84,14 +96,14 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts that slow tests of plain rotations share."""
-    names = ["table integer half", *each_on_one(REST + PLAIN_OTHER)]
+    names = ["table integer half", *each_on_one(REST + PLAIN_OTHER + CACHED), *AMD]
     return facts_of(names, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.fixture(scope="module")
 def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts that slow tests of norms share."""
-    names = ["norm half", "backward half", *each_on_one(NORM_REST + NORM_PARTIAL)]
+    names = [*NORMS, *each_on_one(NORM_REST + NORM_PARTIAL)]
     return facts_of(names, tmp_path_factory.mktemp("triton"))
 
 
@@ -141,7 +153,7 @@ def test_norms_compile_to_wide_code_whose_loops_wait_for_no_other_thread(quick: 
 
 @pytest.mark.slow
 def test_so_do_their_gradients_and_norms_of_other_shapes(norms: dict[str, dict[str, int]]) -> None:
-    assert_norms(those(["norm half", "backward half", *NORM_REST], norms))
+    assert_norms(those([*NORMS, *NORM_REST], norms))
 
 
 def assert_norms(cases: dict[str, dict[str, int]]) -> None:
@@ -162,6 +174,22 @@ def assert_norms(cases: dict[str, dict[str, int]]) -> None:
 def test_norms_of_heads_that_turn_in_part_compile_without_spills(norms: dict[str, dict[str, int]]) -> None:
     for case, facts in those(NORM_PARTIAL, norms).items():
         assert_fused(case, facts)
+
+
+@pytest.mark.slow
+def test_rows_of_an_engines_cache_cost_no_registers_and_leave_heads_wide(rest: dict[str, dict[str, int]]) -> None:
+    for case, facts in those(CACHED, rest).items():
+        assert facts["machine_loads_128"] >= 4, case
+        assert (facts["stores_128"], facts["machine_stores_128"], facts["narrow_stores"]) == (4, 4, 0), case
+        assert (facts["fma"], facts["float64"], facts["divisions_64"]) == (0, 0, 0), case
+        assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+        assert facts["registers"] <= REGISTERS["integer"], case
+
+
+@pytest.mark.slow
+def test_an_amd_gpu_compiles_them_without_spills(rest: dict[str, dict[str, int]]) -> None:
+    for case in AMD:
+        assert rest[case]["spills"] == 0, case
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def arguments(*, k_heads: int = 1, both: bool = True, dtype: torch.dtype = torch
     made = position_ids(TABLE, torch.device("cpu"))
     q, k = heads((1, 32), 3, 16, dtype), heads((1, 32), k_heads, 16, dtype, seed=1)
     numbers = made.mode, False, 1.0, False, AUTO
-    return q, k, weight(), weight() if both else None, 1e-6, 1.0, made.tensor, *frequencies_of(ROTARY), *numbers
+    return q, k, weight(), weight() if both else None, 1e-6, 1.0, False, made.tensor, *frequencies_of(ROTARY), *numbers
 
 
 SAMPLES: dict[str, dict[str, Any]] = {

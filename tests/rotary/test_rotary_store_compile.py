@@ -153,7 +153,7 @@ def arguments(
     made = position_ids(positions, slots.device)
     q, k, v = (x[None] for x in qkv(13))
     key, value = (x.transpose(1, 2) if cache.layout == "HND" else x for x in (cache.key, cache.value))
-    norm = NONE if weights is None else (*weights, 1e-6, 1.0)
+    norm = NONE if weights is None else (*weights, 1e-6, 1.0, False)
     numbers = made.mode, False, 1.0, False, AUTO
     return q, k, v, key, value, slots, return_k, *NO_SCALES, *norm, made.tensor, *constants(ROTARY, DEVICE), *numbers
 

@@ -31,7 +31,7 @@ from mmpos.rotary.reference import Norm, RotationArguments
 @triton.jit
 def _norm_heads(
     grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Bring gradients of heads back through turn and norm; return those of the weight, summed over these heads."""
     weights = load_weight(weight, offset, CHANNELS)
@@ -48,11 +48,14 @@ def _norm_heads(
     for head in range(first_head, stop_head):
         source = grad.data + (grad_rows[:, None] + head * grad_head)
         first, second = load_pairs(source, grad.channel, valid, CHANNELS)
-        first, second = turned(first, second, cos, sin)
+        if not NORM_AFTER:
+            first, second = turned(first, second, cos, sin)
         rest = load_rest(source, grad.channel, valid, 0.0, CHANNELS).to(tl.float32)
         source = x.data + (x_rows[:, None] + head * x_head)
         x_first, x_second = load_pairs(source, x.channel, valid, CHANNELS)
         x_rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
+        if NORM_AFTER:  # as they were normalised: the angles are those of the way back
+            x_first, x_second = turned(x_first, x_second, cos, -sin)
         scale = inverse_rms(x_first, x_second, x_rest, eps, CHANNELS)
         x_first, x_second, x_rest = x_first * scale, x_second * scale, x_rest * scale
         if sums is not None:
@@ -63,6 +66,8 @@ def _norm_heads(
             first, second, rest = first * weights[0], second * weights[1], rest * weights[2]
             mean = mean_product(first, second, rest, x_first, x_second, x_rest, CHANNELS)
             first, second = scale * (first - x_first * mean), scale * (second - x_second * mean)
+            if NORM_AFTER:
+                first, second = turned(first, second, cos, sin)
             target = out.data + (out_rows[:, None] + head * out_head)
             store_pairs(target, out.channel, valid, first, second, CHANNELS)
             if CHANNELS.rest > 0:
@@ -73,13 +78,14 @@ def _norm_heads(
 @triton.jit
 def _heads(
     grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Bring back the share that this program has of the heads of one tensor; without a weight they are turned alone."""
     if weight is not None:
         by_first, by_second, by_rest = _norm_heads(
-            grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid, CHANNELS, BLOCK
-        )
+            grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid, CHANNELS, BLOCK,
+            NORM_AFTER,
+        )  # fmt: skip
         if sums is not None:
             program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
             target = sums + program * (2 * CHANNELS.pairs + CHANNELS.rest) + tl.zeros([1, 1], tl.int64)
@@ -99,7 +105,7 @@ def _heads(
 def backward_kernel(
     q_grad, k_grad, q, k, q_out, k_out, q_weight, k_weight, eps, offset, q_sums, k_sums,
     positions, frequencies, pair_axis, tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
-    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Bring back a block of tokens, and a share of the heads of q and of k, by the same phases in each program."""
     token, valid, cos, sin = phases(
@@ -107,8 +113,14 @@ def backward_kernel(
     )
     batch = (token // seq).to(tl.int64)
     place = (token % seq).to(tl.int64)
-    _heads(q_grad, q, q_out, q_heads, q_weight, q_sums, eps, offset, batch, place, cos, sin, valid, CHANNELS, BLOCK)
-    _heads(k_grad, k, k_out, k_heads, k_weight, k_sums, eps, offset, batch, place, cos, sin, valid, CHANNELS, BLOCK)
+    _heads(
+        q_grad, q, q_out, q_heads, q_weight, q_sums, eps, offset, batch, place, cos, sin, valid,
+        CHANNELS, BLOCK, NORM_AFTER,
+    )  # fmt: skip
+    _heads(
+        k_grad, k, k_out, k_heads, k_weight, k_sums, eps, offset, batch, place, cos, sin, valid,
+        CHANNELS, BLOCK, NORM_AFTER,
+    )  # fmt: skip
 
 
 def launch_backward(
@@ -142,7 +154,7 @@ def launch_backward(
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
-            ANGLES=tiling.angles_of(rotation), BLOCK=block,
+            ANGLES=tiling.angles_of(rotation), BLOCK=block, NORM_AFTER=norm.after,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return [None if x is None else x.sum(0) for x in sums]

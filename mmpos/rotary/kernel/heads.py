@@ -106,9 +106,10 @@ def rows_of(x, batch, token):
 @triton.jit
 def rotate_heads(
     x, out, x_rows, out_rows, heads, weight, eps, offset, cos, sin, valid,
-    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, scales=None, scale_rows=None, FORMAT: tl.constexpr = None,
+    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, NORM_AFTER: tl.constexpr = False,
+    scales=None, scale_rows=None, FORMAT: tl.constexpr = None,
 ):  # fmt: skip
-    """Rotate this program's share of heads, normalised first where there is a weight, with one rounding at the end.
+    """Rotate this program's share of heads, normalised too where there is a weight, with one rounding at the end.
 
     With a FORMAT it is that of out, 8 bits, after a division by the scale of each head.
     """
@@ -122,12 +123,15 @@ def rotate_heads(
         first, second = load_pairs(source, x.channel, valid, CHANNELS)
         if weight is not None:
             rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
+            if NORM_AFTER:
+                first, second = turned(first, second, cos, sin)
             scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
             rest = rest * scale * weights[2]
             if CHANNELS.rest > 0 and FORMAT is None:
                 store_rest(target, out.channel, valid, rest, CHANNELS)
-        first, second = turned(first, second, cos, sin)
+        if weight is None or not NORM_AFTER:
+            first, second = turned(first, second, cos, sin)
         if FORMAT is not None:
             if weight is None:
                 rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)

@@ -114,16 +114,15 @@ def _cos_sin_of_turns(turn):
 
 
 @triton.jit
-def angles_of(
-    positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop,
+def _ids_of_pairs(
+    positions, segments, row_stride, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute (BLOCK, pairs_padded) angles of tokens: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
+    """Compute (BLOCK, pairs_padded) ids of tokens, each on the axis of its pair: integer part and fraction."""
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
     pair = tl.arange(0, width)
-    real = pair < CHANNELS.pairs
-    axis_of_pair = tl.load(pair_axis + pair, mask=real, other=0)[None, :]
+    axis_of_pair = tl.load(pair_axis + pair, mask=pair < CHANNELS.pairs, other=0)[None, :]
     column = positions + token
     frame = token
     row = token
@@ -138,6 +137,28 @@ def angles_of(
         whole = tl.where(axis_of_pair == axis, on_axis[:, None], whole)
         if ANGLES.fractional:
             fraction = tl.where(axis_of_pair == axis, rest[:, None], fraction)
+    return whole, fraction
+
+
+@triton.jit
+def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr):
+    """Load float32 cos and sin from the rows of an engine's cache; NaN where it has none."""
+    pair = tl.arange(0, CHANNELS.pairs_padded)
+    there = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
+    known = there & (whole >= 0) & (whole < ANGLES.cache_rows)
+    row = cache + (tl.where(known, whole, 0).to(tl.int64) * (2 * CHANNELS.pairs) + pair[None, :])
+    cos = tl.load(row, mask=known, other=0.0).to(tl.float32)
+    sin = tl.load(row + CHANNELS.pairs, mask=known, other=0.0).to(tl.float32)
+    # What is not there stays 0, for sums over tokens and channels.
+    missing = there & (known == 0)
+    return tl.where(missing, float("nan"), cos), tl.where(missing, float("nan"), sin)
+
+
+@triton.jit
+def _angles(frequencies, whole, fraction, CHANNELS: tl.constexpr, ANGLES: tl.constexpr):
+    """Compute (BLOCK, pairs_padded) angles: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
+    pair = tl.arange(0, CHANNELS.pairs_padded)
+    real = pair < CHANNELS.pairs
     if ANGLES.as_hf:
         inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
         ids = whole.to(tl.float32)
@@ -152,6 +173,18 @@ def angles_of(
         rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
         turn += tl.umulhi(fraction, hi) + fraction * rounds
     return turn
+
+
+@triton.jit
+def angles_of(
+    positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop,
+    CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute (BLOCK, pairs_padded) angles of tokens."""
+    whole, fraction = _ids_of_pairs(
+        positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
+    )
+    return _angles(frequencies, whole, fraction, CHANNELS, ANGLES)
 
 
 @triton.jit
@@ -172,10 +205,13 @@ def phases(
     stop = tl.minimum(first + BLOCK, tokens)
     token = first + tl.arange(0, BLOCK)
     valid = token < tokens
-    angles = angles_of(
-        positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
+    whole, fraction = _ids_of_pairs(
+        positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
     )
-    cos, sin = cos_sin_of(angles, ANGLES.as_hf)
+    if ANGLES.cache_rows > 0:
+        cos, sin = _cos_sin_of_cache(frequencies, whole, valid, CHANNELS, ANGLES)
+    else:
+        cos, sin = cos_sin_of(_angles(frequencies, whole, fraction, CHANNELS, ANGLES), ANGLES.as_hf)
     if ANGLES.scaled:
         cos, sin = cos * attention_factor, sin * attention_factor
     if ANGLES.conjugate:

@@ -29,6 +29,7 @@ def rotary_kernel(
     q, k, q_out, k_out, positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
     tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, COPY_REST: tl.constexpr, BLOCK: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens, and a share of the heads of q and of k, by the same phases in each program."""
     token, valid, cos, sin = phases(
@@ -38,11 +39,11 @@ def rotary_kernel(
     place = (token % seq).to(tl.int64)
     rotate_heads(
         q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
-        cos, sin, valid, CHANNELS, COPY_REST,
+        cos, sin, valid, CHANNELS, COPY_REST, NORM_AFTER,
     )  # fmt: skip
     rotate_heads(
         k, k_out, rows_of(k, batch, place), rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
-        cos, sin, valid, CHANNELS, COPY_REST,
+        cos, sin, valid, CHANNELS, COPY_REST, NORM_AFTER,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def store_kernel(
     positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
     tokens, seq, segments, row_stride, q_heads, k_heads, stored, capacity, block_size, attention_factor,
     CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr, FORMATS: tl.constexpr,
-    COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr,
+    COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens, and a share of their heads, in each program, and store those that have slots."""
     token, valid, cos, sin = phases(
@@ -93,14 +94,14 @@ def store_kernel(
     place = (token % seq).to(tl.int64)
     rotate_heads(
         q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
-        cos, sin, valid, CHANNELS, COPY_Q_REST,
+        cos, sin, valid, CHANNELS, COPY_Q_REST, NORM_AFTER,
         q_scales, scale_rows(q_scales, batch, place, FORMATS.q), FORMATS.q,
     )  # fmt: skip
     kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
     k_rows = rows_of(k, batch, place)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
-        cos, sin, kept, CHANNELS, True,
+        cos, sin, kept, CHANNELS, True, NORM_AFTER,
         k_scales, scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
     )  # fmt: skip
     v_rows, value_rows = rows_of(v, batch, place), rows_of(value_cache, page, slot)
@@ -111,7 +112,7 @@ def store_kernel(
         tl.debug_barrier()
         rotate_heads(
             k, k_out, k_rows, rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
-            cos, sin, valid, CHANNELS, COPY_K_REST,
+            cos, sin, valid, CHANNELS, COPY_K_REST, NORM_AFTER,
         )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
         q_out: likewise; it may be q.
         k_out: likewise; it may be k.
         rotation: how to rotate.
-        norm: of the heads before the rotation.
+        norm: of the heads before the rotation, or after it.
     """
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
@@ -141,7 +142,7 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
-            ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block,
+            ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block, NORM_AFTER=norm.after,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -162,7 +163,7 @@ def launch_store(
         value_cache: likewise.
         slots: (n,) slots of the first n tokens.
         rotation: how to rotate, forward.
-        norm: of the heads before the rotation.
+        norm: of the heads before the rotation, or after it.
         scales: of what is stored in 8 bits.
     """
     batch, seq, q_heads, head_dim = q.shape
@@ -184,5 +185,5 @@ def launch_store(
             VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
             FORMATS=formats_of(q_out.dtype, key_cache.dtype, value_cache.dtype, scales),
             COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
+            NORM_AFTER=norm.after, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -58,6 +58,7 @@ class Angles(NamedTuple):
         as_hf: whether angles are the float32 products of Transformers.
         conjugate: whether to rotate by the negative angles.
         scaled: whether cos and sin are multiplied by a factor.
+        cache_rows: rows of an engine's cache that cos and sin are read from; 0 where they are computed.
     """
 
     axes: int
@@ -66,6 +67,7 @@ class Angles(NamedTuple):
     as_hf: bool
     conjugate: bool
     scaled: bool
+    cache_rows: int = 0
 
 
 def heads_of(x: Tensor) -> Heads:
@@ -89,12 +91,13 @@ def angles_of(rotation: RotationArguments) -> Angles:
         rotation.as_hf,
         rotation.conjugate,
         rotation.attention_factor != 1.0,
+        rotation.cache_rows,
     )
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     """Return both weights, eps and offset; without a norm None for each, which is no parameter of a kernel."""
-    return tuple(norm) if norm is not NONE else (None,) * len(norm)
+    return (norm.q_weight, norm.k_weight, norm.eps, norm.offset) if norm is not NONE else (None,) * 4
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -1,0 +1,180 @@
+"""Packed q, k and v, with and without a gate: views, rotated where they lie to the bits of separate tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rotary_oracle import heads, packed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rotate_and_store, split_qkv
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WAYS = ("reference", "auto", "triton")
+ROTARY = Rotary(12, rotary_dim=8)
+TABLE = packed("rope-tie").slice(0, 13)
+EQUAL = place(SegmentTable.from_documents([[Text(5), Grid(2, 3), Text(2)]] * 2))
+HEADS: Any = {"num_heads": 3, "num_kv_heads": 2, "head_dim": 12}
+
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")
+
+
+def packed_qkv(gate: bool, *rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return heads(rows or 13, 1, ((6 if gate else 3) + 4) * 12, dtype).squeeze(-2).to(DEVICE)
+
+
+def separate(qkv: Tensor, gate: bool) -> tuple[Tensor, ...]:
+    """Contiguous q, k, v and gate, as Qwen3NextAttention has them: of each head of q_proj the query comes first."""
+    rows = qkv.shape[:-1]
+    q, k, v = qkv.split([36 * (2 if gate else 1), 24, 24], dim=-1)
+    both = torch.chunk(q.reshape(*rows, -1, 24), 2, dim=-1) if gate else (q.reshape(*rows, -1, 12),)
+    first, *gates = (x.clone(memory_format=torch.contiguous_format) for x in both)
+    return first, k.reshape(*rows, -1, 12).clone(), v.reshape(*rows, -1, 12).clone(), *gates
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("rows", [(13,), (2, 13)])
+def test_parts_are_views_of_heads_of_q_then_k_then_v_and_gates_beside_their_heads(rows: Any, gate: bool) -> None:
+    qkv = packed_qkv(gate, *rows)
+    parts = split_qkv(qkv, gate=gate, **HEADS)
+    assert (parts.gate is not None) == gate
+    for part, want in zip((x for x in parts if x is not None), separate(qkv, gate), strict=True):
+        assert torch.equal(part, want)
+        assert part.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_they_are_rotated_to_the_bits_of_separate_tensors_and_nothing_else_is_touched(
+    inplace: bool, gate: bool, way: Any
+) -> None:
+    qkv = packed_qkv(gate, 2, 13)
+    before, positions = separate(qkv, gate), DevicePositions.from_table(EQUAL, DEVICE)
+    options: Any = {"q_norm_weight": torch.rand(12, device=DEVICE), "implementation": way}
+    want = apply_rotary(before[0], before[1], positions, ROTARY, **options)
+    q, k, v, gates = split_qkv(qkv, gate=gate, **HEADS)
+    out = apply_rotary(q, k, positions, ROTARY, inplace=inplace, **options)
+    for got, expected in zip(out, want, strict=True):
+        assert got is not None
+        assert expected is not None
+        assert torch.equal(got, expected)
+    q_left, k_left = want if inplace else before[:2]
+    left = (q_left, k_left, *before[2:])
+    for part, expected in zip((x for x in (q, k, v, gates) if x is not None), left, strict=True):
+        assert expected is not None
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gate", [False, True])
+def test_they_are_stored_where_they_lie(gate: bool, way: Any) -> None:
+    qkv, slots = packed_qkv(gate), torch.arange(13, device=DEVICE)
+    before = separate(qkv, gate)
+    q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
+    (keys, values), (keys_want, values_want) = torch.zeros(2, 2, 16, 2, 12, device=DEVICE)
+    options: Any = {"implementation": way, "return_k": True}
+    want = rotate_and_store(before[0], before[1], before[2], TABLE, ROTARY, keys_want, values_want, slots, **options)
+    rotate_and_store(q, k, v, TABLE, ROTARY, keys, values, slots, inplace=True, **options)
+    assert torch.equal(q, want[0])
+    assert want[1] is not None
+    assert torch.equal(k, want[1])
+    assert torch.equal(keys, keys_want)
+    assert torch.equal(values, values_want)
+    assert all(torch.equal(a, b) for a, b in zip(separate(qkv, gate)[2:], before[2:], strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that a block of code runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.views: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        self.views.append(func.is_view)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_in_place_runs_one_operator_beside_views(gate: bool) -> None:
+    qkv, positions = packed_qkv(gate), DevicePositions.from_table(TABLE, DEVICE)
+    slots, (keys, values) = torch.arange(13, device=DEVICE), torch.zeros(2, 16, 2, 12, device=DEVICE)
+    with Operations() as seen:
+        q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
+        apply_rotary(q, k, positions, ROTARY, inplace=True)
+    assert [name for name, view in zip(seen.names, seen.views, strict=True) if not view] == ["mmpos::rotate_"]
+    with Operations() as seen:
+        rotate_and_store(q, k, v, positions, ROTARY, keys, values, slots, inplace=True)
+    assert [name for name, view in zip(seen.names, seen.views, strict=True) if not view] == ["mmpos::rotate_and_store_"]
+
+
+def test_gradients_go_back_to_the_packed_tensor() -> None:
+    qkv = packed_qkv(True).requires_grad_()
+    q, k, v, gate = split_qkv(qkv, gate=True, **HEADS)
+    assert gate is not None
+    out = apply_rotary(q, k, TABLE, ROTARY)
+    assert out[1] is not None
+    grads = [torch.randn_like(x) for x in (out[0], out[1], v, gate)]
+    (found,) = torch.autograd.grad([out[0], out[1], v, gate], qkv, grads)
+    back = apply_rotary(grads[0], grads[1], TABLE, ROTARY, conjugate=True)
+    for got, want in zip(separate(found, True), (*back, grads[2], grads[3]), strict=True):
+        assert want is not None
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_whole_graphs_split_and_rotate(inplace: bool) -> None:
+    torch._dynamo.reset()
+    positions = DevicePositions.from_table(TABLE, DEVICE)
+
+    def attention_input(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, gate = split_qkv(qkv, gate=True, **HEADS)
+        assert gate is not None
+        q_out, k_out = apply_rotary(q, k, positions, ROTARY, inplace=inplace)
+        assert k_out is not None
+        return q_out + 1, k_out + 1, v + 1, gate.sigmoid()
+
+    mine, other = packed_qkv(True), packed_qkv(True)
+    found = torch.compile(attention_input, fullgraph=True, backend="aot_eager")(mine)
+    assert all(torch.equal(a, b) for a, b in zip(found, attention_input(other), strict=True))
+    assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("qkv", "options", "message"),
+    [
+        (
+            torch.zeros(13, 84), {"num_heads": 4},
+            "qkv: got width 84, want 96 = (4 num_heads + 2·2 num_kv_heads)·12 head_dim",
+        ),
+        (
+            torch.zeros(13, 84), {"num_kv_heads": 4},
+            "qkv: got width 84, want 132 = (3 num_heads + 2·4 num_kv_heads)·12 head_dim",
+        ),
+        (
+            torch.zeros(13, 84), {"gate": True},
+            "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; it would fit gate=False",
+        ),
+        (
+            torch.zeros(2, 13, 120), {},
+            "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; it would fit gate=True",
+        ),
+        (torch.zeros(84), {}, "qkv: got shape (84,), want (tokens, width) or (batch, seq, width)"),
+        (torch.zeros(1, 13, 7, 12), {}, "qkv: got shape (1, 13, 7, 12), want (tokens, width) or (batch, seq, width)"),
+        ([[1.0]], {}, "qkv: got list, want a tensor"),
+        (torch.zeros(13, 84), {"num_heads": 0}, "num_heads: got 0, want >= 1"),
+        (torch.zeros(13, 84), {"num_kv_heads": -1}, "num_kv_heads: got -1, want >= 1"),
+        (torch.zeros(13, 84), {"head_dim": 0}, "head_dim: got 0, want >= 1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(qkv: Any, options: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        split_qkv(qkv, **(HEADS | options))
+    assert str(refused.value) == message

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
-from mmpos.rotary.device import constants, frequencies_of, position_ids
+from mmpos.rotary.device import _constants_of, frequencies_of, position_ids
 from mmpos.rotary.operators import rotate, rotate_
 from mmpos.rotary.reference import AUTO
 
@@ -267,7 +267,7 @@ def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> N
 
 def test_constants_bear_the_mark_that_torch_gives() -> None:
     marked = torch.compiler.assume_constant_result(lambda: None)
-    assert vars(marked) == vars(constants)
+    assert vars(marked) == vars(_constants_of)
 
 
 def test_in_place_without_k_rotates_under_compile() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mmpos.positions import rows
 from mmpos.rotary import reference
-from mmpos.rotary.kernel.tiling import on
+from mmpos.rotary.kernel.launching import launch, on
+from mmpos.rotary.kernel.tiling import cdiv
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = (
     tl.constexpr(row) for row in (rows.OFFSET, rows.SKIP, rows.HEIGHT, rows.WIDTH, rows.DENOMINATOR, rows.AXES)
@@ -200,7 +201,8 @@ def launch_dense(table: Tensor, tokens: int, axes: int, fractional: bool) -> Ten
     ids = torch.empty((axes, tokens), dtype=torch.float64 if fractional else torch.int32, device=table.device)
     if tokens:
         with on(table.device):
-            dense_kernel[(triton.cdiv(tokens, 256),)](
-                table, ids, tokens, table.shape[1], table.stride(0), NUM_AXES=axes, FRACTIONAL=fractional, BLOCK=256
-            )
+            launch(
+                dense_kernel, (cdiv(tokens, 256), 1), 4, table, ids, tokens, table.shape[1], table.stride(0),
+                NUM_AXES=axes, FRACTIONAL=fractional, BLOCK=256,
+            )  # fmt: skip
     return ids

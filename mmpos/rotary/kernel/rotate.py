@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import tiling
+from mmpos.rotary.kernel import launching, tiling
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
@@ -114,15 +114,15 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
-    with tiling.on(q.device):
-        rotary_kernel[(triton.cdiv(tokens, block), shares)](
+    with launching.on(q.device):
+        launching.launch(
+            rotary_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
             ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -151,8 +151,9 @@ def launch_store(
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
-    with tiling.on(q.device):
-        store_kernel[(triton.cdiv(tokens, block), shares)](
+    with launching.on(q.device):
+        launching.launch(
+            store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, q_out)), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(key_cache), tiling.heads_of(value_cache), slots,
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
@@ -161,5 +162,4 @@ def launch_store(
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
             VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
             COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

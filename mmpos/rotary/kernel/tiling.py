@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
@@ -73,11 +71,11 @@ def heads_of(x: Tensor) -> Heads:
     return Heads(x, *x.stride())
 
 
+@lru_cache
 def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> Channels:
     """Return the channels of a head of which some pairs turn."""
     rest = head_dim - 2 * pairs
-    padded = triton.next_power_of_2(max(rest, 1))
-    return Channels(pairs, triton.next_power_of_2(pairs), rest, padded, adjacent)
+    return Channels(pairs, power_of_two(pairs), rest, power_of_two(rest), adjacent)
 
 
 def angles_of(rotation: RotationArguments) -> Angles:
@@ -97,11 +95,6 @@ def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     return tuple(norm) if norm is not NONE else (None,) * len(norm)
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' device, which need not be the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Choose tokens per program, programs that share the heads of these tokens, and warps per program.
 
@@ -110,10 +103,20 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """
     warps = 4 if tokens >= 2048 else 1
     block = max(1, 32 * warps * 8 // pairs)
-    programs = triton.cdiv(tokens, block)
-    return block, max(1, min(triton.cdiv(heads, 2), 2048 // programs)), warps
+    programs = cdiv(tokens, block)
+    return block, max(1, min(cdiv(heads, 2), 2048 // programs)), warps
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:
     """Count the pairs of a head that threads share: those that turn, or half of all channels, as a norm needs."""
-    return triton.next_power_of_2(max(pairs, head_dim // 2) if whole else pairs)
+    return power_of_two(max(pairs, head_dim // 2) if whole else pairs)
+
+
+def cdiv(total: int, size: int) -> int:
+    """Count the parts of a size that hold a total, as ``triton.cdiv``, which a kernel may call and takes 2 µs."""
+    return -(-total // size)
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is no less, as ``triton.next_power_of_2``, but 1 for none."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -481,8 +481,8 @@ def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
     # A graph that is being traced has no addresses yet.
     memory = [] if torch.compiler.is_compiling() else [_memory_of(x) for x in tensors.values()]
-    for name, x in zip(tensors, memory, strict=False):
-        if not _nested(x.steps):
+    for name, each in zip(tensors, memory, strict=False):
+        if not _nested(each.steps):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
     if len(memory) == 2 and not _disjoint(*memory):
         raise InvalidInputError("k: got the memory of q, want inplace=False")
@@ -507,7 +507,7 @@ def _memory_of(x: Tensor) -> _Memory:
 
 @_seen
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
-    """List strides and sizes in bytes, the largest stride first, without dimensions of one; and count what they span."""
+    """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
     steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
     return 0 if 0 in sizes else _reach(steps) + 1, steps

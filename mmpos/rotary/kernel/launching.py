@@ -55,8 +55,9 @@ def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **co
     compiled = _COMPILED.get(key)
     if compiled is None:
         done = kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
-        in_order = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _COMPILED[key] = _Compiled(done.run, done.function, done.packed_metadata, in_order)
+        if hasattr(done, "packed_metadata"):  # not where a hook wanted no kernel
+            in_order = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+            _COMPILED[key] = _Compiled(done.run, done.function, done.packed_metadata, in_order)
         return
     stream = active.get_current_stream(device)
     run, function, metadata, in_order = compiled

@@ -24,14 +24,16 @@ C0, C1, C2, C3 = (tl.constexpr(value) for value in reference.COS)
 
 @triton.jit
 def _first_segment(table, segments, token):
-    """Find the last segment that begins at or before a token, by bisection."""
+    """Find the last segment that begins at or before a token, among 32 evenly spaced ones at a time, in one load."""
     low = 0
-    high = segments
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(table + middle) <= token
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
+    count = segments
+    lane = tl.arange(0, 32)
+    while count > 1:
+        step = (count + 31) // 32
+        offset = tl.load(table + low + lane * step, mask=lane * step < count, other=LAST_TOKEN)
+        passed = tl.sum((offset <= token).to(tl.int32), axis=0) - 1  # the first of them always begins before
+        low += passed * step
+        count = tl.minimum(step, count - passed * step)
     return low
 
 
@@ -125,6 +127,12 @@ def _cos_sin(
     pair = tl.arange(0, width)
     real = pair < CHANNELS.pairs
     axis_of_pair = tl.load(pair_axis + pair, mask=real, other=0)[None, :]
+    # Before the search for a segment, whose loads wait for each other.
+    if ANGLES.as_hf:
+        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
+    else:
+        hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
+        lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
     column = positions + token
     frame = token
     row = token
@@ -140,14 +148,11 @@ def _cos_sin(
         if ANGLES.fractional:
             fraction = tl.where(axis_of_pair == axis, rest[:, None], fraction)
     if ANGLES.as_hf:
-        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
         ids = whole.to(tl.float32)
         if ANGLES.fractional:
             ids = ((whole.to(tl.int64) << 32) + fraction.to(tl.int64)).to(tl.float32) * 2.3283064365386963e-10
         angle = ids * inv_freq
         return tl.cos(angle), tl.sin(angle)
-    hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
-    lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
     unsigned = whole.to(tl.uint32, bitcast=True)
     turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
     if ANGLES.fractional:

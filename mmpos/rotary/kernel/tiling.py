@@ -95,16 +95,21 @@ def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     return tuple(norm) if norm is not NONE else (None,) * len(norm)
 
 
+MOST_HEADS = 16
+"""Heads of a program one after the other: with more, the last programs run alone for long."""
+
+
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Choose tokens per program, programs that share the heads of these tokens, and warps per program.
 
-    A program makes its phases once and uses them for all its heads, so it should have many; but a device
-    is only full with a few thousand programs. A thread holds eight pairs of a head: two loads of 16 bytes.
+    A program makes its phases once, in as many instructions as six or seven heads take, so it should have many heads;
+    but a device is only full with a few thousand warps, and needs fewer where it waits for phases more than for heads.
+    A thread holds eight pairs of a head: two loads of 16 bytes.
     """
-    warps = 4 if tokens >= 2048 else 1
+    warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)
-    programs = cdiv(tokens, block)
-    return block, max(1, min(cdiv(heads, 2), 2048 // programs)), warps
+    shares = max(wanted // (warps * cdiv(tokens, block)), cdiv(heads, MOST_HEADS))
+    return block, max(1, min(cdiv(heads, 2), shares)), warps
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel
-from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
+from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of
 
 ARCHITECTURES = (80, 90, 100)
 HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
@@ -43,8 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
     "table integer adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True},
     "table fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True},
     "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40},
-    "head_dim 80 adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 40, "adjacent": True},
+    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "block": 128, "pieces": True},
+    "head_dim 80 adjacent": {
+        "mode": reference.TABLE_INTEGER,
+        "pairs": 40,
+        "block": 128,
+        "adjacent": True,
+        "pieces": True,
+    },
     "partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
     "partial adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
     "norm half": {"mode": reference.TABLE_INTEGER, "weights": "qk"},
@@ -121,10 +127,11 @@ def compiled(
     ones: tuple[str, ...] = (),
     weights: str = "",
     backward: bool = False,
+    pieces: bool = False,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     constants = {
-        "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
+        "CHANNELS": (pieces_of if pieces else channels_of)(2 * pairs + rest, pairs, adjacent),
         "ANGLES": angles(mode),
         "COPY_REST": True,
         "BLOCK": block,

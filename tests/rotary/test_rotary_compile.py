@@ -270,6 +270,14 @@ def test_constants_bear_the_mark_that_torch_gives() -> None:
     assert vars(marked) == vars(_constants_of)
 
 
+def test_a_graph_for_one_rotary_is_not_taken_for_another() -> None:
+    ids, q = torch.arange(20).view(2, 10), torch.randn(10, 4, 16)
+    compiled = torch.compile(apply_rotary, fullgraph=True, backend="eager")
+    for theta in (1e4, 5e5):
+        rotary = Rotary(16, theta=theta)
+        assert torch.equal(compiled(q, None, ids, rotary)[0], apply_rotary(q, None, ids, rotary)[0])
+
+
 def test_in_place_without_k_rotates_under_compile() -> None:
     ids = torch.arange(20).view(2, 10)
     rotary = Rotary(16)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmpos.positions import rows
 from mmpos.rotary import reference
+from mmpos.rotary.kernel.heads import columns_of
 from mmpos.rotary.kernel.launching import launch, on
 from mmpos.rotary.kernel.tiling import cdiv
 
@@ -124,15 +125,15 @@ def _cos_sin(
     """Compute (BLOCK, pairs_padded) float32 cos and sin of tokens."""
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
-    pair = tl.arange(0, width)
+    pair = columns_of(BLOCK, width, CHANNELS)
     real = pair < CHANNELS.pairs
-    axis_of_pair = tl.load(pair_axis + pair, mask=real, other=0)[None, :]
+    axis_of_pair = tl.load(pair_axis + pair, mask=real, other=0)
     # Before the search for a segment, whose loads wait for each other.
     if ANGLES.as_hf:
-        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
+        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)
     else:
-        hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
-        lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
+        hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
+        lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
     column = positions + token
     frame = token
     row = token
@@ -156,7 +157,7 @@ def _cos_sin(
     unsigned = whole.to(tl.uint32, bitcast=True)
     turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
     if ANGLES.fractional:
-        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
+        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
         turn += tl.umulhi(fraction, hi) + fraction * rounds
     return _cos_sin_of_turns(turn)
 
@@ -167,10 +168,11 @@ def phases(
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the tokens of this program, which of them there are, and cos and sin as all their heads turn by them."""
-    first = tl.program_id(0) * BLOCK
-    stop = tl.minimum(first + BLOCK, tokens)
-    token = first + tl.arange(0, BLOCK)
-    valid = token < tokens
+    block: tl.constexpr = BLOCK // CHANNELS.pieces
+    first = tl.program_id(0) * block
+    stop = tl.minimum(first + block, tokens)
+    token = first + tl.arange(0, BLOCK) // CHANNELS.pieces
+    valid = token < stop
     cos, sin = _cos_sin(
         positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
     )

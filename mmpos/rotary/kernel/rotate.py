@@ -112,17 +112,19 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
+    of = tiling.channels_of if norm is not NONE else tiling.pieces_of
+    channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
+    rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with launching.on(q.device):
         launching.launch(
-            rotary_kernel, (tiling.cdiv(tokens, block), shares), warps,
+            rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
-            CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
-            ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block,
+            CHANNELS=channels, ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=rows,
         )  # fmt: skip
 
 

@@ -440,10 +440,11 @@ def _caches(
 
 
 def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
+    grad = torch.is_grad_enabled()
     for name, x in tensors.items():
         if x is None:
             continue
-        if torch.is_grad_enabled() and x.requires_grad:
+        if grad and x.requires_grad:
             raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
         check_no_tangent(name, x)
 
@@ -525,7 +526,7 @@ def _nested(steps: _Steps) -> bool:
 
 def _disjoint(x: _Memory, y: _Memory) -> bool:
     """Check whether two views share no byte: one lies behind the other, in all or within equal outer steps."""
-    low, high = sorted((x, y))
+    low, high = (x, y) if x.begin <= y.begin else (y, x)
     gap = high.begin - low.begin
     return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)
 

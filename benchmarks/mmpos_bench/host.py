@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 from mmpos.support.extras import needed_for
@@ -26,6 +25,7 @@ __all__ = ["StandIn", "host_times"]
 
 _SLOTS = 16  # of a block of the cache
 _BUDGET = Budget(1.0, 25)
+_H100 = GPUTarget("cuda", 90, 32)
 
 
 class StandIn:
@@ -39,9 +39,9 @@ class StandIn:
         def __call__(self, *arguments: object) -> None:
             """Launch nothing."""
 
-    def __init__(self, arch: int = 90, launcher: Callable[..., Any] = Launcher) -> None:
-        self._target = GPUTarget("cuda", arch, 32)
-        self.launcher_cls = launcher
+    def __init__(self, target: GPUTarget = _H100) -> None:
+        self._target = target
+        self.launcher_cls = self.Launcher
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (0, 0, 0, 0, 1024),  # module, function, registers, spills, most threads
             unload_module=lambda _: None,
@@ -123,7 +123,7 @@ def _without_gpu() -> Iterator[None]:
 
     Kernels that are interpreted since ``TRITON_INTERPRET`` was set stay so: leave it unset.
     """
-    usual = driver.active if driver._active is not None else None
+    usual = driver._active  # None until somebody asks for one
     driver.set_active(StandIn())
     with patch.dict(os.environ, TRITON_INTERPRET="1"), patch.object(paged, "_check_slots", lambda *_: None):
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 HELPER = Path(__file__).parents[1] / "helpers/launches.py"
@@ -37,6 +38,15 @@ def test_launches_of_many_sorts_are_those_of_triton_which_binds_each_sort_once(f
 )
 def test_triton_launches_where_somebody_watches_or_its_version_is_not_known(facts: dict[str, Any], case: str) -> None:
     assert (facts[case], facts["as before"]) == (1, 0)
+
+
+def test_arguments_that_travel_together_are_told_apart_as_each_is() -> None:
+    from mmpos.rotary.kernel.launching import _sort
+
+    even, odd = torch.zeros(17)[:16], torch.zeros(17)[1:]
+    sorts = [(even, 16, 1.0), (odd, 16, 1.0), (even, 17, 1.0), (even, 1, 1.0), (even, 16, None), (even, 16, True)]
+    assert len({_sort(x) for x in sorts}) == len(sorts)
+    assert _sort((even, 16, 1.0)) == _sort((even.clone(), 32, 2.0))
 
 
 def test_on_amd_where_sizes_are_specialised_triton_launches(facts: dict[str, Any]) -> None:

@@ -103,7 +103,11 @@ def _sort(x: Any) -> Any:
     if kind is Heads:
         data = x.data
         return data.dtype, data.data_ptr() % 16, _sorts(x[1:])
-    return (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else kind
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if x is None or kind is float:
+        return kind
+    return kind, tuple(map(_sort, x)) if isinstance(x, tuple) else x
 
 
 @lru_cache(maxsize=1 << 12)

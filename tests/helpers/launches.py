@@ -22,9 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 import mmpos
-from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, kernel, rotate_and_store
+from mmpos.rotary.apply import _arguments
 from mmpos.rotary.kernel import launching
 from mmpos.rotary.kernel.rotate import rotary_kernel
+from mmpos.rotary.operators import norm_rotate_backward
+from mmpos.rotary.reference import norm_of
 from mmpos_bench.host import StandIn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +66,7 @@ def heads(draw: random.Random, tokens: int, count: int, dim: int, dtype: torch.d
 
 
 def call(draw: random.Random) -> Any:
-    """A rotation, with or without a norm and a store, of one of many sorts."""
+    """A launch of one of the kernels, of one of many sorts."""
     tokens, dim, dtype = draw.choice((1, 2, 16, 17, 64)), often(draw, 16, 12, 32), often(draw, *DTYPES)
     q_heads, k_heads = draw.choice((1, 2, 16)), often(draw, 16, 1, 2)
     parts: list[mmpos.Text | mmpos.Grid] = (
@@ -75,10 +78,19 @@ def call(draw: random.Random) -> Any:
     positions = often(draw, DevicePositions.from_table(table), *ids)
     rotary = Rotary(dim, pairing=often(draw, "half", "adjacent"), precision=often(draw, "exact", "hf"))
     q, k = heads(draw, tokens, q_heads, dim, dtype), heads(draw, tokens, k_heads, dim, dtype)
-    weights = (often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2))
+    weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
     options: Any = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
     options |= {"implementation": "triton", "inplace": often(draw, False, True)}
-    if draw.random() < 0.5:
+    kind = draw.choice(("apply", "store", "store", "apply", "dense", "backward"))
+    if kind == "dense":
+        columns = DevicePositions.from_table(table).table
+        return lambda: kernel.launch_dense(columns, tokens, table.axes, table.fractional)
+    if kind == "backward":
+        norm = norm_of(q, k, torch.ones(dim), weights[1], 1e-6, 0.0)
+        rotation = _arguments(q[None], positions, rotary, None, True, "triton", False)
+        wanted = [draw.random() < 0.5 for _ in range(4)]
+        return lambda: norm_rotate_backward(q[None], k[None], q[None], k[None], wanted, *norm, *rotation)
+    if kind == "apply":
         return lambda: apply_rotary(q, k, positions, rotary, **options)
     v = heads(draw, tokens, k_heads, often(draw, 16, 8), dtype)
     keys, values = (heads(draw, 64, k_heads, x.shape[2], dtype) for x in (k, v))
@@ -118,6 +130,8 @@ def main() -> dict[str, Any]:
         "sorts": sum(bound),
         "kernels": len({launch[4] for launch in expected}),
         "bound again": sum(count for _, count in straight),
+        "fused": sum("'enable_fp_fusion': False" not in launch[4] for launch in expected),
+        "names": sorted({launch[4].split()[0] for launch in expected}),
         "different": [str(want) for (got, _), want in zip(straight, expected, strict=True) if got != want],
     }
     rotary_kernel.add_pre_run_hook(lambda *_, **__: None)

@@ -217,7 +217,7 @@ def test_segments_of_any_length_agree(case: str) -> None:
 
 @pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2100])
 def test_every_token_is_found_among_any_number_of_segments(segments: int) -> None:
-    parts = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
+    parts: list[Text | Grid] = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
     table = placed(parts[:segments], "rope-tie")
     assert table.num_segments == segments
     columns = DevicePositions.from_table(table, DEVICE, segments + segments % 5).table

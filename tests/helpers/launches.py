@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 import mmpos
-from mmpos.rotary import DevicePositions, Rotary, apply_rotary, kernel, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, kernel, rerotate, rotate_and_store
 from mmpos.rotary.apply import _arguments
 from mmpos.rotary.kernel import launching
 from mmpos.rotary.kernel.rotate import rotary_kernel
@@ -81,10 +81,15 @@ def call(draw: random.Random) -> Any:
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
     options: Any = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
     options |= {"implementation": "triton", "inplace": often(draw, False, True)}
-    kind = draw.choice(("apply", "store", "store", "apply", "dense", "backward"))
+    kind = draw.choice(("apply", "store", "store", "apply", "dense", "backward", "rerotate"))
     if kind == "dense":
         columns = DevicePositions.from_table(table).table
         return lambda: kernel.launch_dense(columns, tokens, table.axes, table.fractional)
+    if kind == "rerotate":
+        pages = heads(draw, 64, k_heads, dim, often(draw, dtype, torch.float8_e4m3fn))
+        scales = torch.ones(64, k_heads) if pages.dtype.itemsize == 1 else None
+        where = torch.arange(tokens, dtype=often(draw, torch.int64, torch.int32))
+        return lambda: rerotate(pages, where, positions, positions, rotary, k_scale=scales, implementation="triton")
     if kind == "backward":
         norm = norm_of(q, k, torch.ones(dim), weights[1], 1e-6, 0.0)
         rotation = _arguments(q[None], positions, rotary, None, True, "triton", False)

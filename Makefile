@@ -7,7 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow fuzz portable check format proto baseline bench tables dist clean
+OLDEST := .venv-torch-2.11
+
+.PHONY: help demo gallery test slow versions fuzz portable check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -25,6 +27,9 @@ test: $(VENV)/dev  ## the tests
 
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+
+versions: $(OLDEST)/rotary  ## the rotary tests with torch 2.11 and triton 3.6: gigabytes of their own
+	$(OLDEST)/bin/pytest -q -W "ignore:Conversion of an array with ndim:DeprecationWarning" tests/rotary  # by that triton
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
 	PYTHONPATH=tests/helpers:tests/server $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
@@ -79,7 +84,7 @@ dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare e
 	$(BIN)/pytest -q -n 2 -m dist tests/support/test_dist.py
 
 clean:  ## remove what was built
-	rm -rf $(VENV) build out dist *.egg-info mmpos/_native*.so
+	rm -rf $(VENV) $(OLDEST) build out dist *.egg-info mmpos/_native*.so
 
 # What was once installed from here as mmpos must not stay beside its successor.
 $(VENV)/uv: constraints.txt
@@ -100,4 +105,12 @@ $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 
 $(VENV)/dist: $(VENV)/dev
 	$(UV) --group dist
+	@touch $@
+
+# Versions of both files, where they differ those of the shorter one.
+$(OLDEST)/rotary: constraints.txt constraints-torch-2.11.txt pyproject.toml $(wildcard csrc/*) | $(VENV)/uv
+	$(PYTHON) -m venv $(OLDEST)
+	awk -F== 'NR == FNR { old[$$1]; print; next } !($$1 in old)' constraints-torch-2.11.txt constraints.txt > $(OLDEST)/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --constraint $(OLDEST)/constraints.txt \
+	    --build-constraint constraints.txt --editable '.[all]' hypothesis mpmath pytest transformers
 	@touch $@

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,7 +247,7 @@ def rotate_and_store(
     _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
     slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
     written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
-    _check_memory(tensors if scales is NO_SCALES else paged.in_bytes(tensors), written)
+    _check_memory(tensors, written)
     if inplace:
         operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
         return q, k if return_k else None
@@ -511,29 +511,25 @@ def _query_scale(q_scale: Tensor, q: Tensor, layout: Layout | None, inplace: boo
 
 
 def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
+    grad = torch.is_grad_enabled()
     for name, x in tensors.items():
         if x is None:
             continue
-        if torch.is_grad_enabled() and x.requires_grad:
+        if grad and x.requires_grad:
             raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
         check_no_tangent(name, x)
 
 
 def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:
     """Refuse to write where anything else lies."""
+    # A graph that is being traced has no addresses yet, but it has the same tensor twice.
+    memory = {} if torch.compiler.is_compiling() else {name: _memory_of(x) for name, x in tensors.items()}
     for name in written:
-        x = tensors[name]
-        # A graph that is being traced has no addresses yet, but it has the same tensor twice.
-        traced = torch.compiler.is_compiling()
-        if not traced and not _nested(_steps(x)):
+        if memory and not _nested(memory[name].steps):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want each by itself")
         for other, y in tensors.items():
-            if other != name and (x is y or not (traced or _apart(x, y))):
+            if other != name and (tensors[name] is y or (memory and not _disjoint(memory[name], memory[other]))):
                 raise InvalidInputError(f"{name}: got the memory of {other}, want memory of its own")
-
-
-def _apart(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or _disjoint(x, y)
 
 
 def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
@@ -551,39 +547,63 @@ def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
     for name, weight in (("q_norm_weight", norm.q_weight), ("k_norm_weight", norm.k_weight)):
         if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    for name, x in (("q", q), ("k", k)):
-        if x is None:
-            continue
+    tensors = {"q": q} if k is None else {"q": q, "k": k}
+    for name, x in tensors.items():
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-        # A graph that is being traced has no addresses yet.
-        if not torch.compiler.is_compiling() and not _nested(_steps(x)):
+    # A graph that is being traced has no addresses yet.
+    memory = [] if torch.compiler.is_compiling() else [_memory_of(x) for x in tensors.values()]
+    for name, each in zip(tensors, memory, strict=False):
+        if not _nested(each.steps):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
-    if k is not None and not torch.compiler.is_compiling() and not _disjoint(q, k):
+    if len(memory) == 2 and not _disjoint(*memory):
         raise InvalidInputError("k: got the memory of q, want inplace=False")
 
 
-def _steps(x: Tensor) -> list[tuple[int, int]]:
-    """List strides and sizes, the largest stride first, without the dimensions of one element."""
-    return sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+_Steps = tuple[tuple[int, int], ...]
+_seen = lru_cache(maxsize=1 << 12)
+"""Remembers what follows from shapes, strides and distances alone: it would take longer than a launch to find anew."""
 
 
-def _reach(steps: list[tuple[int, int]]) -> int:
+class _Memory(NamedTuple):
+    """Bytes of a tensor: its address, how far it reaches from there, and strides and sizes of its dimensions."""
+
+    begin: int
+    reach: int
+    steps: _Steps
+
+
+def _memory_of(x: Tensor) -> _Memory:
+    return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
+
+
+@_seen
+def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
+    """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
+    by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
+    steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
+    return 0 if 0 in sizes else _reach(steps) + 1, steps
+
+
+def _reach(steps: _Steps) -> int:
     return sum(stride * (size - 1) for stride, size in steps)
 
 
-def _nested(steps: list[tuple[int, int]]) -> bool:
+@_seen
+def _nested(steps: _Steps) -> bool:
     """Check whether no two elements share memory: every step passes all that lies below it."""
     return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
 
 
-def _disjoint(q: Tensor, k: Tensor) -> bool:
-    """Check whether two views share no element: one lies behind the other, in all or within equal outer steps."""
-    if not q.numel() or not k.numel():
-        return True
-    low, high = sorted((q, k), key=Tensor.data_ptr)
-    gap = (high.data_ptr() - low.data_ptr()) // q.element_size()
-    inner, other = _steps(low), _steps(high)
+def _disjoint(x: _Memory, y: _Memory) -> bool:
+    """Check whether two views share no byte: one lies behind the other, in all or within equal outer steps."""
+    low, high = (x, y) if x.begin <= y.begin else (y, x)
+    gap = high.begin - low.begin
+    return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)
+
+
+@_seen
+def _interleaved(inner: _Steps, other: _Steps, gap: int) -> bool:
     while _reach(inner) >= gap:
         if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
             return False
@@ -601,4 +621,4 @@ def _look_for_triton() -> bool:
 
 
 _has_triton: Any = _look_for_triton
-_has_triton._dynamo_marked_constant = True  # as device.constants: looking for a module is nothing for a graph
+_has_triton._dynamo_marked_constant = True  # as in device: looking for a module is nothing for a graph

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -84,6 +85,7 @@ class Rotary:
     inv_freq: Sequence[float] | None = None
     length: int | None = None
     axes_dim: Sequence[int] | None = None
+    text: str = field(init=False, repr=False, compare=False)  # of to_dict, made at once: a graph cannot make it
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -94,6 +96,7 @@ class Rotary:
         one_of("precision", self.precision, ("exact", "hf"))
         self._check_allocation()
         self._check_frequencies()
+        self._set("text", json.dumps(self.to_dict()))
 
     @classmethod
     def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
@@ -109,7 +112,7 @@ class Rotary:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rotary:
         """Rebuild a Rotary from the JSON object of ``to_dict``."""
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls) if each.init]
         for key in values:
             one_of("Rotary.from_dict", key, known)
         if "head_dim" not in values:
@@ -119,7 +122,7 @@ class Rotary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as a JSON object, exactly."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {**listed, "scaling": self.scaling.to_dict() if self.scaling is not None else None}
 

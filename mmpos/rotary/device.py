@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -198,14 +199,19 @@ def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
         return frequencies.to(device), pair_axis.to(device)
 
 
-def _made_once(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return frequencies and pair axes on a device, made once; a compiled graph takes them as constants."""
-    return _constants(rotary, device)
+    return _constants_of(rotary.text, device) if torch.compiler.is_compiling() else _constants(rotary, device)
 
 
-constants: Any = _made_once
+def _made_from_text(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the same of a text, since some versions of torch take no other objects for constants of a graph."""
+    return _constants(Rotary.from_dict(json.loads(text)), device)
+
+
+_constants_of: Any = _made_from_text
 # The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
-constants._dynamo_marked_constant = True
+_constants_of._dynamo_marked_constant = True
 
 
 def _torch_power(base: float, exponents: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.support.checks import INT32_MAX
 
-__all__ = ["EIGHT_BITS", "CacheLayout", "SlotNames", "as_pages", "in_bytes", "pages_of", "read", "slots_of", "write"]
+__all__ = ["EIGHT_BITS", "CacheLayout", "SlotNames", "as_pages", "pages_of", "read", "slots_of", "write"]
 
 CacheLayout = Literal["NHD", "HND"]
 
@@ -127,20 +127,6 @@ def _check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: Sl
             f"{names.slots}[{token}]: got {row[token]}, the slot of token {earlier}, want one of its own: a slot of "
             "two tokens holds some of each"
         )
-
-
-def in_bytes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """View tensors of several dtypes as bytes, so that their memory can be compared; a traced graph has none yet."""
-    if torch.compiler.is_compiling() or len({x.dtype.itemsize for x in tensors.values()}) <= 1:
-        return dict(tensors)
-    return {name: _bytes_of(x) for name, x in tensors.items()}
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    size = x.dtype.itemsize
-    shape, stride = (*x.shape, size), (*(step * size for step in x.stride()), 1)
-    empty = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return empty.set_(x.untyped_storage(), x.storage_offset() * size, shape, stride)
 
 
 def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) -> None:

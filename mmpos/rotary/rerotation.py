@@ -81,7 +81,7 @@ def rerotate(
         tensors["k_scale"] = k_scale
         _, written = quantised.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
     _check_inference(tensors)
-    _check_memory(paged.in_bytes(tensors), ("k_cache",) if written is None else ("k_cache", "k_scale"))
+    _check_memory(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = _number_of(implementation, pages.device)
     operators.rerotate_(
         pages, written, row, start.tensor, start.mode,

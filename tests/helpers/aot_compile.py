@@ -24,7 +24,7 @@ from mmpos.rotary.kernel.backward import backward_kernel
 from mmpos.rotary.kernel.quantised import Formats, format_of
 from mmpos.rotary.kernel.rerotate import rerotate_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
-from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
+from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of
 
 ARCHITECTURES = (80, 90, 100)
 AMD = "gfx942"
@@ -173,7 +173,10 @@ def compiled(
     cache: str = "",
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "BLOCK": block}
+    whole = channels_of(2 * pairs + rest, pairs, adjacent)
+    channels = whole if weights or store or start is not None else pieces_of(2 * pairs + rest, pairs, adjacent)
+    rows = block * whole.pairs_padded // channels.pairs_padded
+    constants = {"CHANNELS": channels, "BLOCK": rows}
     constants |= {"ANGLES": angles(mode)._replace(cache_rows=CACHE_ROWS if cache else 0)}
     q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
     outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}

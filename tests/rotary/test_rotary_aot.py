@@ -127,8 +127,10 @@ def assert_wide_and_exact(cases: dict[str, dict[str, int]]) -> None:
     for case, facts in cases.items():
         fractional = "fractional" in case
         # Two halves of q and of k, or both vectors of a row of adjacent pairs: 16 bytes at a time.
-        assert (facts["loads_128"], facts["stores_128"], facts["machine_stores_128"]) == (4, 4, 4), case
-        assert facts["machine_loads_128"] >= 4, case  # the frequencies too, where a thread has several
+        assert (facts["stores_128"], facts["machine_stores_128"]) == (4, 4), case
+        assert min(facts["loads_128"], facts["machine_loads_128"]) >= 4, (
+            case
+        )  # frequencies too, where a thread has several
         # Nothing that is stored, is stored in smaller pieces.
         assert facts["narrow_stores"] == 0, case
         # Products and sums are rounded one by one, as in the reference; nothing is computed in float64.

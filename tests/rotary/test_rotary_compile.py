@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
-from mmpos.rotary.device import constants, frequencies_of, position_ids
+from mmpos.rotary.device import _constants_of, frequencies_of, position_ids
 from mmpos.rotary.operators import rotate, rotate_
 from mmpos.rotary.reference import AUTO
 
@@ -267,7 +267,15 @@ def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> N
 
 def test_constants_bear_the_mark_that_torch_gives() -> None:
     marked = torch.compiler.assume_constant_result(lambda: None)
-    assert vars(marked) == vars(constants)
+    assert vars(marked) == vars(_constants_of)
+
+
+def test_a_graph_for_one_rotary_is_not_taken_for_another() -> None:
+    ids, q = torch.arange(20).view(2, 10), torch.randn(10, 4, 16)
+    compiled = torch.compile(apply_rotary, fullgraph=True, backend="eager")
+    for theta in (1e4, 5e5):
+        rotary = Rotary(16, theta=theta)
+        assert torch.equal(compiled(q, None, ids, rotary)[0], apply_rotary(q, None, ids, rotary)[0])
 
 
 def test_in_place_without_k_rotates_under_compile() -> None:

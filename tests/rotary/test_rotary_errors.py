@@ -340,3 +340,14 @@ def test_forward_mode_gradients_are_refused() -> None:
     q, ids = torch.randn(3, 2, 16), torch.arange(6).view(2, 3)
     with pytest.raises(UnsupportedError, match="q: got a forward-mode tangent, want reverse-mode gradients"):
         torch.func.jvp(lambda x: apply_rotary(x, None, ids, Rotary(16))[0], (q,), (q,))
+
+
+def test_memory_is_judged_by_the_distance_of_tensors_whose_shapes_and_strides_are_the_same() -> None:
+    fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
+    for start, apart in ((1, False), (2, True), (1, False), (4, True)):
+        q, k = fused[:, :2], fused[:, start : start + 2]
+        if apart:
+            apply_rotary(q, k, ids, Rotary(8), inplace=True)
+        else:
+            with pytest.raises(InvalidInputError, match="k: got the memory of q"):
+                apply_rotary(q, k, ids, Rotary(8), inplace=True)

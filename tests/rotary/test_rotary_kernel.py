@@ -215,16 +215,39 @@ def test_segments_of_any_length_agree(case: str) -> None:
     assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, table.num_segments + 33), Rotary(4))
 
 
-def test_tilings_share_heads_among_programs_while_tokens_are_few() -> None:
-    sizes = [1, 2, 100, 511, 512, 2047, 2048, 4096, 10**6]
-    for num_heads in (0, 1, 5, 40):
-        tilings = [own_tiling(tokens, num_heads, 64) for tokens in sizes]
-        for block, shares, warps in tilings:
-            assert block & (block - 1) == 0
-            assert warps in (1, 2, 4, 8)
-            assert 1 <= shares <= max(1, num_heads)
-        assert tilings[-1][1] == 1
-    assert own_tiling(1, 40, 64)[1] > 1
+@pytest.mark.parametrize("segments", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2100])
+def test_every_token_is_found_among_any_number_of_segments(segments: int) -> None:
+    parts: list[Text | Grid] = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
+    table = placed(parts[:segments], "rope-tie")
+    assert table.num_segments == segments
+    columns = DevicePositions.from_table(table, DEVICE, segments + segments % 5).table
+    ids = kernel.launch_dense(columns, table.num_tokens, table.axes, table.fractional)
+    assert torch.equal(ids.cpu(), torch.from_numpy(table.dense()))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile: Any) -> None:
+    tile(block, 2)
+    rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs
+    table = placed([Text(5), Grid(4, 5), Text(12)], "rope-tie-fractional")
+    q, k = device_heads(37, 3, 24), device_heads(37, 1, 24, seed=1)
+    assert_kernel_agrees(q, k, table, rotary)
+
+
+def test_channels_are_cut_into_pieces_where_pairs_are_no_power_of_two_and_nothing_lies_behind_them() -> None:
+    cut = {80: (8, 5), 72: (4, 9), 96: (16, 3), 24: (4, 3), 128: (64, 1), 20: (16, 1), 2: (1, 1)}
+    pieces = {head_dim: tiling.pieces_of(head_dim, head_dim // 2, False) for head_dim in cut}
+    assert {head_dim: (x.pairs_padded, x.pieces) for head_dim, x in pieces.items()} == cut
+    assert tiling.pieces_of(128, 40, False) == tiling.channels_of(128, 40)
+
+
+def test_tilings_share_heads_among_programs_until_warps_fill_a_device() -> None:
+    sizes = {1: (4, 20, 1), 256: (4, 20, 1), 1024: (4, 8, 1), 2048: (16, 8, 4), 4096: (16, 4, 4), 10**6: (16, 3, 4)}
+    assert {tokens: own_tiling(tokens, 40, 64) for tokens in sizes} == sizes
+    assert [own_tiling(10**6, num_heads, 64)[1] for num_heads in (0, 1, 5, 16, 17, 32, 72)] == [1, 1, 1, 1, 2, 2, 5]
+    assert [own_tiling(1, num_heads, 64)[1] for num_heads in (0, 1, 5)] == [1, 1, 3]
+    assert [own_tiling(2048, 8, pairs)[0] for pairs in (1, 8, 64, 128, 1024, 2048)] == [1024, 128, 16, 8, 1, 1]
 
 
 @pytest.mark.parametrize("num_heads", [1, 5])

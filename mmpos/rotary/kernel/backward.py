@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import tiling
+from mmpos.rotary.kernel import launching, tiling
 from mmpos.rotary.kernel.heads import (
     inverse_rms,
     load_pairs,
@@ -145,16 +145,16 @@ def launch_backward(
     tokens = batch * seq
     width = tiling.width(head_dim, rotation.num_pairs, True)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
-    grid = triton.cdiv(tokens, block), shares
+    grid = tiling.cdiv(tokens, block), shares
     sums = [q.new_empty((grid[0] * grid[1], head_dim), dtype=torch.float32) if want else None for want in summed]
-    with tiling.on(q.device):
-        backward_kernel[grid](
+    with launching.on(q.device):
+        launching.launch(
+            backward_kernel, grid, warps,
             *map(tiling.heads_of, (*grads, *inputs)), *(None if x is None else tiling.heads_of(x) for x in outs),
             *tiling.norm_arguments(norm), *sums, rotation.positions, rotation.frequencies, rotation.pair_axis,
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
             ANGLES=tiling.angles_of(rotation), BLOCK=block, NORM_AFTER=norm.after,
-            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return [None if x is None else x.sum(0) for x in sums]

@@ -9,20 +9,29 @@ import triton.language as tl
 from mmpos.rotary.kernel.quantised import codes_of_heads
 
 
+@triton.jit
+def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return (1, width) numbers of channels or pairs, or (rows, width) of the pieces that rows hold of their tokens."""
+    column = tl.arange(0, width)[None, :]
+    if CHANNELS.pieces > 1:
+        column += (tl.arange(0, rows) % CHANNELS.pieces)[:, None] * width
+    return column
+
+
 # Offsets are 64 bits wide: long batches pass 2³¹ elements.
 @triton.jit
 def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
     """Load (rows, pairs_padded) float32 first and second channels of pairs; zeros where there are none."""
     if CHANNELS.adjacent:
-        both = tl.arange(0, 2 * CHANNELS.pairs_padded).to(tl.int64)
-        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)[None, :]
-        values = tl.load(source + both[None, :] * step, mask=mask, other=0.0)
+        both = columns_of(valid.shape[0], 2 * CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
+        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)
+        values = tl.load(source + both * step, mask=mask, other=0.0)
         first, second = tl.split(values.reshape(values.shape[0], CHANNELS.pairs_padded, 2).to(tl.float32))
     else:
-        pair = tl.arange(0, CHANNELS.pairs_padded).to(tl.int64)
-        mask = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
-        first = tl.load(source + pair[None, :] * step, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + (pair + CHANNELS.pairs)[None, :] * step, mask=mask, other=0.0).to(tl.float32)
+        pair = columns_of(valid.shape[0], CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
+        mask = valid[:, None] & (pair < CHANNELS.pairs)
+        first = tl.load(source + pair * step, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + (pair + CHANNELS.pairs) * step, mask=mask, other=0.0).to(tl.float32)
     return first, second
 
 
@@ -31,16 +40,16 @@ def store_pairs(target, step, valid, first, second, CHANNELS: tl.constexpr):
     """Store first and second channels of pairs, where ``load_pairs`` loads them, with one rounding."""
     dtype: tl.constexpr = target.dtype.element_ty
     if CHANNELS.adjacent:
-        both = tl.arange(0, 2 * CHANNELS.pairs_padded).to(tl.int64)
-        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)[None, :]
+        both = columns_of(valid.shape[0], 2 * CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
+        mask = valid[:, None] & (both < 2 * CHANNELS.pairs)
         values = tl.join(first, second).reshape(first.shape[0], 2 * CHANNELS.pairs_padded)
-        tl.store(target + both[None, :] * step, values.to(dtype), mask=mask)
+        tl.store(target + both * step, values.to(dtype), mask=mask)
     else:
-        pair = tl.arange(0, CHANNELS.pairs_padded).to(tl.int64)
-        mask = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
+        pair = columns_of(valid.shape[0], CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
+        mask = valid[:, None] & (pair < CHANNELS.pairs)
         left, right = first.to(dtype), second.to(dtype)
-        tl.store(target + pair[None, :] * step, left, mask=mask)
-        tl.store(target + (pair + CHANNELS.pairs)[None, :] * step, right, mask=mask)
+        tl.store(target + pair * step, left, mask=mask)
+        tl.store(target + (pair + CHANNELS.pairs) * step, right, mask=mask)
 
 
 @triton.jit

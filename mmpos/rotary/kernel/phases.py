@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mmpos.positions import rows
 from mmpos.rotary import reference
-from mmpos.rotary.kernel.tiling import on
+from mmpos.rotary.kernel.heads import columns_of
+from mmpos.rotary.kernel.launching import launch, on
+from mmpos.rotary.kernel.tiling import cdiv
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = (
     tl.constexpr(row) for row in (rows.OFFSET, rows.SKIP, rows.HEIGHT, rows.WIDTH, rows.DENOMINATOR, rows.AXES)
@@ -23,14 +25,16 @@ C0, C1, C2, C3 = (tl.constexpr(value) for value in reference.COS)
 
 @triton.jit
 def _first_segment(table, segments, token):
-    """Find the last segment that begins at or before a token, by bisection."""
+    """Find the last segment that begins at or before a token, among 32 evenly spaced ones at a time, in one load."""
     low = 0
-    high = segments
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(table + middle) <= token
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
+    count = segments
+    lane = tl.arange(0, 32)
+    while count > 1:
+        step = (count + 31) // 32
+        offset = tl.load(table + low + lane * step, mask=lane * step < count, other=LAST_TOKEN)
+        passed = tl.sum((offset <= token).to(tl.int32), axis=0) - 1  # the first of them always begins before
+        low += passed * step
+        count = tl.minimum(step, count - passed * step)
     return low
 
 
@@ -121,8 +125,8 @@ def _ids_of_pairs(
     """Compute (BLOCK, pairs_padded) ids of tokens, each on the axis of its pair: integer part and fraction."""
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
-    pair = tl.arange(0, width)
-    axis_of_pair = tl.load(pair_axis + pair, mask=pair < CHANNELS.pairs, other=0)[None, :]
+    pair = columns_of(BLOCK, width, CHANNELS)
+    axis_of_pair = tl.load(pair_axis + pair, mask=pair < CHANNELS.pairs, other=0)
     column = positions + token
     frame = token
     row = token
@@ -141,12 +145,12 @@ def _ids_of_pairs(
 
 
 @triton.jit
-def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr):
+def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
     """Load float32 cos and sin from the rows of an engine's cache; NaN where it has none."""
-    pair = tl.arange(0, CHANNELS.pairs_padded)
-    there = valid[:, None] & (pair < CHANNELS.pairs)[None, :]
+    pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
+    there = valid[:, None] & (pair < CHANNELS.pairs)
     known = there & (whole >= 0) & (whole < ANGLES.cache_rows)
-    row = cache + (tl.where(known, whole, 0).to(tl.int64) * (2 * CHANNELS.pairs) + pair[None, :])
+    row = cache + (tl.where(known, whole, 0).to(tl.int64) * (2 * CHANNELS.pairs) + pair)
     cos = tl.load(row, mask=known, other=0.0).to(tl.float32)
     sin = tl.load(row + CHANNELS.pairs, mask=known, other=0.0).to(tl.float32)
     # What is not there stays 0, for sums over tokens and channels.
@@ -155,22 +159,33 @@ def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.co
 
 
 @triton.jit
-def _angles(frequencies, whole, fraction, CHANNELS: tl.constexpr, ANGLES: tl.constexpr):
-    """Compute (BLOCK, pairs_padded) angles: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
-    pair = tl.arange(0, CHANNELS.pairs_padded)
+def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the words of the frequencies, before the search for a segment, whose loads wait for each other."""
+    pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
+    if ANGLES.as_hf or ANGLES.cache_rows > 0:
+        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)
+        return inv_freq, inv_freq, inv_freq
+    hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
+    lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
+    rounds = lo
+    if ANGLES.fractional:
+        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
+    return hi, lo, rounds
+
+
+@triton.jit
+def _angles(words, whole, fraction, ANGLES: tl.constexpr):
+    """Compute (BLOCK, pairs_padded) angles: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
     if ANGLES.as_hf:
-        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)[None, :]
         ids = whole.to(tl.float32)
         if ANGLES.fractional:
             ids = ((whole.to(tl.int64) << 32) + fraction.to(tl.int64)).to(tl.float32) * 2.3283064365386963e-10
-        return ids * inv_freq
-    hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
-    lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
+        return ids * words[0]
+    hi, lo, rounds = words
     unsigned = whole.to(tl.uint32, bitcast=True)
     turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
     if ANGLES.fractional:
-        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
         turn += tl.umulhi(fraction, hi) + fraction * rounds
     return turn
 
@@ -181,10 +196,11 @@ def angles_of(
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute (BLOCK, pairs_padded) angles of tokens."""
+    words = _words(frequencies, CHANNELS, ANGLES, BLOCK)
     whole, fraction = _ids_of_pairs(
         positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
     )
-    return _angles(frequencies, whole, fraction, CHANNELS, ANGLES)
+    return _angles(words, whole, fraction, ANGLES)
 
 
 @triton.jit
@@ -201,17 +217,19 @@ def phases(
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the tokens of this program, which of them there are, and cos and sin as all their heads turn by them."""
-    first = tl.program_id(0) * BLOCK
-    stop = tl.minimum(first + BLOCK, tokens)
-    token = first + tl.arange(0, BLOCK)
-    valid = token < tokens
+    block: tl.constexpr = BLOCK // CHANNELS.pieces
+    first = tl.program_id(0) * block
+    stop = tl.minimum(first + block, tokens)
+    token = first + tl.arange(0, BLOCK) // CHANNELS.pieces
+    valid = token < stop
+    words = _words(frequencies, CHANNELS, ANGLES, BLOCK)
     whole, fraction = _ids_of_pairs(
         positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
     )
     if ANGLES.cache_rows > 0:
-        cos, sin = _cos_sin_of_cache(frequencies, whole, valid, CHANNELS, ANGLES)
+        cos, sin = _cos_sin_of_cache(frequencies, whole, valid, CHANNELS, ANGLES, BLOCK)
     else:
-        cos, sin = cos_sin_of(_angles(frequencies, whole, fraction, CHANNELS, ANGLES), ANGLES.as_hf)
+        cos, sin = cos_sin_of(_angles(words, whole, fraction, ANGLES), ANGLES.as_hf)
     if ANGLES.scaled:
         cos, sin = cos * attention_factor, sin * attention_factor
     if ANGLES.conjugate:
@@ -244,7 +262,8 @@ def launch_dense(table: Tensor, tokens: int, axes: int, fractional: bool) -> Ten
     ids = torch.empty((axes, tokens), dtype=torch.float64 if fractional else torch.int32, device=table.device)
     if tokens:
         with on(table.device):
-            dense_kernel[(triton.cdiv(tokens, 256),)](
-                table, ids, tokens, table.shape[1], table.stride(0), NUM_AXES=axes, FRACTIONAL=fractional, BLOCK=256
-            )
+            launch(
+                dense_kernel, (cdiv(tokens, 256), 1), 4, table, ids, tokens, table.shape[1], table.stride(0),
+                NUM_AXES=axes, FRACTIONAL=fractional, BLOCK=256,
+            )  # fmt: skip
     return ids

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import tiling
+from mmpos.rotary.kernel import launching, tiling
 from mmpos.rotary.kernel.heads import load_pairs, load_rest, rows_of, share_of, store_pairs, store_rest, turned
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
 from mmpos.rotary.kernel.quantised import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
@@ -95,13 +95,13 @@ def launch_rerotate(
         return
     form = format_of(pages.dtype, scales is not None) if pages.dtype.itemsize == 1 else None
     block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, scales is not None))
-    with tiling.on(pages.device):
-        rerotate_kernel[(triton.cdiv(tokens, block), shares)](
+    with launching.on(pages.device):
+        launching.launch(
+            rerotate_kernel, (tiling.cdiv(tokens, block), shares), warps,
             tiling.heads_of(as_bits(pages)), heads_of_scales(None, scales), slots,
             start.positions, stop.positions, stop.frequencies, stop.pair_axis,
             tokens, start.positions.shape[1], start.positions.stride(0),
             stop.positions.shape[1], stop.positions.stride(0), heads, blocks * block_size, block_size,
             CHANNELS=tiling.channels_of(head_dim, stop.num_pairs, stop.adjacent),
             FROM=tiling.angles_of(start), ANGLES=tiling.angles_of(stop), FORMAT=form, BLOCK=block,
-            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary.kernel import tiling
+from mmpos.rotary.kernel import launching, tiling
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
 from mmpos.rotary.kernel.quantised import (
@@ -133,17 +133,19 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
+    of = tiling.channels_of if norm is not NONE else tiling.pieces_of
+    channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
+    rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
     # Of both: what has no heads has no address either.
     apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
-    with tiling.on(q.device):
-        rotary_kernel[(triton.cdiv(tokens, block), shares)](
+    with launching.on(q.device):
+        launching.launch(
+            rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
-            CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
-            ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=block, NORM_AFTER=norm.after,
-            num_warps=warps, enable_fp_fusion=False,
+            CHANNELS=channels, ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=rows, NORM_AFTER=norm.after,
         )  # fmt: skip
 
 
@@ -173,8 +175,9 @@ def launch_store(
         return
     width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
-    with tiling.on(q.device):
-        store_kernel[(triton.cdiv(tokens, block), shares)](
+    with launching.on(q.device):
+        launching.launch(
+            store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),
             *(heads_of_scales(*each) for each in (scales.of_q(), scales.of_k(), scales.of_v())), slots,
@@ -185,5 +188,5 @@ def launch_store(
             VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
             FORMATS=formats_of(q_out.dtype, key_cache.dtype, value_cache.dtype, scales),
             COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
-            NORM_AFTER=norm.after, num_warps=warps, enable_fp_fusion=False,
+            NORM_AFTER=norm.after,
         )  # fmt: skip

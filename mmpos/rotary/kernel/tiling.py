@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
@@ -35,10 +33,11 @@ class Channels(NamedTuple):
 
     Args:
         pairs: pairs of channels that turn.
-        pairs_padded: the power of two that holds them.
+        pairs_padded: the power of two that holds them, or a piece of them.
         rest: channels behind them.
         rest_padded: likewise, at least one.
         adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
+        pieces: rows of a program that hold a token together, each some of its pairs.
     """
 
     pairs: int
@@ -46,6 +45,7 @@ class Channels(NamedTuple):
     rest: int
     rest_padded: int
     adjacent: bool
+    pieces: int = 1
 
 
 class Angles(NamedTuple):
@@ -75,11 +75,25 @@ def heads_of(x: Tensor) -> Heads:
     return Heads(x, *x.stride())
 
 
+@lru_cache
 def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> Channels:
     """Return the channels of a head of which some pairs turn."""
     rest = head_dim - 2 * pairs
-    padded = triton.next_power_of_2(max(rest, 1))
-    return Channels(pairs, triton.next_power_of_2(pairs), rest, padded, adjacent)
+    return Channels(pairs, power_of_two(pairs), rest, power_of_two(rest), adjacent)
+
+
+@lru_cache
+def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> Channels:
+    """Return the channels of a head in pieces that are a power of two, where its pairs are none, or else whole.
+
+    Threads would idle where a power of two is more than there are pairs: 37 % of them for heads of 80. Nothing may be
+    summed over a head, and none of its channels lie behind the pairs.
+    """
+    whole = channels_of(head_dim, pairs, adjacent)
+    piece = pairs & -pairs
+    if whole.rest or piece < LEAST_PIECE or piece == pairs:
+        return whole
+    return whole._replace(pairs_padded=piece, pieces=pairs // piece)
 
 
 def angles_of(rotation: RotationArguments) -> Angles:
@@ -100,23 +114,36 @@ def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     return (norm.q_weight, norm.k_weight, norm.eps, norm.offset) if norm is not NONE else (None,) * 4
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' device, which need not be the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+LEAST_PIECE = 4
+"""Least pairs in a row of a program: 8 bytes of half a head in bfloat16."""
+
+MOST_HEADS = 16
+"""Heads of a program one after the other: with more, the last programs run alone for long."""
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Choose tokens per program, programs that share the heads of these tokens, and warps per program.
 
-    A program makes its phases once and uses them for all its heads, so it should have many; but a device
-    is only full with a few thousand programs. A thread holds eight pairs of a head: two loads of 16 bytes.
+    A program makes its phases once, in as many instructions as six or seven heads take, so it should have many heads;
+    but a device is only full with a few thousand warps, and needs fewer where it waits for phases more than for heads.
+    A thread holds eight pairs of a head: two loads of 16 bytes.
     """
-    warps = 4 if tokens >= 2048 else 1
+    warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)
-    programs = triton.cdiv(tokens, block)
-    return block, max(1, min(triton.cdiv(heads, 2), 2048 // programs)), warps
+    shares = max(wanted // (warps * cdiv(tokens, block)), cdiv(heads, MOST_HEADS))
+    return block, max(1, min(cdiv(heads, 2), shares)), warps
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:
     """Count the pairs of a head that threads share: those that turn, or half of all channels, as a norm needs."""
-    return triton.next_power_of_2(max(pairs, head_dim // 2) if whole else pairs)
+    return power_of_two(max(pairs, head_dim // 2) if whole else pairs)
+
+
+def cdiv(total: int, size: int) -> int:
+    """Count the parts of a size that hold a total, as ``triton.cdiv``, which a kernel may call and takes 2 µs."""
+    return -(-total // size)
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is no less, as ``triton.next_power_of_2``, but 1 for none."""
+    return 1 << max(count - 1, 0).bit_length()

@@ -20,6 +20,7 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 #define HIGH(word) ((NAME(floats))((word) & 0xFFFF0000u))
 /* To the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
 #define ROUNDED(bits) ((bits) + 0x7FFFu + (((bits) >> 16) & 1u))
+#define PACKED(low, high) ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
 /* Multiply channels by the scale of the head, and by their weights. */
 #define SCALE(channels, weights)      \
     do {                              \
@@ -30,7 +31,6 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
             (channels) *= factors;    \
         }                             \
     } while (0)
-#define PACKED(low, high) ((ROUNDED((NAME(words))(low)) >> 16) | (ROUNDED((NAME(words))(high)) & 0xFFFF0000u))
 
 static ALWAYS_INLINE int64_t NAME(bf16_half)(Head head, int64_t j, int64_t pairs, int normed) {
     for (; j + 2 * LANES <= pairs; j += 2 * LANES) {

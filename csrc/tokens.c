@@ -1,6 +1,16 @@
 /* Heads of tokens, rotated in the order in which they lie in memory, by vectors where the compiler has them. */
 
+#include <math.h>
+
 #include "tokens.h"
+
+/* One head and where it goes, cos and sin of its pairs, and what its channels are multiplied by, if they are. */
+typedef struct {
+    const char *x;
+    char *out;
+    const float *cos, *sin, *weight;
+    float scale;
+} Head;
 
 #if defined(__GNUC__) && defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define VECTORS
@@ -30,80 +40,167 @@ static ALWAYS_INLINE void store_bf16(char *at, float value) {
     memcpy(at, &half, 2);
 }
 
+static ALWAYS_INLINE float load(const char *at, int narrow) {
+    float value;
+    if (narrow) {
+        return load_bf16(at);
+    }
+    memcpy(&value, at, 4);
+    return value;
+}
+
+static ALWAYS_INLINE void store(char *at, float value, int narrow) {
+    if (narrow) {
+        store_bf16(at, value);
+    } else {
+        memcpy(at, &value, 4);
+    }
+}
+
 /* Heads or tokens at equal distances, and the cos and sin of each. */
 typedef struct {
     const char *x;
     char *out;
     const float *cos, *sin;
     int64_t count, from, to, phase; /* steps: bytes, bytes, elements */
-    int64_t rest;                   /* bytes behind the rotated channels */
+    int64_t channels;
+    const float *weight;
+    float eps;
 } Rows;
 
-static ALWAYS_INLINE void rotate_pair(const char *x, char *out, int64_t first, int64_t second, float cos, float sin,
-                                      int narrow) {
-    float a, b;
-    if (narrow) {
-        a = load_bf16(x + first);
-        b = load_bf16(x + second);
-        store_bf16(out + first, a * cos - b * sin);
-        store_bf16(out + second, b * cos + a * sin);
-    } else {
-        memcpy(&a, x + first, 4);
-        memcpy(&b, x + second, 4);
-        float left = a * cos - b * sin, right = b * cos + a * sin;
-        memcpy(out + first, &left, 4);
-        memcpy(out + second, &right, 4);
-    }
-}
-
-/* Rotate rows of a kind that the compiler knows, so that it unrolls its own loop for each. */
-static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int narrow, int wide) {
-    int64_t size = narrow ? 2 : 4, rotated = 2 * pairs * size;
-    for (; r.count > 0; r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {
-        int64_t j = 0;
+/* Rotate the pairs of a head, of a kind that the compiler knows, so that it unrolls its own loop for each. */
+static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, int narrow, int normed, int wide) {
+    int64_t size = narrow ? 2 : 4, j = 0;
 #ifdef VECTORS
-        if (narrow && adjacent) {
-            j = wide ? bf16_adjacent_32(r.x, r.out, r.cos, r.sin, j, pairs) : 0;
-            j = bf16_adjacent_16(r.x, r.out, r.cos, r.sin, j, pairs);
-        } else if (narrow) {
-            j = wide ? bf16_half_32(r.x, r.out, r.cos, r.sin, j, pairs) : 0;
-            j = bf16_half_16(r.x, r.out, r.cos, r.sin, j, pairs);
-        } else if (adjacent) {
-            j = fp32_adjacent(r.x, r.out, r.cos, r.sin, j, pairs);
-        } else {
-            j = fp32_half_16(r.x, r.out, r.cos, r.sin, j, pairs);
-        }
-#endif
-        for (; j < pairs; j++) {
-            int64_t first = (adjacent ? 2 * j : j) * size, second = first + (adjacent ? 1 : pairs) * size;
-            rotate_pair(r.x, r.out, first, second, r.cos[j], r.sin[j], narrow);
-        }
-        if (r.rest > 0 && r.x != r.out) {
-            memmove(r.out + rotated, r.x + rotated, (size_t)r.rest);
-        }
-    }
-}
-
-static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int wide) {
-    if (kind->narrow && kind->adjacent) {
-        rotate_as(rows, kind->pairs, 1, 1, wide);
-    } else if (kind->narrow) {
-        rotate_as(rows, kind->pairs, 0, 1, wide);
-    } else if (kind->adjacent) {
-        rotate_as(rows, kind->pairs, 1, 0, wide);
+    if (narrow && adjacent) {
+        j = wide ? bf16_adjacent_32(head, j, pairs, normed) : 0;
+        j = bf16_adjacent_16(head, j, pairs, normed);
+    } else if (narrow) {
+        j = wide ? bf16_half_32(head, j, pairs, normed) : 0;
+        j = bf16_half_16(head, j, pairs, normed);
+    } else if (adjacent) {
+        j = fp32_adjacent(head, j, pairs, normed);
     } else {
-        rotate_as(rows, kind->pairs, 0, 0, wide);
+        j = wide ? fp32_half_32(head, j, pairs, normed) : 0;
+        j = fp32_half_16(head, j, pairs, normed);
+    }
+#endif
+    for (; j < pairs; j++) {
+        int64_t first = (adjacent ? 2 * j : j) * size, second = first + (adjacent ? 1 : pairs) * size;
+        float a = load(head.x + first, narrow), b = load(head.x + second, narrow), cos = head.cos[j], sin = head.sin[j];
+        if (normed) {
+            a = a * head.scale * head.weight[j];
+            b = b * head.scale * head.weight[j + pairs];
+        }
+        store(head.out + first, a * cos - b * sin, narrow);
+        store(head.out + second, b * cos + a * sin, narrow);
     }
 }
 
-static void rotate_plain(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 0); }
+/* Normalise channels that do not turn; see weights_of for the order of their weights. */
+static ALWAYS_INLINE void normalise(Head head, int64_t channels, int narrow, int wide) {
+    int64_t pairs = channels / 2, size = narrow ? 2 : 4, c = 0;
+#ifdef VECTORS
+    if (narrow) {
+        c = wide ? bf16_still_32(head, c, pairs) : 0;
+        c = 2 * bf16_still_16(head, c, pairs);
+    } else {
+        c = wide ? fp32_still_32(head, c, channels) : 0;
+        c = fp32_still_16(head, c, channels);
+    }
+#endif
+    for (; c < channels; c++) {
+        int64_t place = narrow && c < 2 * pairs ? c % 2 * pairs + c / 2 : c;
+        store(head.out + c * size, load(head.x + c * size, narrow) * head.scale * head.weight[place], narrow);
+    }
+}
 
-static WIDE void rotate_wide(const Rows *rows, const Kind *kind) { rotate_rows(*rows, kind, 1); }
+/* Add the upper half to the lower, until one number is left. */
+static ALWAYS_INLINE float folded(float *sums, int64_t half) {
+    for (; half > 0; half /= 2) {
+        for (int64_t i = 0; i < half; i++) {
+            sums[i] += sums[i + half];
+        }
+    }
+    return sums[0];
+}
+
+/* The sum of squares of a head, in one order on every CPU: channel c goes to the partial sum of c mod 16; then those
+ * of channels 8 apart are added, 4 apart, 2 apart and 1 apart. Partial sums of bfloat16 stand evens first. */
+static ALWAYS_INLINE float sum_of_squares(const char *x, int64_t channels, int narrow, int wide) {
+    float sums[16] = {0};
+    int64_t c = 0;
+#ifdef VECTORS
+    if (narrow) {
+        c = wide ? bf16_squares_32(x, channels, sums) : bf16_squares_16(x, channels, sums);
+    } else {
+        c = wide ? fp32_squares_32(x, channels, sums) : fp32_squares_16(x, channels, sums);
+    }
+#endif
+    for (; c < channels; c++) {
+        float value = load(x + c * (narrow ? 2 : 4), narrow);
+        sums[narrow ? c % 2 * 8 + c % 16 / 2 : c % 16] += value * value;
+    }
+    return narrow ? folded(sums, 4) + folded(sums + 8, 4) : folded(sums, 8);
+}
+
+enum { SCALES = 16 }; /* heads whose scales are made at a time: they stay in the first cache */
+
+/* 1 / sqrt(mean(x^2) + eps) of the first of rows: their roots take as long as one, since none waits for another. */
+static ALWAYS_INLINE void scales_of(Rows rows, float *scales, int narrow, int wide) {
+    int64_t count = rows.count < SCALES ? rows.count : SCALES;
+    for (int64_t i = 0; i < count; i++, rows.x += rows.from) {
+        scales[i] = sum_of_squares(rows.x, rows.channels, narrow, wide);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        scales[i] = 1.0f / sqrtf(scales[i] / (float)rows.channels + rows.eps);
+    }
+}
+
+static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int narrow, int normed, int wide) {
+    int64_t rotated = 2 * pairs * (narrow ? 2 : 4), rest = r.channels - 2 * pairs;
+    float scales[SCALES];
+    for (int64_t i = 0; r.count > 0; i++, r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {
+        Head head = {r.x, r.out, r.cos, r.sin, r.weight, 1.0f};
+        if (normed) {
+            if (i % SCALES == 0) {
+                scales_of(r, scales, narrow, wide);
+            }
+            head.scale = scales[i % SCALES];
+        }
+        rotate_head(head, pairs, adjacent, narrow, normed, wide);
+        if (normed) {
+            Head other = {r.x + rotated, r.out + rotated, NULL, NULL, r.weight + 2 * pairs, head.scale};
+            normalise(other, rest, narrow, wide);
+        } else if (rest > 0 && r.x != r.out) {
+            memmove(r.out + rotated, r.x + rotated, (size_t)(rest * (narrow ? 2 : 4)));
+        }
+    }
+}
+
+static ALWAYS_INLINE void rotate_rows(Rows rows, const Kind *kind, int normed, int wide) {
+    if (kind->narrow && kind->adjacent) {
+        rotate_as(rows, kind->pairs, 1, 1, normed, wide);
+    } else if (kind->narrow) {
+        rotate_as(rows, kind->pairs, 0, 1, normed, wide);
+    } else if (kind->adjacent) {
+        rotate_as(rows, kind->pairs, 1, 0, normed, wide);
+    } else {
+        rotate_as(rows, kind->pairs, 0, 0, normed, wide);
+    }
+}
+
+static void rotate_plain(const Rows *rows, const Kind *kind) {
+    rows->weight == NULL ? rotate_rows(*rows, kind, 0, 0) : rotate_rows(*rows, kind, 1, 0);
+}
+
+static WIDE void rotate_wide(const Rows *rows, const Kind *kind) {
+    rows->weight == NULL ? rotate_rows(*rows, kind, 0, 1) : rotate_rows(*rows, kind, 1, 1);
+}
 
 void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t tokens, const float *cos,
                    const float *sin) {
     int64_t batch = first / job->shape[SEQ], place = first % job->shape[SEQ], heads = job->shape[HEADS];
-    int64_t size = kind->narrow ? 2 : 4, rest = (job->shape[CHANNELS] - 2 * kind->pairs) * size;
     int by_head = job->to[SEQ] < job->to[HEADS];
     Rows rows = {job->x + batch * job->from[BATCH] + place * job->from[SEQ],
                  job->out + batch * job->to[BATCH] + place * job->to[SEQ],
@@ -113,7 +210,9 @@ void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t toke
                  job->from[HEADS],
                  job->to[HEADS],
                  0,
-                 rest};
+                 job->shape[CHANNELS],
+                 job->weight,
+                 job->eps};
     if (by_head) {
         rows.count = tokens;
         rows.from = job->from[SEQ];
@@ -143,5 +242,20 @@ void order_of(const Kind *kind, int64_t *order) {
 #endif
     for (; j < kind->pairs; j++) {
         order[j] = j;
+    }
+}
+
+void weights_of(const Kind *kind, const int64_t *order, const char *given, int64_t channels, float *weight) {
+    int64_t pairs = kind->pairs, still = (channels - 2 * pairs) / 2;
+    for (int64_t c = 0; c < channels; c++) {
+        int64_t rest = c - 2 * pairs, from = c;
+        if (rest < 0) {
+            int64_t pair = order[c % pairs], second = c >= pairs;
+            from = kind->adjacent ? 2 * pair + second : pair + second * pairs;
+        } else if (kind->narrow && rest < 2 * still) {
+            from = 2 * pairs + rest % still * 2 + rest / still;
+        }
+        memcpy(&weight[c], given + 4 * from, 4);
+        weight[c] = isnan(weight[c]) ? NAN : weight[c]; /* whose low bits are zeros, see ROUNDED in heads.h */
     }
 }

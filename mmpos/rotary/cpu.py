@@ -1,4 +1,4 @@
-"""Rotate on a CPU by the extension: cos and sin in C, block by block, in as many threads as torch has."""
+"""Normalise and rotate on a CPU by the extension: in C, block by block, in as many threads as torch has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmpos.positions.rows import DENOMINATOR, OFFSET
 from mmpos.rotary import reference
-from mmpos.rotary.reference import Block, RotationArguments, Turn
+from mmpos.rotary.reference import NONE, Block, Norm, RotationArguments, Turn
 from mmpos.support import native
 
 Array = npt.NDArray[Any]
@@ -89,8 +89,10 @@ def _ids_of(table: Array, axes: int, tokens: int, fractional: bool) -> Array | N
     return reference.fixed_from_fractions(torch.from_numpy(ids), torch.from_numpy(denominator)).numpy()
 
 
-def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, rotation: RotationArguments) -> bool:
-    """Rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
+def rotate(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, rotation: RotationArguments, norm: Norm = NONE
+) -> bool:
+    """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
     Returns:
         Whether it was done; if not, nothing was written.
@@ -102,10 +104,12 @@ def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, r
     tensors = tuple(_bits(x) for pair in ((q, q_out), (k, k_out)) if pair[0].shape[2] for x in pair)
     if not tensors:
         return True
+    weights = (w for x, w in zip((q, k), norm.weights(), strict=True) if x.shape[2])
+    scaling = None if norm is NONE else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     threads = torch.get_num_threads()  # asked once: another thread may set it
     workers = min(threads, (q.nbytes + k.nbytes) // THREAD_BYTES, tokens)
     if workers <= 1:
-        return turn(tensors, angles, 0, tokens, *options, True)
+        return turn(tensors, angles, scaling, 0, tokens, *options, True)
     # More parts than threads, since a thread may come late; what one takes, no other does.
     count = min(4 * workers, tokens)
     parts = deque(pairwise(tokens * i // count for i in range(count + 1)))
@@ -114,7 +118,7 @@ def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, angles: Angles, r
         done = True
         with suppress(IndexError):
             while True:
-                done = turn(tensors, angles, *parts.popleft(), *options, True) and done
+                done = turn(tensors, angles, scaling, *parts.popleft(), *options, True) and done
         return done
 
     others = _help(work, _pool(os.getpid(), threads - 1), workers - 1)

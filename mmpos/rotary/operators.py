@@ -93,14 +93,20 @@ def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationA
         from mmpos.rotary import kernel
 
         kernel.launch(q, k, q_out, k_out, rotation)
-    elif batch * seq:
-        if rotation.implementation == AUTO and cpu.takes(q, k, q_out, k_out):
-            angles = cpu.angles_of(rotation, batch * seq)
-            if angles is not None and cpu.rotate(q, k, q_out, k_out, angles, rotation):
-                return
+    elif batch * seq and not _rotated_in_c(q, k, q_out, k_out, rotation):
         cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
         sin = -sin if rotation.conjugate else sin
         reference.rotate([(q, q_out), (k, k_out)], cos, sin, adjacent=rotation.adjacent)
+
+
+def _rotated_in_c(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
+) -> bool:
+    """Normalise and rotate by the extension where that is wanted, there and takes the tensors; whether it did."""
+    if rotation.implementation != AUTO or not cpu.takes(q, k, q_out, k_out):
+        return False
+    angles = cpu.angles_of(rotation, q.shape[0] * q.shape[1])
+    return angles is not None and cpu.rotate(q, k, q_out, k_out, angles, rotation, norm)
 
 
 def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -144,7 +150,7 @@ def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, ro
         from mmpos.rotary import kernel
 
         kernel.launch(q, k, q_out, k_out, rotation, norm)
-    elif q.shape[0] * q.shape[1]:
+    elif q.shape[0] * q.shape[1] and not _rotated_in_c(q, k, q_out, k_out, rotation, norm):
         turn = _turn(q, rotation)
         for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
             if weight is None:

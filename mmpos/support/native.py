@@ -64,6 +64,7 @@ class Core(Protocol):
         self,
         tensors: tuple[Array, ...],
         source: tuple[object, ...],
+        norm: tuple[object, ...] | None,
         first: int,
         stop: int,
         adjacent: bool,
@@ -71,12 +72,13 @@ class Core(Protocol):
         wide: bool,
         /,
     ) -> bool:
-        """Rotate tokens first to stop of q, and of k, into their outs; False, and nothing written, for anything else.
+        """Normalise and rotate tokens first to stop of q, and of k, into their outs; False, and nothing written, else.
 
         Args:
             tensors: (q, q_out) or (q, q_out, k, k_out), each (batch, seq, heads, head_dim) of float32, or of int16
                 that hold bfloat16; an out may be what it comes from.
             source: (cos, sin), or positions, frequencies and coefficients, as csrc/rotate.c has them.
+            norm: None, or eps and, for each of q and k, (head_dim,) float32 weights or None.
             first: a token, from 0 to batch · seq.
             stop: likewise.
             adjacent: whether pair j is channels (2j, 2j + 1).

@@ -45,7 +45,7 @@ def source(positions: Any, rotary: Rotary) -> tuple[Any, ...]:
 def turn(tensors: Any, given: Any, *, pairing: str = "half", conjugate: bool = False, wide: bool = True) -> bool:
     """All tokens, by the extension alone."""
     tokens = tensors[0].shape[0] * tensors[0].shape[1]
-    return CORE.rotate(tensors, given, 0, tokens, pairing == "adjacent", conjugate, wide)
+    return CORE.rotate(tensors, given, None, 0, tokens, pairing == "adjacent", conjugate, wide)
 
 
 def assert_same(got: Tensor, want: Tensor) -> None:
@@ -249,7 +249,7 @@ def test_threads_agree_with_one_and_a_range_writes_its_own_tokens() -> None:
     out = torch.full_like(q, torch.nan)
     given = source(ids, rotary)
     for first, stop in ((0, 0), (1090, 1111), (4400, 4400), (3300, 3301)):
-        assert CORE.rotate((cpu._bits(q), cpu._bits(out)), given, first, stop, False, False, True)
+        assert CORE.rotate((cpu._bits(q), cpu._bits(out)), given, None, first, stop, False, False, True)
         wanted = torch.full_like(q, torch.nan).flatten(0, 1)
         wanted[first:stop] = want.flatten(0, 1)[first:stop]
         assert_same(out.flatten(0, 1), wanted)

@@ -21,6 +21,7 @@ GIVEN: tuple[Any, ...] = (
     np.zeros((2, 4), np.int32), False, np.zeros((3, 8), np.int64), np.zeros((1, 8), np.int32), cpu.COEFFICIENTS, 1.0
 )  # fmt: skip
 TABLES: tuple[Any, ...] = (np.ones((4, 8), np.float32), np.zeros((4, 8), np.float32))
+WEIGHT = np.ones(16, np.float32)
 
 
 def with_part(part: int, value: Any) -> dict[str, Any]:
@@ -75,16 +76,29 @@ DECLINED: dict[str, dict[str, Any]] = {
     "sin of other pairs": {"given": (TABLES[0], np.ones((4, 7), np.float32))},
     "no pairs": {"given": (np.ones((4, 0), np.float32),) * 2},
     "more pairs than channels": {"given": (np.ones((4, 9), np.float32),) * 2},
+    "a norm in a list": {"norm": [1e-6, WEIGHT]},
+    "a norm without a weight": {"norm": (1e-6,)},
+    "a norm of two tensors for one": {"norm": (1e-6, WEIGHT, WEIGHT)},
+    "a norm of one tensor for two": {"norm": (1e-6, WEIGHT), "k": X[:, :, :1]},
+    "a whole eps": {"norm": (1, WEIGHT)},
+    "a weight of fewer channels": {"norm": (1e-6, WEIGHT[:15])},
+    "a weight of the channels of q for k": {"norm": (1e-6, None, WEIGHT), "k": np.zeros((1, 4, 1, 18), np.float32)},
+    "a weight in float64": {"norm": (1e-6, WEIGHT.astype(np.float64))},
+    "a weight of int16": {"norm": (1e-6, WEIGHT.astype(np.int16))},
+    "a weight in a row": {"norm": (1e-6, WEIGHT[None])},
+    "a strided weight": {"norm": (1e-6, np.ones(32, np.float32)[::2])},
+    "a weight in a tuple": {"norm": (1e-6, tuple(WEIGHT))},
 }
 
 
 def attempt(
-    x: Any = X, out: Any = None, k: Any = None, tensors: Any = None, given: Any = GIVEN, first: int = 0, stop: int = 4
-) -> bool:
+    x: Any = X, out: Any = None, k: Any = None, tensors: Any = None, given: Any = GIVEN, norm: Any = None,
+    first: int = 0, stop: int = 4,
+) -> bool:  # fmt: skip
     out = np.full(np.shape(x), 7, getattr(x, "dtype", np.float32)) if out is None else out
     before = out.copy()
     made = (x, out) if k is None else (x, out, k, np.zeros_like(k))
-    done = CORE.rotate(made if tensors is None else tensors, given, first, stop, False, False, True)
+    done = CORE.rotate(made if tensors is None else tensors, given, norm, first, stop, False, False, True)
     assert done or np.array_equal(out, before)
     return done
 
@@ -95,6 +109,8 @@ def test_what_is_declined_is_taken_without_its_flaw() -> None:
     assert attempt(k=np.zeros((1, 4, 0, 18), np.float32))
     assert attempt(x=X.astype(np.int16))
     assert attempt(first=4)
+    assert attempt(norm=(1e-6, WEIGHT))
+    assert attempt(norm=(1e-6, None, np.ones(18, np.float32)), k=np.zeros((1, 4, 1, 18), np.float32))
 
 
 @pytest.mark.parametrize("case", DECLINED)
@@ -103,6 +119,7 @@ def test_anything_else_is_declined_and_nothing_written(case: str) -> None:
 
 
 def test_other_arguments_are_a_type_error() -> None:
-    for arguments in ((), ((X, X), GIVEN), ([X, X], GIVEN, 0, 4, False, False, True), ((X, X), GIVEN, 0, 4.0, 0, 0, 0)):
+    flags = False, False, True
+    for arguments in ((), ((X, X), GIVEN), ([X, X], GIVEN, None, 0, 4, *flags), ((X, X), GIVEN, None, 0, 4.0, *flags)):
         with pytest.raises(TypeError, match="rotate takes"):
             CORE.rotate(*arguments)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(map(str, (ROOT / "csrc").glob("*.c")))
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
-FLAGS = ["-ffp-contract=off", f"-I{sysconfig.get_path('include')}"]
+FLAGS = ["-ffp-contract=off", "-fno-math-errno", f"-I{sysconfig.get_path('include')}"]
 
 pytestmark = pytest.mark.slow
 

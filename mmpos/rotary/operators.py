@@ -103,7 +103,7 @@ def _rotated_in_c(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
 ) -> bool:
     """Normalise and rotate by the extension where that is wanted, there and takes the tensors; whether it did."""
-    if rotation.implementation != AUTO or not cpu.takes(q, k, q_out, k_out):
+    if rotation.implementation != AUTO or norm.after or not cpu.takes(q, k, q_out, k_out):
         return False
     angles = cpu.angles_of(rotation, q.shape[0] * q.shape[1])
     return angles is not None and cpu.rotate(q, k, q_out, k_out, angles, rotation, norm)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.proofs import NotEqualError, holds
+from mmpos_bench.proofs import holds
 from mmpos_bench.results import Point
 from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role
-from mmpos_bench.timing import Budget, by_events, one_thread
+from mmpos_bench.timing import Budget, one_thread
 from mmpos_bench.workloads import Document, workload
 
 with needed_for("the rotary suite", extra="all"):
@@ -24,6 +23,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import DevicePositions, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.apply import Implementation
     from mmpos.rotary.device import Positions
+    from mmpos_bench.cuda import by_events, capture, no_waits
     from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, Rotate, Rotation
 
@@ -33,6 +33,7 @@ LineUp = Callable[[Layer, Options], Lineup]
 
 _LONG = (2048, 8192, 32768, 131072, 262144)
 _DECODE = 256
+_REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
 _7B = SHAPES["7B layer"]
 _BUDGET, _CURVE, _EVENTS = Budget(1.0, 15), Budget(0.5, 11), Budget(0.0, 61)
 _EPS = 1e-6
@@ -221,7 +222,8 @@ def _ours(layer: Layer, *, inplace: bool = False) -> Iterator[_Way]:
 
     yield _Way("mmpos, table", partial(by, layer.table, "auto"))
     yield _Way("mmpos, dense ids", partial(by, layer.dense, "auto"))
-    yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
+    if layer.device == "cpu" or layer.tokens <= _REFERENCE:
+        yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
 
 
 def _peers(layer: Layer, options: Options, choose: Callable[[Rotation], Make | None]) -> Iterator[_Way]:
@@ -393,23 +395,23 @@ def _replayed(tokens: int) -> Lineup:
     def rotate_in_place() -> None:
         apply_rotary(q_out, k_out, device, layer.rotary, inplace=True)
 
-    copied, rotated, turned = (_capture(call) for call in (copy, rotate_in_place, rotate))
+    copied, rotated, turned = (capture(call) for call in (copy, rotate_in_place, rotate))
     turns = cycle(layers)
     compiled = _compiled()
 
-    def step(graph: torch.cuda.CUDAGraph) -> None:
+    def step(replay: Callable[[], object]) -> None:
         device.refresh(next(turns).positions)
-        graph.replay()
+        replay()
 
     def prove() -> None:
         for one in layers:
-            with _no_waits():
+            with no_waits():
                 device.refresh(one.positions)
-                turned.replay()
+                turned()
             one.judge((q_out, k_out), (layer.q, layer.k))
-            copied.replay()
+            copied()
             device.refresh(one.positions)
-            rotated.replay()
+            rotated()
             one.judge((q_out, k_out), (layer.q, layer.k))
         holds(_compiled() == compiled, f"{_compiled()} kernels", f"{compiled}, those of the capture")
 
@@ -417,9 +419,9 @@ def _replayed(tokens: int) -> Lineup:
         return {"kernels compiled after the capture": _compiled() - compiled}
 
     contestants = (
-        Contestant("copy, replayed", copied.replay, Role.LIMIT),
+        Contestant("copy, replayed", copied, Role.LIMIT),
         Contestant("refresh, and in place", lambda: step(rotated), proof=prove),
-        Contestant("in place, the same positions", rotated.replay, Role.PART, prove),
+        Contestant("in place, the same positions", rotated, Role.PART, prove),
         Contestant("refresh alone", lambda: device.refresh(next(turns).positions), Role.PART, prove),
     )
     return Lineup(contestants, layer.work, facts)
@@ -428,34 +430,6 @@ def _replayed(tokens: int) -> Lineup:
 def _variants(tokens: int) -> list[list[Document]]:
     """One document of so many tokens, with more and fewer images, at other places."""
     return [interleaved(tokens), workload(1, tokens, 1, 4), workload(1, tokens, 2, 4), workload(1, tokens, 0, 1)]
-
-
-def _capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The graph of a call, after three to warm up in a stream of their own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-@contextmanager
-def _no_waits() -> Iterator[None]:
-    """Nothing inside makes the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        raise NotEqualError(f"got a wait for the device ({error}), want none") from error
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def _compiled() -> int:

@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery test slow fuzz portable check format proto baseline bench tables dist clean
+.PHONY: help demo gallery test slow gpu fuzz portable check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -25,6 +25,10 @@ test: $(VENV)/dev  ## the tests
 
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
+
+gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: PART=1, 2 or 3, OUT=, PEERS=, GPU=--dry
+	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m mmpos_bench.gpu $(if $(PART),--part $(PART)) \
+	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(GPU)
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
 	PYTHONPATH=tests/helpers:tests/server $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)

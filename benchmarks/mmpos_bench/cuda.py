@@ -80,8 +80,9 @@ class Clock:
             kept.extend(call() for call in calls)
 
         replay = capture(all_of_them, warm=lambda: [call() for call in calls[:2]])
-        spent = [self.seconds(replay) / len(calls) for _ in range(_WARM + rounds)]
-        return Timing.of(spent[_WARM:])
+        warm = min(_WARM, rounds)
+        spent = [self.seconds(replay) / len(calls) for _ in range(warm + rounds)]
+        return Timing.of(spent[warm:])
 
 
 def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:

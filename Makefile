@@ -44,6 +44,7 @@ check: $(VENV)/dev  ## format, lint, types, layers
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	for room in tests/*/conftest.py; do MYPYPATH=server:tests/helpers $(BIN)/mypy $$room || exit 1; done
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code

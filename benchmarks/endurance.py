@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from pages import RESULTS, Rows, fill_in, of_machine, show
 
 from mmpos.errors import MmposError
 from mmpos.support.files import write_text
@@ -25,80 +24,57 @@ from mmpos_bench.serving.overload import Overload, Scale, overload
 from mmpos_bench.serving.soak import Soak, soak
 from mmpos_bench.serving.stalled import Stalled, stalled
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-PAGE = HERE / "README.md"
-BEGIN, END = "<!-- endurance -->\n", "<!-- /endurance -->"
+PAGE = Path(__file__).parent / "README.md"
 
-Rows = tuple[str, list[str], list[list[str]]]
-"""Title, head and rows of a table."""
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]
+"""The head of every column, and its cell of a result."""
 
-
-def rows_of_overload(found: Iterable[Overload]) -> Rows:
-    """Latencies in milliseconds, and what became of the calls."""
-    head = ["under overload", "answers per second, at most", "offered per second", "p99 unloaded, ms"]
-    head += ["p50 accepted, ms", "p99 accepted, ms", "of unloaded", "p99 of a refusal, ms", "statuses"]
-    rows = []
-    for one in found:
-        shares = ", ".join(f"{status} {100 * share:.0f} %" for status, share in one.statuses.items())
-        numbers = [f"{one.capacity:,.0f}", f"{one.offered:,.0f}", *(f"{ms:.1f}" for ms in _milliseconds(one))]
-        rows.append([one.name, *numbers[:5], f"{one.ratio:.1f}×", numbers[5], shares])
-    return "Overload", head, rows
-
-
-def rows_of_stalled(found: Iterable[Stalled]) -> Rows:
-    """What the server holds."""
-    head = ["streams that are not read", "an answer, MiB", "server before, MiB", "at most, MiB", "per stream, MiB"]
-    rows = [
-        [str(s.streams), f"{s.answer:.1f}", f"{s.before:,.0f}", f"{s.peak:,.0f}", f"{s.per_stream:.1f}"] for s in found
-    ]
-    return "Stalled streams", head, rows
-
-
-def rows_of_soak(one: Soak) -> Rows:
-    """Whether memory grew."""
-    head = ["everything at once, seconds", "deeds", "MiB at half-time", "MiB in the end", "MiB at most"]
-    head += ["slope, MiB per hour", "flat"]
-    numbers = [f"{one.seconds:,.0f}", f"{one.calls:,}", *(f"{mib:,.0f}" for mib in (one.first, one.last, one.peak))]
-    return "Soak", head, [[*numbers, f"{one.slope:.0f} ± {one.error:.0f}", "yes" if one.flat else "no"]]
+OVERLOAD: Columns[Overload] = {
+    "under overload": lambda one: one.name,
+    "answers per second, at most": lambda one: f"{one.capacity:,.0f}",
+    "offered per second": lambda one: f"{one.offered:,.0f}",
+    "p99 unloaded, ms": lambda one: f"{one.unloaded_p99:.1f}",
+    "p50 accepted, ms": lambda one: f"{one.accepted_p50:.1f}",
+    "p99 accepted, ms": lambda one: f"{one.accepted_p99:.1f}",
+    "of unloaded": lambda one: f"{one.ratio:.1f}×",
+    "p99 of a refusal, ms": lambda one: f"{one.refused_p99:.1f}",
+    "statuses": lambda one: ", ".join(f"{status} {100 * share:.0f} %" for status, share in one.statuses.items()),
+}
+STALLED: Columns[Stalled] = {
+    "streams that are not read": lambda one: f"{one.streams}",
+    "an answer, MiB": lambda one: f"{one.answer:.1f}",
+    "server before, MiB": lambda one: f"{one.before:,.0f}",
+    "at most, MiB": lambda one: f"{one.peak:,.0f}",
+    "per stream, MiB": lambda one: f"{one.per_stream:.1f}",
+}
+SOAK: Columns[Soak] = {
+    "everything at once, seconds": lambda one: f"{one.seconds:,.0f}",
+    "deeds": lambda one: f"{one.calls:,}",
+    "MiB at half-time": lambda one: f"{one.first:,.0f}",
+    "MiB in the end": lambda one: f"{one.last:,.0f}",
+    "MiB at most": lambda one: f"{one.peak:,.0f}",
+    "slope, MiB per hour": lambda one: f"{one.slope:.0f} ± {one.error:.0f}",
+    "flat": lambda one: "yes" if one.flat else "no",
+}
 
 
-def _milliseconds(one: Overload) -> tuple[float, ...]:
-    return one.unloaded_p99, one.accepted_p50, one.accepted_p99, one.refused_p99
+def table(columns: Columns[T], results: Iterable[T]) -> Rows:
+    """Make the head and a row for every result."""
+    return [list(columns), *([cell(one) for cell in columns.values()] for one in results)]
 
 
-def tables(found: dict[str, Any]) -> list[Rows]:
-    """The tables of kept figures."""
-    return [
-        rows_of_overload(Overload(**one) for one in found["overload"]),
-        rows_of_stalled(Stalled(**one) for one in found["stalled"]),
-        rows_of_soak(Soak(**found["soak"])),
-    ]
+def quoted(kept: Mapping[str, Any]) -> str:
+    """Write the tables of a file in results/."""
+    loaded, held = [Overload(**one) for one in kept["overload"]], [Stalled(**one) for one in kept["stalled"]]
+    tables = table(OVERLOAD, loaded), table(STALLED, held), table(SOAK, [Soak(**kept["soak"])])
+    return of_machine(kept["machine"], kept["command"], *tables)
 
 
-def fill_in(page: str) -> str:
-    """The page with the tables of all kept figures between its marks."""
-    begin, _, rest = page.partition(BEGIN)
-    _, _, end = rest.partition(END)
-    texts = []
-    for path in sorted(RESULTS.glob("*.endurance.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        texts.append(f"{found['machine']['cpu']}, {found['machine']['cores']} cores, `{found['command']}`:\n")
-        for _, head, rows in tables(found):
-            lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-            texts.append("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
-    return f"{begin}{BEGIN}\n" + "\n".join(texts) + f"\n{END}{end}"
-
-
-def shown(rows: Rows) -> None:
-    """Print a table."""
-    title, head, body = rows
-    table = Table(title=title)
-    for name in head:
-        table.add_column(name, justify="left" if name == head[0] else "right")
-    for cells in body:
-        table.add_row(*cells)
-    Console().print(table)
+def filled_in(page: str) -> str:
+    """Write the tables of all kept figures into the page."""
+    paths = sorted(RESULTS.glob("*.endurance.json"))
+    return fill_in(page, "endurance", lambda _: "".join(quoted(json.loads(path.read_text())) for path in paths) + "\n")
 
 
 def main(
@@ -114,17 +90,17 @@ def main(
     """Measure, show, and keep if told so; ends with 1 if memory grows."""
     flat = True
     if not only_tables:
-        scale = Scale(seconds, times, 64, 2) if quick else Scale(seconds, times)
+        scale = Scale(seconds, times, 64, 2, settling=0.3) if quick else Scale(seconds, times)
         loaded = list(overload(scale, "tuned"))
-        shown(rows_of_overload(loaded))
+        show(table(OVERLOAD, loaded))
         held = list(stalled(tuple(map(int, streams.split(","))), stall, "tuned", 2 if quick else 64))
-        shown(rows_of_stalled(held))
-        soaked = soak(soak_seconds, "tuned")
-        shown(rows_of_soak(soaked))
+        show(table(STALLED, held))
+        soaked = soak(soak_seconds, "tuned", 1 if quick else 2)
+        show(table(SOAK, [soaked]))
         flat = soaked.flat
         if keep:
             machine = stamp("tuned")
-            found = {
+            kept = {
                 "command": " ".join(["benchmarks/endurance.py", *sys.argv[1:]]),
                 "machine": asdict(machine),
                 "overload": [asdict(one) for one in loaded],
@@ -132,9 +108,9 @@ def main(
                 "soak": asdict(soaked),
             }
             path = RESULTS / f"{machine.name}.endurance.json"
-            write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            write_text(path, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     if keep or only_tables:
-        write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
+        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
     if not flat:
         raise typer.Exit(1)
 

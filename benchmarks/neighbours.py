@@ -19,45 +19,37 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from neighbours_training import DIRECTIONS, NONE, Outcome, Setup, Shape, Task, train
-from rich.console import Console
+from pages import RESULTS, Rows, fill_in, of_machine, show
 
-from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas
-from mmpos.cli import report
+from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, canvas, quiet_axes
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.files import write_text
 from mmpos_bench.machine import stamp
+from mmpos_bench.results import json_with_rows
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 KEPT = "neighbours-*.json"
-PAGE = HERE.parent / "docs" / "experiment.md"
+PAGE = Path(__file__).parents[1] / "docs" / "experiment.md"
 PICTURE = PAGE.with_suffix(".png")
-BEGIN, END = "<!-- neighbours -->\n", "<!-- /neighbours -->"
 GUESS = "(a guess among the other patches)"
 
 
 @dataclass(frozen=True)
 class Results:
-    """An experiment, as it is kept.
+    """An experiment, as it is kept."""
 
-    Args:
-        command: that made it.
-        machine: where, as a dictionary.
-        setup: of all its trainings, as a dictionary.
-        guess: percent that a guess among the other patches of the image gets right, by set.
-        outcomes: of the trainings.
-    """
-
-    command: str
+    command: str  # that made it
     machine: Mapping[str, Any]
-    setup: Mapping[str, Any]
-    guess: Mapping[str, float]
-    outcomes: list[Outcome]
+    setup: Mapping[str, Any]  # of all its trainings
+    guess: Mapping[str, float]  # percent that a guess among the other patches of the image gets right, by set
+    outcomes: list[Outcome]  # of the trainings
 
     @classmethod
     def from_json(cls, text: str) -> Results:
@@ -66,14 +58,12 @@ class Results:
         return cls(**{**values, "outcomes": [Outcome(**one) for one in values["outcomes"]]})
 
     def to_json(self) -> str:
-        """A line for every outcome."""
+        """Write a line for every outcome."""
         head = {name: getattr(self, name) for name in ("command", "machine", "setup", "guess")}
-        lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-        rows = ",\n  ".join(json.dumps(asdict(one)) for one in self.outcomes)
-        return "{" + ",\n ".join([*lines, f'"outcomes": [\n  {rows}\n ]']) + "}\n"
+        return json_with_rows(head, "outcomes", map(asdict, self.outcomes)) + "\n"
 
     def spreads(self) -> dict[str, dict[tuple[str, str], tuple[float, float, float]]]:
-        """Least, mean and most percent over the seeds, by scheme, then by set and direction."""
+        """Find least, mean and most percent over the seeds, by scheme, then by set and direction."""
         spreads = {}
         for scheme in dict.fromkeys(one.scheme for one in self.outcomes):
             of_scheme = [one.accuracy for one in self.outcomes if one.scheme == scheme]
@@ -87,12 +77,12 @@ class Results:
 
 
 def guess(setup: Setup) -> dict[str, float]:
-    """Percent of right answers, by set, of one who knows the patches of an image but not where they are."""
+    """Compute percent of right answers, by set, of one who knows the patches of an image but not where they are."""
     return {name: round(100 * float(np.mean(1 / (batch.patches - 1))), 2) for name, batch in setup.held_out().items()}
 
 
-def table(results: Results) -> list[list[str]]:
-    """Head and rows: mean, and least to most over the seeds, in percent."""
+def table(results: Results) -> Rows:
+    """Make head and rows: mean, and least to most over the seeds, in percent."""
     head = ["scheme", "seeds", *(f"{name}, {direction}" for name in results.guess for direction in DIRECTIONS)]
     seeds = {scheme: sum(one.scheme == scheme for one in results.outcomes) for scheme in results.spreads()}
     rows = [
@@ -103,32 +93,24 @@ def table(results: Results) -> list[list[str]]:
     return [head, *rows, [GUESS, "", *guesses]]
 
 
-def fill_in(page: str) -> str:
-    """The page with the tables of all kept figures between its marks."""
-    begin, _, rest = page.partition(BEGIN)
-    _, _, end = rest.partition(END)
-    texts = []
-    for path in sorted(RESULTS.glob(KEPT)):
-        results = Results.from_json(path.read_text(encoding="utf-8"))
-        texts.append(f"{results.machine['cpu']}, {results.machine['cores']} cores, `{results.command}`:\n")
-        head, *rows = table(results)
-        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-        texts.append("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
-    return f"{begin}{BEGIN}\n" + "\n".join(texts) + f"\n{END}{end}"
+def quoted(results: Results) -> str:
+    """Write the table of a file in results/."""
+    return of_machine(results.machine, results.command, table(results))
 
 
-def shown(rows: list[list[str]]) -> None:
-    """Print a table, as wide as it is."""
-    head, *body = rows
-    printed = report.new_table(*head, right=head[1:])
-    for cells in body:
-        printed.add_row(*cells)
-    report.show(Console(width=200, highlight=False), printed)
+def filled_in(page: str) -> str:
+    """Write the tables of all kept figures into the page."""
+    return fill_in(page, "neighbours", lambda _: "".join(map(quoted, kept_results())) + "\n")
+
+
+def kept_results() -> list[Results]:
+    """Read the figures of every machine."""
+    return [Results.from_json(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(KEPT))]
 
 
 def picture(path: Path) -> None:
     """Draw the first kept file, a panel per set: means as points, least to most as lines, a guess as a dashed line."""
-    results = Results.from_json(next(iter(sorted(RESULTS.glob(KEPT)))).read_text(encoding="utf-8"))
+    results = kept_results()[0]
     spreads = results.spreads()
     with canvas(path, 8.0, 0.26 * len(spreads) + 1.3) as figure:
         panels = figure.subplots(1, len(results.guess), sharey=True)
@@ -144,32 +126,21 @@ def picture(path: Path) -> None:
         figure.subplots_adjust(left=0.23, right=0.985, top=0.93, bottom=0.18, wspace=0.08)
 
 
-def _frame(panel: Any, title: str, schemes: list[str]) -> None:
+def _frame(panel: Axes, title: str, schemes: list[str]) -> None:
     panel.set_title(title, loc="left", fontsize=11)
     panel.set_xlim(-4, 104)
     panel.set_xticks(range(0, 101, 25))
     panel.set_ylim(len(schemes) - 0.4, -0.6)
     panel.set_yticks(range(len(schemes)), schemes)
     panel.set_xlabel("right answers, %")
-    panel.tick_params(length=0, colors=INK)
-    panel.grid(axis="x", color="#e8e8e8", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[:].set_color("#bbbbbb")
+    quiet_axes(panel)
+    panel.tick_params(colors=INK)
+    panel.grid(visible=False, axis="y")
 
 
 PLACED = (
-    "flatten",
-    "rows",
-    "naive-2d",
-    "rope-tie",
-    "rope-tie-fractional",
-    "rope-tie-v2",
-    "rope-tie-lcm",
-    "mrope",
-    "mrope-interleave-reset",
-    "v2pe",
-    "videorope",
-    "vrope",
+    *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
+    *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
 )
 """The schemes that differ on text and single images, in the order of the table."""
 
@@ -189,20 +160,18 @@ def experiment(setup: Setup, runs: Sequence[tuple[str, int]], jobs: int) -> Iter
 
 def kept_outcomes(path: Path, setup: Setup) -> list[Outcome]:
     """Read the outcomes of this setup from a file; figures of another setup are left out."""
-    if not path.exists():
-        return []
-    results = Results.from_json(path.read_text(encoding="utf-8"))
-    return results.outcomes if results.setup == setup.to_dict() else []
+    results = Results.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return results.outcomes if results is not None and results.setup == setup.to_dict() else []
 
 
 def missing(results: Results, schemes: Sequence[str], seeds: int) -> list[tuple[str, int]]:
-    """Schemes and seeds without an outcome, a whole seed before the next."""
+    """List schemes and seeds without an outcome, a whole seed before the next."""
     known = {(outcome.scheme, outcome.seed) for outcome in results.outcomes}
     return [run for seed in range(seeds) for scheme in schemes if (run := (scheme, seed)) not in known]
 
 
 def named(schemes: str) -> list[str]:
-    """The schemes of a list, or all."""
+    """Read the schemes of a list, or all."""
     known = (NONE, *PLACED)
     names = schemes.split(",") if schemes else list(known)
     for name in names:
@@ -233,9 +202,9 @@ def main(
             results.outcomes.append(outcome)
             if keep:
                 write_text(path, results.to_json())
-        shown(table(results))
+        show(table(results))
     if keep or only_tables:
-        write_text(PAGE, fill_in(PAGE.read_text(encoding="utf-8")))
+        write_text(PAGE, filled_in(PAGE.read_text(encoding="utf-8")))
         picture(PICTURE)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import mmpos
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
+from mmpos_bench.timing import one_thread
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,16 +31,11 @@ class Task:
 
     A document is filler words, an image, and questions of two words each, a direction and a colour. Every patch of an
     image has another colour, and only patches with a neighbour in that direction are asked for.
-
-    Args:
-        colours: that there are; an image has at most as many patches.
-        questions: after an image.
-        filler: most words before an image; at least one.
     """
 
-    colours: int = 64
-    questions: int = 8
-    filler: int = 4
+    colours: int = 64  # that there are; an image has at most as many patches
+    questions: int = 8  # after an image
+    filler: int = 4  # most words before an image; at least one
 
     @property
     def vocabulary(self) -> int:
@@ -55,17 +50,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A range of image sizes, both ends included; at least 2, so that there are neighbours.
-
-    Args:
-        height: least and most rows.
-        width: least and most columns.
-        turned: whether half of the images have the two exchanged.
-    """
+    """A range of image sizes, both ends included; at least 2, so that there are neighbours."""
 
     height: tuple[int, int]
     width: tuple[int, int]
-    turned: bool = False
+    turned: bool = False  # whether half of the images have the two exchanged
 
     def __post_init__(self) -> None:
         for name, (least, most) in (("height", self.height), ("width", self.width)):
@@ -73,7 +62,7 @@ class Sizes:
                 raise InvalidInputError(f"{name}: got {least} to {most}, want at least 2, and the least first")
 
     def draw(self, count: int, random: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """(count,) heights and widths."""
+        """Draw (count,) heights and widths."""
         height = random.integers(*self.height, count, endpoint=True)
         width = random.integers(*self.width, count, endpoint=True)
         turn = random.random(count) < 0.5 * self.turned
@@ -82,27 +71,18 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Documents padded on the right to the longest.
+    """Documents padded on the right to the longest."""
 
-    Args:
-        segments: what stands where, without padding.
-        patches: (batch,) of each image.
-        input_ids: (batch, length).
-        asked: (batch, questions) column of the last word of each question, where its answer is due.
-        directions: (batch, questions) indexes of DIRECTIONS.
-        answers: (batch, questions) colours.
-    """
-
-    segments: mmpos.SegmentTable
-    patches: IntArray
-    input_ids: IntArray
-    asked: IntArray
-    directions: IntArray
-    answers: IntArray
+    segments: mmpos.SegmentTable  # without padding
+    patches: IntArray  # (batch,) of each image
+    input_ids: IntArray  # (batch, length)
+    asked: IntArray  # (batch, questions) column of the last word of each question, where its answer is due
+    directions: IntArray  # (batch, questions) indexes of DIRECTIONS
+    answers: IntArray  # (batch, questions) colours
 
 
 def draw_batch(task: Task, sizes: Sizes, count: int, random: np.random.Generator) -> Batch:
-    """Images of random sizes and colours, and random questions about each."""
+    """Draw images of random sizes and colours, and random questions about each."""
     height, width = sizes.draw(count, random)
     patches = height * width
     colours = np.argsort(random.random((count, task.colours)), axis=1)
@@ -131,19 +111,12 @@ def draw_batch(task: Task, sizes: Sizes, count: int, random: np.random.Generator
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the model.
+    """The sizes of the model."""
 
-    Args:
-        layers: of attention and a feed-forward net.
-        heads: of attention, in each.
-        head_dim: channels of a head.
-        hidden: channels inside the feed-forward nets.
-    """
-
-    layers: int = 2
+    layers: int = 2  # of attention and a feed-forward net
     heads: int = 2
     head_dim: int = 32
-    hidden: int = 128
+    hidden: int = 128  # channels inside the feed-forward nets
 
     @property
     def width(self) -> int:
@@ -162,7 +135,7 @@ class Block(nn.Module):
         self.net = nn.Sequential(nn.Linear(width, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, width))
 
     def forward(self, x: Tensor, positions: DevicePositions | None, rotary: Rotary | None) -> Tensor:
-        """(batch, seq, width) to the same."""
+        """Map (batch, seq, width) to the same."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         if positions is not None and rotary is not None:
             q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
@@ -174,14 +147,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Logits of colours; what is drawn for its parameters does not depend on the rotation.
-
-    Args:
-        shape: its sizes.
-        vocabulary: of input ids.
-        colours: to answer with.
-        rotary: of q and k; None turns nothing.
-    """
+    """A transformer that answers with colours; the numbers drawn for its parameters are the same for every rotation."""
 
     def __init__(self, shape: Shape, vocabulary: int, colours: int, rotary: Rotary | None) -> None:
         super().__init__()
@@ -191,16 +157,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, colours, bias=False)
 
     def forward(self, input_ids: Tensor, asked: Tensor, positions: DevicePositions | None) -> Tensor:
-        """Logits where answers are due.
-
-        Args:
-            input_ids: (batch, seq) int64.
-            asked: (batch, questions) int64 columns.
-            positions: of batch × seq tokens; not read without a rotation.
-
-        Returns:
-            (batch, questions, colours).
-        """
+        """Compute (batch, questions, colours) logits in the asked columns; without a rotation no positions are read."""
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x, positions, self.rotary)
@@ -215,33 +172,20 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that an outcome depends on, but scheme and seed.
-
-    Args:
-        task: its words.
-        shape: of the model.
-        trained: sizes of the images that are trained on.
-        outside: sizes of images that are not, by the name of the set.
-        theta: base of the rotations; ids are small here.
-        steps: of training.
-        batch: images of a step.
-        learning_rate: at its peak, a tenth of the way; it then falls to zero as a cosine.
-        weight_decay: of AdamW.
-        images: of each set that is judged by.
-    """
+    """Everything that an outcome depends on, but scheme and seed."""
 
     task: Task = field(default_factory=Task)
     shape: Shape = field(default_factory=Shape)
     trained: Sizes = field(default_factory=lambda: Sizes((2, 5), (2, 5)))
-    outside: Mapping[str, Sizes] = field(
+    outside: Mapping[str, Sizes] = field(  # sizes that are not trained on, by the name of the set
         default_factory=lambda: {"larger": Sizes((6, 8), (6, 8)), "longer": Sizes((2, 3), (9, 14), turned=True)}
     )
-    theta: float = 100.0
+    theta: float = 100.0  # ids are small here
     steps: int = 1500
-    batch: int = 32
-    learning_rate: float = 8e-3
-    weight_decay: float = 0.01
-    images: int = 300
+    batch: int = 32  # images of a step
+    learning_rate: float = 8e-3  # at its peak, a tenth of the way; it then falls to zero as a cosine
+    weight_decay: float = 0.01  # of AdamW
+    images: int = 300  # of each set that is judged by
 
     def __post_init__(self) -> None:
         most = max(sizes.height[1] * sizes.width[1] for sizes in self.sets.values())
@@ -251,7 +195,7 @@ class Setup:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON gives it back."""
+        """Make the dictionary that JSON gives back."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return values
 
@@ -261,35 +205,26 @@ class Setup:
         return {"inside": self.trained, **self.outside}
 
     def held_out(self) -> dict[str, Batch]:
-        """The images and questions to judge by: the same for all schemes and seeds, and drawn apart from training."""
-        randoms = (np.random.default_rng((1, index)) for index in range(len(self.sets)))
+        """Draw the images and questions to judge by, the same for all schemes and seeds, and apart from training."""
         return {
-            name: draw_batch(self.task, sizes, self.images, random)
-            for (name, sizes), random in zip(self.sets.items(), randoms, strict=True)
+            name: draw_batch(self.task, sizes, self.images, np.random.default_rng((1, index)))
+            for index, (name, sizes) in enumerate(self.sets.items())
         }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one training.
+    """The result of one training."""
 
-    Args:
-        scheme: its name, or NONE.
-        seed: of parameters and training data.
-        loss: of the last batch of training.
-        accuracy: percent of right answers, by set and direction.
-        seconds: of CPU.
-    """
-
-    scheme: str
-    seed: int
-    loss: float
-    accuracy: Mapping[str, Mapping[str, float]]
-    seconds: float = field(compare=False)
+    scheme: str  # or NONE
+    seed: int  # of parameters and training data
+    loss: float  # of the last batch of training
+    accuracy: Mapping[str, Mapping[str, float]]  # percent of right answers, by set and direction
+    seconds: float = field(compare=False)  # of CPU
 
 
 def model_for(setup: Setup, scheme: str, seed: int) -> Model:
-    """An untrained model: the rotation is all in which those of two schemes differ."""
+    """Make an untrained model: the rotation is all in which those of two schemes differ."""
     axes = None if scheme == NONE else mmpos.schemes.get_scheme(scheme).axes
     rotary = None if axes is None else Rotary(setup.shape.head_dim, theta=setup.theta, axes=axes)
     with torch.random.fork_rng(devices=[]):
@@ -298,7 +233,7 @@ def model_for(setup: Setup, scheme: str, seed: int) -> Model:
 
 
 def answers(model: Model, batch: Batch, scheme: str) -> Tensor:
-    """(batch, questions, colours) logits, with the positions that a scheme gives."""
+    """Compute (batch, questions, colours) logits, with the positions that a scheme gives."""
     positions = None
     if scheme != NONE:
         positions = DevicePositions.from_table(mmpos.place(batch.segments, scheme).pad())
@@ -306,18 +241,7 @@ def answers(model: Model, batch: Batch, scheme: str) -> Tensor:
     return logits
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch with one thread: as many trainings as cores go on at a time, and sums have one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
+@one_thread()  # as many trainings as cores go on at a time, and sums have one order
 def train(setup: Setup, scheme: str, seed: int) -> Outcome:
     """Train from scratch, and judge; the same arguments give the same outcome on the same machine."""
     began = time.process_time()
@@ -344,6 +268,6 @@ def _share(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def judge(model: Model, batch: Batch, scheme: str) -> dict[str, float]:
-    """Percent of right answers to each kind of question."""
+    """Count percent of right answers to each kind of question."""
     right = answers(model, batch, scheme).argmax(-1).numpy() == batch.answers
     return {name: round(100 * float(right[batch.directions == i].mean()), 2) for i, name in enumerate(DIRECTIONS)}

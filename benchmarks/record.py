@@ -9,59 +9,37 @@ python benchmarks/record.py --tables                 only the tables, from the f
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from pages import RESULTS, fill_in, markdown
+
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
 from mmpos.schemes import SCHEMES
 from mmpos.support.files import write_text
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import Entry, Measurement, Report, from_json, number_text, ratio_text, seconds_text, to_json
+from mmpos_bench.results import Measurement, Report, from_json, number_text, ratio_text, seconds_text, to_json
 from mmpos_bench.suites import SUITES
 
-# <!-- compare: name of a quote --> what it says <!-- /compare -->
-_PROPERTIES = re.compile(r"(<!-- compare: ([^>]+?) -->\n).*?(<!-- /compare -->)", re.DOTALL)
+ROOT = Path(__file__).parents[1]
+QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+"""The pages that may quote results."""
 
 
-@cache
-def schemes() -> Matrix:
-    """All forms of all schemes."""
-    return measure()
-
-
-@cache
-def encodings() -> Matrix:
-    """All encodings."""
-    return measure_encodings()
-
-
-def fill_in_properties(page: str) -> str:
-    """A page with everything about properties that it quotes made anew.
-
-    Raises:
-        SystemExit: a quote of a name that is not known.
-    """
-
-    def quote(mark: re.Match[str]) -> str:
-        begin, name, end = mark.groups()
-        if name not in QUOTES:
-            raise SystemExit(f"compare: got {name!r}, want one of {', '.join(QUOTES)}")
-        return begin + QUOTES[name]() + end
-
-    return _PROPERTIES.sub(quote, page)
+schemes, encodings = cache(measure), cache(measure_encodings)
+"""The properties of all forms of all schemes, and of all encodings."""
 
 
 def definitions(matrix: Matrix) -> str:
-    """A line for every property: what it is."""
+    """Write a line for every property: its definition."""
     return "".join(f"- **{each.title}**: {each.definition}\n" for each in matrix.properties)
 
 
 def counterexamples(matrix: Matrix) -> str:
-    """A line for everything that does not hold: where it fails."""
+    """Write a line for everything that does not hold: where it fails."""
     wrong = ((name, each) for name, each, _ in matrix.reasons if matrix[name, each.name].value is False)
     return "".join(f"- `{name}`, {each.title}: {matrix[name, each.name].why}\n" for name, each in wrong)
 
@@ -76,15 +54,6 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "counterexamples of encodings": lambda: counterexamples(encodings()),
 }
 """The quotes of pages, by name."""
-
-
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-QUOTING = (HERE.parent / "README.md", HERE / "README.md", *sorted((HERE.parent / "docs").glob("*.md")))
-"""The pages that may quote results."""
-
-# <!-- bench: machine; suite; malloc; group --> a table <!-- /bench -->
-_MARK = re.compile(r"(<!-- bench: ([^;>]+); ([^;>]+); ([^;>]+); ([^>]+?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def run_suites(wanted: Sequence[tuple[str, str]]) -> list[Report]:
@@ -116,48 +85,48 @@ def named(run: str) -> list[tuple[str, str]]:
     return [(suite, malloc)] if malloc else [(suite, name) for name in MALLOCS]
 
 
-def fill_in(page: str) -> str:
-    """A page with every table that it quotes made anew.
+def filled_in(page: str) -> str:
+    """Make every table and every property anew that a page quotes.
 
     Raises:
-        SystemExit: a table of figures that are not there.
+        SystemExit: a table of figures that are not there, or properties that are not known.
     """
+    return fill_in(fill_in(page, "bench", quoted_table), "compare", quoted_properties)
 
-    def table(mark: re.Match[str]) -> str:
-        begin, machine, suite, malloc, group, end = mark.groups()
-        path = RESULTS / f"{machine}.json"
-        reports = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
-        for report in reports:
-            if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
-                return begin + to_markdown(report.group(group)) + end
-        raise SystemExit(f"{machine}; {suite}; {malloc}; {group}: got no such figures in {RESULTS}, want them measured")
 
-    return _MARK.sub(table, page)
+def quoted_properties(name: str) -> str:
+    """Write what a page quotes about properties."""
+    if name not in QUOTES:
+        raise SystemExit(f"compare: got {name!r}, want one of {', '.join(QUOTES)}")
+    return QUOTES[name]()
+
+
+def quoted_table(name: str) -> str:
+    """Write the table of "machine; suite; malloc; group"."""
+    machine, suite, malloc, group = name.split("; ", 3)
+    path = RESULTS / f"{machine}.json"
+    for report in from_json(path.read_text(encoding="utf-8")) if path.exists() else ():
+        if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
+            return to_markdown(report.group(group))
+    raise SystemExit(f"{name}: got no such figures in {RESULTS}, want them measured")
 
 
 def to_markdown(measurements: tuple[Measurement, ...]) -> str:
-    """A row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
-    names = list(dict.fromkeys((e.name, e.role) for m in measurements for e in m.entries))
-    ours = next((name for name, role in names if role == "ours"), None)
+    """Write a row per case, a column per contestant and fact; ours as multiples of the limit, peers of our first."""
+    roles = {e.name: e.role for m in measurements for e in m.entries}
+    ours = next((name for name, role in roles.items() if role == "ours"), None)
     multiples = {"ours": " (× limit)", "part": " (× limit)", "peer": f" (× {ours})", "limit": ", the limit"}
     facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
-    rows = [["", *(name + multiples[role] for name, role in names), *facts]]
-    rows.append(["---", *["---:"] * (len(names) + len(facts))])
+    rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
     for m in measurements:
-        known = [number_text(m.facts[name]) if name in m.facts else "–" for name in facts]
-        rows.append([m.name, *(_cell(m, name, ours) for name, _ in names), *known])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def _cell(measurement: Measurement, name: str, ours: str | None) -> str:
-    entry: Entry | None = next((e for e in measurement.entries if e.name == name), None)
-    if entry is None:
-        return "–"
-    ratio = measurement.of_limit(entry)
-    if entry.role == "peer" and ours is not None:
-        ratio = measurement.over_peers(measurement[ours])[name]
-    median = seconds_text(entry.timing.median)
-    return median if entry.role == "limit" or ratio is None else f"{median} ({ratio_text(ratio)})"
+        times = {e.name: seconds_text(e.timing.median) for e in m.entries}
+        ratios = {e.name: ratio_text(m.of_limit(e)) for e in m.entries if e.role != "limit"}
+        if ours in times:
+            ratios |= {name: ratio_text(over) for name, over in m.over_peers(m[ours]).items()}
+        times |= {name: f"{times[name]} ({ratio})" for name, ratio in ratios.items() if ratio}
+        beside = {name: number_text(value) for name, value in m.facts.items()}
+        rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
+    return markdown(rows)
 
 
 def main() -> None:
@@ -171,7 +140,7 @@ def main() -> None:
         print(keep(run_suites([wanted for run in runs for wanted in run])))
     for page in QUOTING:
         text = page.read_text(encoding="utf-8")
-        filled = fill_in_properties(fill_in(text))
+        filled = filled_in(text)
         if filled != text:
             write_text(page, filled)
             print(page)

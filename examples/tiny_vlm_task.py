@@ -45,9 +45,9 @@ class Photo:
 def load_photos() -> list[Photo]:
     """The two photos that mmpos has, and six more where scikit-image is installed, 160 pixels long."""
     folders = [Path(mmpos.__file__).parent / "photos"]
-    found = find_spec("skimage")
-    if found is not None and found.origin is not None:
-        folders.append(Path(found.origin).parent / "data")
+    spec = find_spec("skimage")
+    if spec is not None and spec.origin is not None:
+        folders.append(Path(spec.origin).parent / "data")
     photos = []
     for name, caption in CAPTIONS.items():
         path = next((folder / name for folder in folders if (folder / name).exists()), None)

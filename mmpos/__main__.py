@@ -6,10 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from mmpos.support.extras import needed_for
-from mmpos.support.program import run_program
+from mmpos.support.program import App, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_program("mmpos", partial(_app, "server" if "serve" in words[:2] else "cli"), arguments)
 
 
-def _app(extra: str) -> Any:
+def _app(extra: str) -> App:
     if "_MMPOS_COMPLETE" in os.environ:
         # typer wraps its help at this width, and fish takes each line of it for a completion.
         os.environ["TERMINAL_WIDTH"] = "10000"

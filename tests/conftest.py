@@ -1,4 +1,4 @@
-"""What several rooms of tests share."""
+"""Fixtures that several rooms of tests share."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A suite is a module with a function ``cases(options)`` that yields one `Case` af
 them.
 """
 
-from mmpos_bench.proofs import NotEqualError, close, equal, holds
+from mmpos_bench.proofs import NotEqualError, equal, holds
 from mmpos_bench.results import Entry, Measurement, Point, Report
 from mmpos_bench.suites import SUITES, Case, Contestant, Lineup, Options, Role, run
 from mmpos_bench.timing import Budget, Timing, compare
@@ -23,7 +23,6 @@ __all__ = [
     "Report",
     "Role",
     "Timing",
-    "close",
     "compare",
     "equal",
     "holds",

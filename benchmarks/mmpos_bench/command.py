@@ -16,7 +16,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
 from mmpos.support.program import console
 from mmpos_bench.machine import MALLOCS
-from mmpos_bench.results import UNITS, Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json
+from mmpos_bench.results import Entry, Measurement, Report, number_text, ratio_text, seconds_text, to_json, unit_of
 from mmpos_bench.suites import SUITES, Watch, run
 
 app = typer.Typer(
@@ -84,92 +84,72 @@ def bench(
 
 @contextmanager
 def _watch() -> Iterator[Watch]:
-    """A bar on a terminal, and a line per case elsewhere; both on stderr."""
+    """Show a bar on a terminal, and a line per case elsewhere; both on stderr."""
     err = Console(stderr=True)
     if not err.is_terminal:
-        yield _say
+        yield lambda title, done, rounds: None if done else print(title, file=sys.stderr, flush=True)
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("starting", total=None)
-
-        def watch(title: str, done: int, rounds: int) -> None:
-            progress.update(task, description=title, completed=done, total=rounds)
-
-        yield watch
-
-
-def _say(title: str, done: int, rounds: int) -> None:
-    if done == 0:
-        print(title, file=sys.stderr, flush=True)
-
-
-_BELOW = ", one plain call over as many bytes; below 1×: faster than that call"
+        yield lambda title, done, rounds: progress.update(task, description=title, completed=done, total=rounds)
 
 
 def print_report(out: Console, report: Report) -> None:
-    """Machine, command, one table per group, and the peers that were missing."""
+    """Print machine, command, one table per group, and the peers that were missing."""
     out.print(f"{report.machine}\n{report.machine.versions}\n", soft_wrap=True)
     out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
     if report.quick:
         out.print("quick: every path once, the figures mean nothing")
     for group in report.groups:
-        measurements = report.group(group)
         out.print(f"\n{group}")
-        _print_group(out, measurements)
+        _print_group(out, report.group(group))
     for name, why in report.missing.items():
         out.print(f"\nmissing: {name} ({why})", soft_wrap=True)
 
 
-def spread_text(entry: Entry) -> str:
-    """The range of a timing, in the unit of its median."""
-    size, _ = next(((s, u) for s, u in UNITS if entry.timing.median >= s), UNITS[-1])
-    low, high = entry.timing.p20 / size, entry.timing.p80 / size
-    digits = 0 if low >= 100 else 1 if low >= 10 else 2
-    return f"{low:,.{digits}f}–{high:,.{digits}f}"
-
-
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
-    """A line per contestant under the name of each case: names are too long for a column of a table."""
-    units = list(dict.fromkeys(m.unit for m in measurements))
+    """Print a line per contestant under the name of each case: names are too long for a column of a table."""
+    units = {m.unit for m in measurements}
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
     peers = any(e.role == "peer" for m in measurements for e in m.entries)
-    per = f"per {units[0].removesuffix('s')}" if len(units) == 1 else "per unit"
-    head = ["", "median", "p20–p80", per, "of limit" if limits else "", "faster than" if peers else ""]
-    rows = [[cells for e in m.entries for cells in _cells(m, e)] for m in measurements]
-    every = [head, *(row for case in rows for row in case)]
-    widths = [max(len(cells[i]) for cells in every) for i in range(len(head))]
-    out.out(_line(head, widths))
-    for measurement, case in zip(measurements, rows, strict=True):
+    per = f"per {measurements[0].unit.removesuffix('s') if len(units) == 1 else 'unit'}"
+    head = ["", "median", "p20–p80", per, "of limit" * bool(limits), "faster than" * peers]
+    cases = [[cells for e in m.entries for cells in _cells(m, e)] for m in measurements]
+    widths = [max(map(len, column)) for column in zip(head, *(row for case in cases for row in case), strict=True)]
+
+    def write(cells: list[str]) -> None:
+        name, *numbers, over = cells  # names and peers flush left
+        middle = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        out.out("  ".join([f"{name:<{widths[0]}}", *middle, over]).rstrip(), highlight=False)
+
+    write(head)
+    for measurement, case in zip(measurements, cases, strict=True):
         out.print(Text(measurement.name, style="bold"))
         for cells in case:
-            out.out(_line(cells, widths), highlight=False)
+            write(cells)
         for name, value in measurement.facts.items():
             out.out(f"  {name}: {number_text(value)}", highlight=False)
     if limits:
         below = any((m.of_limit(e) or 1) < 1 for m in measurements for e in m.entries)
-        out.print(f"limit: {', '.join(limits)}{_BELOW if below else ''}", soft_wrap=True)
+        words = ", one plain call over as many bytes; below 1×: faster than that call"
+        out.print(f"limit: {', '.join(limits)}{words * below}", soft_wrap=True)
 
 
 def _cells(measurement: Measurement, entry: Entry) -> Iterator[list[str]]:
-    """The line of a contestant, and one more for each further peer."""
-    each = measurement.per_unit(entry)
-    over = [f"{ratio_text(ratio)} {name}" for name, ratio in measurement.over_peers(entry).items()]
+    """Write the line of a contestant, and one more for each further peer."""
+    timing, each = entry.timing, measurement.per_unit(entry)
+    size, _ = unit_of(timing.median)
+    digits = 0 if timing.p20 >= 100 * size else 1 if timing.p20 >= 10 * size else 2
+    first, *more = [f"{ratio_text(over)} {name}" for name, over in measurement.over_peers(entry).items()] or [""]
     yield [
         f"  {entry.name}",
-        seconds_text(entry.timing.median),
-        spread_text(entry),
+        seconds_text(timing.median),
+        f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}",
         "" if each is None else seconds_text(each),
         "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry)),
-        over[0] if over else "",
+        first,
     ]
-    yield from (["", "", "", "", "", peer] for peer in over[1:])
-
-
-def _line(cells: list[str], widths: list[int]) -> str:
-    """Names flush left, numbers flush right, peers flush left."""
-    name, *numbers, over = cells
-    middle = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:-1], strict=True)]
-    return "  ".join([f"{name:<{widths[0]}}", *middle, over]).rstrip()
+    yield from (["", "", "", "", "", peer] for peer in more)

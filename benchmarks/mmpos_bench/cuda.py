@@ -13,8 +13,6 @@ import torch
 
 from mmpos_bench.timing import Budget, Call, Tick, Timing, in_turns
 
-__all__ = ["Clock", "by_events", "capture", "no_waits", "synchronize"]
-
 _WARM = 3  # rounds that do not count
 _EVICTED = 4  # times the second-level cache: what is read between calls
 _LEAST_EVICTED = 256 << 20  # bytes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support.checks import IntArray, counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.images import UINT8, as_pixel_values, expected, photographs
-from mmpos_bench.proofs import close, equal, holds
+from mmpos_bench.images import LEVEL, UINT8, Array, as_pixel_values, expected, photographs
+from mmpos_bench.proofs import equal, holds
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving
+from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget, one_thread
 
 with needed_for("the data suite", extra="data"):
@@ -33,21 +34,20 @@ with needed_for("the data suite", extra="data"):
     from mmpos.data import BatchDataset, PackedCollator, Packer, PaddedCollator, Pairs, Preprocess, shards
     from mmpos.data.batch import Batch
     from mmpos.data.examples import IGNORE_INDEX, Example
-    from mmpos.data.packing import Pack, PackCounts, first_fit_decreasing
-
-__all__ = ["cases", "collate_loop", "evenly", "labelled", "mix", "packed_counts"]
+    from mmpos.data.packing import PackCounts, first_fit_decreasing
 
 _SIZES, _MODES = (8192, 4096, 32768), {"whole documents": False, "text split": True}
 _TOKENS, _BUFFER = 8192, 16  # of the packs of a loader, and of its packer
 _PACKING, _LOADING = Budget(3.0, 5), Budget(4.0, 7)
+_BUILDER = SequenceBuilder()
+
+B = TypeVar("B")  # a batch of a loader
 
 Loop = tuple[Tensor, Tensor, Tensor, Tensor]
-Patches = Iterator[tuple[list[str], Any]]
-"""Keys of images and their patches, batch by batch."""
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Every case of the suite, with one thread in every process.
+    """Yield every case, with one thread in every process.
 
     Collating comes first: blocks that images leave behind in the C library would make it faster.
     """
@@ -57,24 +57,21 @@ def cases(options: Options) -> Iterator[Case]:
         yield from _loading(options)
 
 
-_BUILDER = SequenceBuilder()
-
-
 def labelled(key: str, parts: Sequence[object]) -> Example:
-    """An example whose text is all trained on."""
+    """Make an example whose text is all trained on."""
     sequence = _BUILDER.build(list(parts))
     return Example(key, sequence, np.where(sequence.token_type_ids == 1, IGNORE_INDEX, sequence.input_ids))
 
 
 def evenly(documents: int, tokens: int, images: int, side: int) -> list[Example]:
-    """Documents of equal length with square images spread evenly between texts."""
+    """Make documents of equal length with square images spread evenly between texts."""
     text = np.arange(tokens - images * (side * side + 2)) % 250
     parts = [part for piece in np.array_split(text, images + 1) for part in (piece, Grid(side, side))][:-1]
     return [labelled(f"d{i}", parts) for i in range(documents)]
 
 
 def mix(documents: int, seed: int = 0) -> Iterator[Example]:
-    """The realistic mix; every document is its own, and the same for the same seed.
+    """Draw the realistic mix; every document is its own, and the same for the same seed.
 
     Text of log-normal length (median 500 tokens, sigma 1), cut at random places by 0 to 8 images (uniform) of 64 to
     1024 tokens (log-uniform, with two markers each).
@@ -92,7 +89,7 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
 
 
 def _collating(options: Options) -> Iterator[Case]:
-    """A batch of a training step, and batches of more and more documents."""
+    """Yield a batch of a training step, and batches of more and more documents."""
     documents, tokens, images, side = (4, 64, 2, 4) if options.quick else (32, 8192, 16, 16)
     name = f"{documents} documents of {tokens:,} tokens, {images} images of {side}×{side} each"
     make = partial(evenly, documents, tokens, images, side)
@@ -104,35 +101,41 @@ def _collating(options: Options) -> Iterator[Case]:
 
 
 def _collated(make: Callable[[], list[Example]], options: Options) -> Lineup:
-    """Batches with their dense ids, as a model that knows no tables takes them; and the stages."""
+    """Line up batches with their dense ids, as a model that knows no tables takes them; and the stages."""
     examples = make()
     packed, padded, sharded = PackedCollator(), PaddedCollator(), PackedCollator(multiple_of=4)(examples)
-    loop, tables = collate_loop(examples), [example.sequence.positions for example in examples]
+    want, tables = collate_loop(examples), [example.sequence.positions for example in examples]
 
     def ids(collate: Callable[[list[Example]], Batch]) -> tuple[Batch, Tensor]:
         batch = collate(examples)
         return batch, batch.position_ids()
 
-    def prove(collate: Callable[[list[Example]], Batch]) -> None:
+    def flat(batch: Batch, positions: Tensor | None = None) -> Loop:
         # Documents of equal length are the same numbers packed and padded.
-        batch, positions = ids(collate)
-        flat = batch.input_ids.view(-1), batch.labels.view(-1), positions.flatten(1), batch.cu_seqlens
-        _all_equal(flat, loop)
+        positions = batch.position_ids() if positions is None else positions
+        return batch.input_ids.view(-1), batch.labels.view(-1), positions.flatten(1), batch.cu_seqlens
 
-    join = partial(PositionTable.concatenate, tables)
+    # Each rank has the first and the last, or the second and the third quarter of every document.
+    quarters = sharded.input_ids.view(len(examples), 4, -1)
+    shares = tuple(quarters[:, [rank, 3 - rank]].flatten() for rank in range(2))
+    part = partial(giving, role=Role.PART)
     contestants = [
-        Contestant("copies into new tensors", lambda: [tensor.clone() for tensor in loop], Role.LIMIT),
-        Contestant("packed, and ids", partial(ids, packed), proof=partial(prove, packed)),
-        Contestant("padded, and ids", partial(ids, padded), proof=partial(prove, padded)),
-        Contestant("packed", partial(packed, examples), Role.PART, partial(prove, packed)),
-        Contestant("padded", partial(padded, examples), Role.PART, partial(prove, padded)),
-        giving("tables joined", join, loop[2], Role.PART, PositionTable.dense),
-        Contestant("one of two shards", partial(sharded.shard, 0, 2), Role.PART, partial(_prove_shards, sharded)),
+        limit("copies into new tensors", lambda: [tensor.clone() for tensor in want]),
+        giving("packed, and ids", partial(ids, packed), want, read=lambda made: flat(*made)),
+        giving("padded, and ids", partial(ids, padded), want, read=lambda made: flat(*made)),
+        part("packed", partial(packed, examples), want, read=flat),
+        part("padded", partial(padded, examples), want, read=flat),
+        part("tables joined", partial(PositionTable.concatenate, tables), want[2], read=PositionTable.dense),
+        part(
+            "one of two shards",
+            partial(sharded.shard, 0, 2),
+            shares,
+            read=lambda shard: tuple(each.input_ids.flatten() for each in (shard, sharded.shard(1, 2))),
+        ),
     ]
-    if options.peers.wanted:
-        again = partial(collate_loop, examples)
-        contestants.append(Contestant("plain loop, and ids", again, Role.PEER, lambda: _all_equal(again(), loop)))
-    work = {"documents": len(examples), "tokens": loop[0].numel(), "bytes": sum(tensor.nbytes for tensor in loop)}
+    if options.peers:
+        contestants.append(giving("plain loop, and ids", partial(collate_loop, examples), want, Role.PEER))
+    work = {"documents": len(examples), "tokens": want[0].numel(), "bytes": sum(tensor.nbytes for tensor in want)}
     return Lineup(contestants, work)
 
 
@@ -152,20 +155,8 @@ def collate_loop(examples: Sequence[Example]) -> Loop:
     return torch.cat(ids), torch.cat(labels), torch.cat(positions, dim=1), torch.tensor(cu_seqlens, dtype=torch.int32)
 
 
-def _all_equal(got: Loop, want: Loop) -> None:
-    for one, other in zip(got, want, strict=True):
-        equal(one, other)
-
-
-def _prove_shards(whole: Batch) -> None:
-    """Each rank has the first and the last, or the second and the third quarter of every document."""
-    quarters = whole.input_ids.view(len(whole.keys), 4, -1)
-    for rank in range(2):
-        equal(whole.shard(rank, 2).input_ids.view(len(whole.keys), 2, -1), quarters[:, [rank, 3 - rank]])
-
-
 def _packing(options: Options) -> Iterator[Case]:
-    """Streams into packs, with documents whole and cut; and many lengths at once."""
+    """Yield streams into packs, with documents whole and cut; and many lengths at once."""
     documents = 200 if options.quick else 20_000
     examples = cache(lambda: list(mix(documents)))
     for max_tokens in _SIZES:
@@ -176,9 +167,14 @@ def _packing(options: Options) -> Iterator[Case]:
     yield Case("packs of lengths known at once", f"{_SIZES[0]:,} tokens", line_up, "documents", budget=_PACKING)
 
 
+def _packer(max_tokens: int, split_text: bool) -> Packer:
+    """Make a packer with the default buffer, which without splitting truncates longer documents."""
+    return Packer(max_tokens, split_text=split_text, overlong="truncate")
+
+
 def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool) -> tuple[PackCounts, int]:
-    """Pack with the default buffer; without splitting, longer documents are truncated. Returns the peak buffer too."""
-    packer = Packer(max_tokens, split_text=split_text, overlong="truncate")
+    """Pack, and count also the examples that the buffer holds at most."""
+    packer = _packer(max_tokens, split_text)
     held = 0
     for example in examples:
         packer.add(example)
@@ -186,88 +182,85 @@ def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool
     return packer.counts, held
 
 
-def _packs(examples: Sequence[Example], max_tokens: int, split_text: bool) -> tuple[list[Pack], PackCounts]:
-    packer = Packer(max_tokens, split_text=split_text, overlong="truncate")
-    packs = [pack for example in examples for pack in packer.add(example)]
-    return packs + packer.flush(), packer.counts
-
-
 def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: bool) -> Lineup:
-    """The packer, against a copy of all token ids, which it does not read."""
+    """Line up the packer, against a copy of all token ids, which it does not read."""
     documents = examples()
     lengths = [example.num_tokens for example in documents]
 
-    def limit() -> object:
-        return np.concatenate([example.sequence.input_ids for example in documents])
+    def pack() -> object:
+        packer = _packer(max_tokens, split_text)
+        return [pack for example in documents for pack in packer.add(example)] + packer.flush()
 
     def facts() -> Mapping[str, float]:
         counts, held = packed_counts(documents, max_tokens, split_text)
         known = {"packs": counts.packs, "cuts": counts.splits, "truncated": counts.truncated, "most held": held}
         return {"fill": counts.fill, "fill in order of arrival": _fill_in_order(lengths, max_tokens), **known}
 
+    prove = partial(_prove_packs, documents, max_tokens, split_text)
     contestants = (
-        Contestant("copy of the token ids", limit, Role.LIMIT),
-        Contestant(
-            "mmpos",
-            partial(_packs, documents, max_tokens, split_text),
-            proof=partial(_prove_packs, documents, max_tokens, split_text),
-        ),
+        limit("copy of the token ids", lambda: np.concatenate([each.sequence.input_ids for each in documents])),
+        Contestant("mmpos", pack, proof=prove),
     )
     return Lineup(contestants, {"documents": len(documents), "tokens": sum(lengths)}, facts)
 
 
 def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> None:
-    """No pack is too long; the pieces of a document are the document, but for what was truncated and counted."""
-    packs, counts = _packs(examples, max_tokens, split_text)
+    """Check that no pack is too long, and that the pieces of a document are the document, but for what was truncated
+    and counted.
+    """
+    packer = _packer(max_tokens, split_text)
+    packs = [pack for example in examples for pack in packer.add(example)] + packer.flush()
     longest = max(pack.num_tokens for pack in packs)
     holds(longest <= max_tokens, f"a pack of {longest} tokens", f"at most {max_tokens}")
-    pieces: dict[str, list[IntArray]] = {example.key: [example.sequence.input_ids[:0]] for example in examples}
-    for pack in packs:
-        for piece in pack.examples:
-            pieces[piece.key].append(piece.sequence.input_ids)
+    pieces: defaultdict[str, list[IntArray]] = defaultdict(list)
+    for piece in (piece for pack in packs for piece in pack.examples):
+        pieces[piece.key].append(piece.sequence.input_ids)
     lost = 0
     for example in examples:
-        joined = np.concatenate(pieces[example.key])
-        equal(joined, example.sequence.input_ids[: joined.size])
-        lost += example.num_tokens - joined.size
-    holds(lost == counts.tokens_lost, f"{lost} tokens lost", f"the {counts.tokens_lost} that were counted")
+        whole = example.sequence.input_ids
+        joined = np.concatenate([whole[:0], *pieces[example.key]])
+        equal(joined, whole[: joined.size])
+        lost += whole.size - joined.size
+    holds(
+        lost == packer.counts.tokens_lost, f"{lost} tokens lost", f"the {packer.counts.tokens_lost} that were counted"
+    )
 
 
 def _at_once(examples: Callable[[], list[Example]], count: int) -> Lineup:
-    """First-fit decreasing, against sorting the lengths, with which it begins."""
+    """Line up first-fit decreasing, against sorting the lengths, with which it begins."""
     max_tokens = _SIZES[0]
     known = np.minimum([example.num_tokens for example in examples()], max_tokens)
     lengths = np.random.default_rng(0).choice(known, count)
+    pack = partial(first_fit_decreasing, lengths, max_tokens)
 
     def prove() -> None:
-        groups = first_fit_decreasing(lengths, max_tokens)
+        groups = pack()
         equal(np.sort(np.concatenate(groups)), np.arange(count))
         fullest = max(int(lengths[group].sum()) for group in groups)
         holds(fullest <= max_tokens, f"a pack of {fullest} tokens", f"at most {max_tokens}")
 
     def facts() -> Mapping[str, float]:
-        groups = first_fit_decreasing(lengths, max_tokens)
-        return {"fill": float(lengths.sum()) / (len(groups) * max_tokens), "packs": len(groups)}
+        packs = len(pack())
+        return {"fill": float(lengths.sum()) / (packs * max_tokens), "packs": packs}
 
-    contestants = (
-        Contestant("sort of the lengths", lambda: np.sort(lengths), Role.LIMIT),
-        Contestant("first-fit decreasing", partial(first_fit_decreasing, lengths, max_tokens), proof=prove),
-    )
-    return Lineup(contestants, {"documents": count, "tokens": int(lengths.sum())}, facts)
+    sort = limit("sort of the lengths", lambda: np.sort(lengths))
+    ours = Contestant("first-fit decreasing", pack, proof=prove)
+    return Lineup((sort, ours), {"documents": count, "tokens": int(lengths.sum())}, facts)
 
 
 def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:
-    """The fill of packs that end when the next document does not fit."""
+    """Compute the fill of packs that end when the next document does not fit."""
     packs, used = 1, 0
-    for length in (min(length, max_tokens) for length in lengths):
+    lengths = [min(length, max_tokens) for length in lengths]
+    for length in lengths:
         if used + length > max_tokens:
             packs, used = packs + 1, 0
         used += length
-    return sum(min(length, max_tokens) for length in lengths) / (packs * max_tokens)
+    return sum(lengths) / (packs * max_tokens)
 
 
 def _loading(options: Options) -> Iterator[Case]:
-    """One corpus, read by every loader."""
+    """Yield one corpus, read by every loader."""
     width, height, files, records = (128, 96, 2, 2) if options.quick else (1024, 768, 4, 48)
     with TemporaryDirectory() as folder:
         photos = photographs(width, height)
@@ -278,79 +271,63 @@ def _loading(options: Options) -> Iterator[Case]:
 
 
 def _loaded(paths: list[Path], photos: list[bytes], images: int, options: Options) -> Lineup:
-    """An epoch of every loader; the workers of each live on, and wait while others run."""
+    """Line up an epoch of every loader; the workers of each live on, and wait while others run."""
     want = [expected(data) for data in photos]
+    written = [want[i % len(want)] for i in range(images)]
+    copies = [np.empty_like(patches) for patches in want]
+    targets = [copies[i % len(want)] for i in range(images)]
     per_batch = max(1, _TOKENS // (len(want[0]) // UINT8.spatial_merge_size**2 + 16))
     cores = os.cpu_count() or 1
     counts = (0, 1) if options.quick else sorted({0, 1, min(2, cores), cores})
-    copies = [np.empty_like(patches) for patches in want]
 
-    def limit() -> None:
-        for i in range(images):
-            np.copyto(copies[i % len(want)], want[i % len(want)])
+    contestants = [limit("copy of the patches", lambda: deque(map(np.copyto, targets, written), maxlen=0))]
 
-    contestants = [Contestant("copy of the patches", limit, Role.LIMIT)]
-    for workers in counts:
-        ours = _loader(paths, workers)
-        prove = partial(_prove_images, partial(_mmpos, ours), want, images, 0)
-        contestants.append(Contestant(f"mmpos, {_told(workers)}", partial(_epoch, ours), proof=prove))
-    qwen = options.peers.get("Transformers", partial(import_module, "mmpos_bench.peers.qwen"))
-    if qwen is not None:
-        floats, level = [as_pixel_values(patches) for patches in want], 1 / (255 * min(UINT8.std))
+    def line_up(who: str, role: Role, load: Callable[[int], DataLoader[B]], prove: Callable[..., None]) -> None:
         for workers in counts:
-            theirs = qwen.loader(paths, per_batch, workers)
-            prove = partial(_prove_images, partial(_transformers, theirs), floats, images, level)
-            contestants.append(Contestant(f"Transformers, {_told(workers)}", partial(_epoch, theirs), Role.PEER, prove))
-    work = {"images": images, "bytes": sum(want[i % len(want)].nbytes for i in range(images))}
-    return Lineup(contestants, work)
+            loader, name = load(workers), f"{who}, {counted(workers, 'worker') if workers else 'no worker'}"
+            contestants.append(Contestant(name, partial(deque, loader, maxlen=0), role, partial(prove, loader)))
+
+    prove = partial(_prove_images, lambda batch: (batch.keys, batch.patches), want, images, 0.0)
+    line_up("mmpos", Role.OURS, partial(_loader, paths), prove)
+    if qwen := options.peer("Transformers", partial(import_module, "mmpos_bench.peers.qwen")):
+        floats = [as_pixel_values(patches) for patches in want]
+        prove = partial(_prove_images, lambda batch: batch[:2], floats, images, LEVEL)
+        line_up("Transformers", Role.PEER, partial(qwen.loader, paths, per_batch), prove)
+    return Lineup(contestants, {"images": images, "bytes": sum(patches.nbytes for patches in written)})
 
 
-def _loader(paths: list[Path], workers: int) -> DataLoader[Any]:
+def _loader(paths: list[Path], workers: int) -> DataLoader[Batch]:
     preprocess = Preprocess(Pairs(), SequenceBuilder(images=UINT8))
     dataset = BatchDataset(shards(paths), preprocess, Packer(_TOKENS, buffer=_BUFFER), PackedCollator())
     return DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
 
 
-def _epoch(loader: Iterable[object]) -> None:
-    for _ in loader:
-        pass
-
-
-def _mmpos(loader: DataLoader[Any]) -> Patches:
-    for batch in loader:
-        yield list(batch.keys), batch.patches
-
-
-def _transformers(loader: DataLoader[Any]) -> Patches:
-    for keys, patches, _ in loader:
-        yield keys, patches
-
-
-def _prove_images(batches: Callable[[], Patches], want: list[Any], images: int, at_most: float) -> None:
-    """Every image came, with the patches that it should have."""
-    seen: list[str] = []
-    first: dict[int, Any] = {}
-    for keys, patches in batches():
-        seen += keys
+def _prove_images(
+    read: Callable[[B], tuple[Sequence[str], Tensor | None]],
+    want: Sequence[Array],
+    images: int,
+    at_most: float,
+    loader: Iterable[B],
+) -> None:
+    """Check that every image came, with the patches that it should have; read takes keys and patches of a batch."""
+    seen: Counter[str] = Counter()
+    first: dict[int, Array] = {}
+    for keys, patches in map(read, loader):
+        seen.update(keys)
         for key, part in zip(keys, np.split(np.asarray(patches), len(keys)), strict=True):
             photo = int(key) % len(want)
             if photo in first:  # the same file gives the same numbers, which is quickly seen
                 equal(part, first[photo])
             else:
-                close(part, want[photo], at_most)
+                equal(part, want[photo], at_most)
                 first[photo] = part.copy()
-    per_shard = sorted(seen)
-    holds(len(seen) == images, f"{len(seen)} images", f"{images}")
-    counts = {per_shard.count(key) for key in set(seen)}
-    holds(len(counts) == 1, f"{sorted(counts)} times the same key", "one number of times, once in every shard")
-
-
-def _told(workers: int) -> str:
-    return {0: "no worker", 1: "1 worker"}.get(workers, f"{workers} workers")
+    holds(seen.total() == images, f"{seen.total()} images", f"{images}")
+    counts = sorted(set(seen.values()))
+    holds(len(counts) == 1, f"{counts} times the same key", "one number of times, once in every shard")
 
 
 def _corpus(folder: Path, photos: list[bytes], files: int, records: int) -> list[Path]:
-    """Shards of webdataset pairs, the photographs in turn."""
+    """Write shards of webdataset pairs, the photographs in turn."""
     paths = [folder / f"{shard:05}.tar" for shard in range(files)]
     for path in paths:
         with tarfile.open(path, "w") as tar:

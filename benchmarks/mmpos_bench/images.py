@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,39 +20,39 @@ from mmpos.images import ImageProcessor
 from mmpos.images.decode import decode_jpeg, pillow, resize, torchvision
 from mmpos.images.patches import patchify
 from mmpos.support.checks import counted
-from mmpos_bench.proofs import close, equal
+from mmpos_bench.proofs import equal
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving
+from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget, one_thread
-
-__all__ = ["FRAMES", "UINT8", "as_pixel_values", "cases", "expected", "photographs"]
 
 UINT8 = ImageProcessor(order="merged")
 """Patches as Qwen-VL wants them."""
 
-FRAMES = 2
-"""Frames of a still image in Qwen-VL's layout, all the same."""
+LEVEL = 1 / (255 * min(UINT8.std))
+"""One level of uint8, normalised."""
 
-_PHOTOS = Path(mmpos.__file__).parent / "photos"
+PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name in ("chelsea", "coffee"))
+"""The files of a photograph of a cat, and of one of a cup."""
+
+_FRAMES = 2  # of a still image in Qwen-VL's layout, all the same
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _SIZES = ((256, 192), (512, 384), (1024, 768), (2048, 1536), (4096, 3072))
 _BUDGET, _CURVE = Budget(3.0, 21), Budget(1.5, 11)
+_ROUNDING = 1e-5  # theirs is computed in float32 in another order, ours may differ by rounding alone
 
-# One level of uint8, normalised: theirs is computed in float32 in another order, ours may differ by rounding alone.
-_ROUNDING = 1e-5
-
-Make = Callable[[bytes], Any]
+Array = npt.NDArray[np.number]
+Patches = npt.NDArray[np.uint8]
+A = TypeVar("A", bound=np.generic)
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Every case of the suite; one thread, but where threads are counted."""
+    """Yield every case; one thread, but where threads are counted."""
     torchvision()  # says which extra is missing
     with one_thread():
         width, height = (128, 96) if options.quick else (1024, 768)
         photos = photographs(width, height)
         name = f"2 JPEG files of {width}×{height}"
-        line_up = partial(to_bytes, photos, options)
-        yield Case("JPEG to patches of uint8", name, line_up, "images", budget=_BUDGET)
+        yield Case("JPEG to patches of uint8", name, partial(to_bytes, photos, options), "images", budget=_BUDGET)
         yield Case("JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET)
         name = f"a JPEG file of {width}×{height}"
         yield Case("stages of JPEG to patches", name, partial(stages, photos[0]), "images", budget=_CURVE)
@@ -63,62 +64,60 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def to_bytes(photos: list[bytes], options: Options) -> Lineup:
-    """Patches of bytes, which is what to send to the device that normalises them."""
+    """Line up patches of bytes, which is what to send to the device that normalises them."""
     want = [expected(data) for data in photos]
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
     work["pixels"] = sum(size.height * size.width for size in map(UINT8.inspect, photos))
-    return Lineup([_copy(want), _each("mmpos", _patches, photos, want), *_peers(photos, want, options)], work)
+    ours = _each("mmpos", lambda data: UINT8.process(data).patches, photos, want)
+    return Lineup([_copy(want), ours, *_peers(photos, want, options)], work)
 
 
 def to_floats(photos: list[bytes], options: Options) -> Lineup:
-    """Patches normalised on the host, in Transformers' layout and in ours."""
+    """Line up patches normalised on the host, in Transformers' layout and in ours."""
     patches = [expected(data) for data in photos]
     want = [as_pixel_values(image).astype(np.float32) for image in patches]
-    plain = [values.reshape(len(values), 3, FRAMES, -1)[:, :, 0].swapaxes(1, 2) for values in want]
-    plain = [values.reshape(image.shape) for values, image in zip(plain, patches, strict=True)]
+    plain = [
+        values.reshape(len(values), 3, _FRAMES, -1)[:, :, 0].swapaxes(1, 2).reshape(image.shape)
+        for values, image in zip(want, patches, strict=True)
+    ]
+    same = partial(UINT8.process, temporal_patch_size=_FRAMES)
+    once = partial(_each, role=Role.PART, at_most=_ROUNDING)
     contestants = [
         _copy(want),
-        _each("mmpos, Transformers' layout", _same_layout, photos, want, at_most=_ROUNDING),
-        _each("mmpos, each pixel once", _floats, photos, plain, Role.PART, _ROUNDING),
+        _each("mmpos, Transformers' layout", lambda data: same(data).patches, photos, want, at_most=_ROUNDING),
+        once("mmpos, each pixel once", lambda data: _FLOAT32.process(data).patches, photos, plain),
         *_peers(photos, patches, options),
     ]
     return Lineup(contestants, {"images": len(photos), "bytes": sum(values.nbytes for values in want)})
 
 
 def stages(data: bytes) -> Lineup:
-    """The stages of one image, each by itself."""
-    size = UINT8.inspect(data)
+    """Line up the stages of one image, each by itself."""
+    size, want, decoded = UINT8.inspect(data), expected(data), decode_jpeg(data)
     fitted = UINT8.fit(size.height, size.width)
-    decoded = decode_jpeg(data)
     pixels = resize(decoded, *fitted, "torchvision")
-    want = expected(data)
+    layout = "Transformers' layout of patches"
 
-    def cut(image: Any) -> Any:
+    def cut(image: Patches) -> Array:
         return patchify(image, UINT8.patch_size, UINT8.spatial_merge_size, "merged", None)
 
-    def finished(image: Any) -> Any:
+    def finish(image: Patches) -> Array:
         return cut(resize(image, *fitted, "torchvision"))
 
-    layout = partial(UINT8.pixel_values, want)
     part = partial(giving, role=Role.PART)
     contestants = [
         _copy([want]),
-        part("header", partial(UINT8.inspect, data), decoded.shape[:2], read=list),
-        part("decode", partial(decode_jpeg, data), want, read=finished),
+        part("header", partial(UINT8.inspect, data), decoded.shape[:2], read=tuple),
+        part("decode", partial(decode_jpeg, data), want, read=finish),
         part(f"resize to {fitted[1]}×{fitted[0]}", partial(resize, decoded, *fitted, "torchvision"), want, read=cut),
         part("patches", partial(cut, pixels), want),
-        Contestant(
-            "Transformers' layout of patches",
-            layout,
-            Role.PART,
-            lambda: close(layout(), as_pixel_values(want), _ROUNDING),
-        ),
+        part(layout, partial(UINT8.pixel_values, want), as_pixel_values(want), at_most=_ROUNDING),
     ]
     return Lineup(contestants, {"images": 1, "bytes": want.nbytes})
 
 
 def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
-    """Many images in 1, 2, 4 ... threads, up to the cores: per image, and how many threads are worth one."""
+    """Yield many images in 1, 2, 4 ... threads, up to the cores: per image, and how many threads are worth one."""
     cores = os.cpu_count() or 1
     counts = sorted({cores, *(2**i for i in range(cores.bit_length()) if 2**i <= cores)})
     many = photos * (2 if options.quick else 4 * cores)
@@ -131,75 +130,50 @@ def over_threads(photos: list[bytes], options: Options) -> Iterator[Case]:
 
 def _in_threads(pool: ThreadPoolExecutor, many: list[bytes], different: int) -> Lineup:
     want = [expected(data) for data in many[:different]] * (len(many) // different)
-
-    def run() -> list[Any]:
-        return list(pool.map(_patches, many))
-
-    def prove() -> None:
-        for got, patches in zip(run(), want, strict=True):
-            equal(got, patches)
-
-    work = {"images": len(many), "bytes": sum(patches.nbytes for patches in want)}
-    return Lineup([_copy(want), Contestant("mmpos", run, proof=prove)], work)
-
-
-def _patches(data: bytes) -> Any:
-    return UINT8.process(data).patches
-
-
-def _floats(data: bytes) -> Any:
-    return _FLOAT32.process(data).patches
-
-
-def _same_layout(data: bytes) -> Any:
-    return UINT8.process(data, temporal_patch_size=FRAMES).patches
+    ours = giving("mmpos", lambda: list(pool.map(lambda data: UINT8.process(data).patches, many)), tuple(want))
+    return Lineup([_copy(want), ours], {"images": len(many), "bytes": sum(patches.nbytes for patches in want)})
 
 
 def _each(
-    name: str, make: Make, photos: list[bytes], want: list[Any], role: Role = Role.OURS, at_most: float = 0
+    name: str,
+    make: Callable[[bytes], object],
+    photos: list[bytes],
+    want: list[npt.NDArray[A]],
+    role: Role = Role.OURS,
+    at_most: float = 0,
 ) -> Contestant:
-    """A contestant that makes something of every photograph, one after the other."""
-
-    def call() -> None:
-        for data in photos:
-            make(data)
+    """Make something of every photograph, one after the other, of which nothing is kept."""
 
     def prove() -> None:
-        for data, values in zip(photos, want, strict=True):
-            close(make(data), values, at_most)
+        equal(tuple(map(make, photos)), tuple(want), at_most)
 
-    return Contestant(name, call, role, prove)
+    return Contestant(name, lambda: deque(map(make, photos), maxlen=0), role, prove)
 
 
-def _copy(results: list[Any]) -> Contestant:
-    """The limit: what every result takes to write, from the same bytes at hand."""
+def _copy(results: list[npt.NDArray[A]]) -> Contestant:
+    """Write the results from the same bytes at hand."""
     targets = [np.empty_like(result) for result in results]
-
-    def copy() -> None:
-        for target, result in zip(targets, results, strict=True):
-            np.copyto(target, result)
-
-    return Contestant("copy of the patches", copy, Role.LIMIT)
+    return limit("copy of the patches", lambda: deque(map(np.copyto, targets, results), maxlen=0))
 
 
-def _peers(photos: list[bytes], patches: list[Any], options: Options) -> Iterator[Contestant]:
-    """Transformers, whose floats must be ours within one level of uint8 each."""
-    qwen = options.peers.get("Transformers", partial(import_module, "mmpos_bench.peers.qwen"))
+def _peers(photos: list[bytes], patches: list[Patches], options: Options) -> Iterator[Contestant]:
+    """Yield Transformers, whose floats must be ours within one level of uint8 each."""
+    qwen = options.peer("Transformers", partial(import_module, "mmpos_bench.peers.qwen"))
     if qwen is not None:
-        want, level = [as_pixel_values(image) for image in patches], 1 / (255 * min(UINT8.std))
-        yield _each("Transformers, Pillow", qwen.by_pillow, photos, want, Role.PEER, level)
-        yield _each("Transformers, torchvision", qwen.by_torchvision, photos, want, Role.PEER, level)
+        want = [as_pixel_values(image) for image in patches]
+        yield _each("Transformers, Pillow", qwen.by_pillow, photos, want, Role.PEER, LEVEL)
+        yield _each("Transformers, torchvision", qwen.by_torchvision, photos, want, Role.PEER, LEVEL)
 
 
 def photographs(width: int, height: int) -> list[bytes]:
-    """The two photographs in another size, as JPEG files.
+    """Encode the two photographs in another size, as JPEG files.
 
     Raises:
         ImportError: Pillow is not installed.
     """
     pil, files = pillow(), []
-    for name in ("chelsea", "coffee"):
-        with pil.open(_PHOTOS / f"{name}.jpg") as photo:
+    for path in PHOTOS:
+        with pil.open(path) as photo:
             sized = photo.convert("RGB").resize((width, height), pil.Resampling.BICUBIC)
         file = io.BytesIO()
         sized.save(file, "JPEG", quality=90)
@@ -207,8 +181,8 @@ def photographs(width: int, height: int) -> list[bytes]:
     return files
 
 
-def expected(data: bytes) -> npt.NDArray[np.uint8]:
-    """The patches of a JPEG by torchvision's own functions, cut one at a time in a loop.
+def expected(data: bytes) -> Patches:
+    """Make the patches of a JPEG by torchvision's own functions, cut one at a time in a loop.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -230,8 +204,8 @@ def expected(data: bytes) -> npt.NDArray[np.uint8]:
     return np.stack(patches)
 
 
-def as_pixel_values(patches: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Patches in Transformers' layout, normalised in float64."""
+def as_pixel_values(patches: Patches) -> npt.NDArray[np.float64]:
+    """Put patches into Transformers' layout, normalised in float64."""
     values = (patches / 255 - np.array(UINT8.mean)) / np.array(UINT8.std)
     planes = values.transpose(0, 3, 1, 2)[:, :, None]
-    return np.repeat(planes, FRAMES, axis=2).reshape(len(patches), -1)
+    return np.repeat(planes, _FRAMES, axis=2).reshape(len(patches), -1)

@@ -15,8 +15,6 @@ from mmpos.segments.table import SegmentTable
 from mmpos_bench.proofs import holds
 from mmpos_bench.workloads import Document, loop_ids, workload
 
-__all__ = ["ROUNDING", "SHAPES", "Layer", "Pair", "Shape", "interleaved"]
-
 Pair = tuple[Tensor, Tensor]
 
 _THETA, _SCHEME = 10000.0, "rope-tie"
@@ -44,7 +42,7 @@ SHAPES = {
 
 
 def interleaved(tokens: int, documents: int = 1) -> list[Document]:
-    """Documents of equal length, an image of 16×16 in every 320 tokens, or of 2×2 where they are shorter."""
+    """Make documents of equal length, an image of 16×16 in every 320 tokens, or of 2×2 where they are shorter."""
     each = tokens // documents
     side, every = (16, 320) if each >= 320 else (2, 8)
     return workload(documents, each, each // every, side)
@@ -69,9 +67,13 @@ class Layer:
         self.dense = torch.from_numpy(self.positions.dense()).to(device)
         self.q, self.k = self.random(0)
 
+    def generator(self, seed: int) -> torch.Generator:
+        """Make a source of random numbers on the device."""
+        return torch.Generator(self.device).manual_seed(seed)
+
     def random(self, seed: int) -> Pair:
-        """New tensors like q and k, (1, tokens, heads, head_dim)."""
-        generator = torch.Generator(self.device).manual_seed(seed)
+        """Draw new tensors like q and k, (1, tokens, heads, head_dim)."""
+        generator = self.generator(seed)
         q, k = (
             torch.randn(1, self.tokens, heads, self.shape.head_dim, generator=generator, device=self.device)
             for heads in (self.shape.q_heads, self.shape.k_heads)
@@ -105,11 +107,11 @@ class Layer:
         return cos, sin
 
     def judge(self, got: Pair, before: Pair, *, rounded: bool = False, backwards: bool = False) -> None:
-        """A rotation is right, at every token and channel.
+        """Check a rotation at every token and channel.
 
         Args:
             got: rotated q and k.
-            before: what was rotated.
+            before: q and k themselves.
             rounded: whether by cos and sin in the dtype of q and k.
             backwards: whether by the negative angles, as gradients are.
 
@@ -117,23 +119,20 @@ class Layer:
             NotEqualError: saying how far it is from the formula.
         """
         at_most = ROUNDING[self.dtype][rounded]
+        angles = -self.angles if backwards else self.angles
         errors = [
-            _error(after[:, part], x[:, part], -angles if backwards else angles)
+            _error(after[:, at : at + _BLOCK], x[:, at : at + _BLOCK], angles[at : at + _BLOCK])
             for after, x in zip(got, before, strict=True)
-            for part, angles in self._blocks()
+            for at in range(0, self.tokens, _BLOCK)
         ]
         worst = float(torch.stack(errors).amax())  # NaN where one is, which Python's max would lose
         holds(worst <= at_most, f"an error of {worst:.1e}", f"at most {at_most:.1e}")
 
-    def _blocks(self) -> list[tuple[slice, Tensor]]:
-        parts = [slice(at, min(at + _BLOCK, self.tokens)) for at in range(0, self.tokens, _BLOCK)]
-        return [(part, self.angles[part]) for part in parts]
-
 
 def _error(got: Tensor, x: Tensor, angles: Tensor) -> Tensor:
-    """The greatest difference from x turned by angles, over the length of the pair; NaN where anything is."""
+    """Measure the greatest difference from x turned by angles, over the length of the pair; NaN where anything is."""
     cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
     a, b = x.double().chunk(2, dim=-1)
-    found_a, found_b = got.double().chunk(2, dim=-1)
-    wrong = torch.hypot(a * cos - b * sin - found_a, b * cos + a * sin - found_b)
+    turned_a, turned_b = got.double().chunk(2, dim=-1)
+    wrong = torch.hypot(a * cos - b * sin - turned_a, b * cos + a * sin - turned_b)
     return (wrong / torch.hypot(a, b).clamp_min(1e-30)).amax()

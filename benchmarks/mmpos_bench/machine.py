@@ -16,58 +16,32 @@ from mmpos.support import native
 from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
-__all__ = ["MALLOCS", "Machine", "set_malloc", "stamp"]
-
 MALLOCS = ("default", "tuned")
 """The C library's own settings, or those of the server, which keep large blocks instead of giving them back."""
 
 _PACKAGES = (
-    "numpy",
-    "torch",
-    "torchvision",
-    "triton",
-    "pillow",
-    "transformers",
-    "timm",
-    "liger-kernel",
-    "flash-attn",
-    "grpcio",
-    "protobuf",
+    *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "timm", "liger-kernel", "flash-attn"),
+    *("grpcio", "protobuf"),
 )
 _SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run, and what is installed on it.
+    """The machine of a run, and what is installed on it."""
 
-    Args:
-        cpu: the model, as the machine names it.
-        cores: that this process may use.
-        gpu: the models of the GPUs, or None.
-        system: operating system and architecture.
-        python: version.
-        mmpos: version.
-        commit: of the repository that mmpos was imported from, "-dirty" if changed since, or None.
-        native: whether the extension in C was there.
-        malloc: one of MALLOCS.
-        settings: environment variables that change allocation or threads, where set.
-        load: processes that wanted a core in the minute before the end; the run's own is one. None where unknown.
-        packages: versions of those installed.
-    """
-
-    cpu: str
-    cores: int
+    cpu: str  # the model, as the machine names it
+    cores: int  # that this process may use
     gpu: str | None
-    system: str
+    system: str  # operating system and architecture
     python: str
     mmpos: str
-    commit: str | None
-    native: bool
-    malloc: str
-    settings: dict[str, str]
-    load: float | None
-    packages: dict[str, str]
+    commit: str | None  # of the repository that mmpos was imported from, "-dirty" if changed since
+    native: bool  # whether the extension in C was there
+    malloc: str  # one of MALLOCS
+    settings: dict[str, str]  # environment variables that change allocation or threads, where set
+    load: float | None  # processes that wanted a core in the minute before the end; the run's own is one
+    packages: dict[str, str]  # versions of those installed
 
     @property
     def name(self) -> str:
@@ -90,7 +64,7 @@ class Machine:
     @property
     def versions(self) -> str:
         """The versions of what is installed."""
-        return ", ".join(f"{name} {found}" for name, found in self.packages.items())
+        return ", ".join(f"{name} {version}" for name, version in self.packages.items())
 
 
 def set_malloc(setting: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mmpos.analysis.plot.canvas import COLOURS, FAINT, INK, Style, canvas, in_axes, line_style, picture_path, quiet_axes
 from mmpos.errors import InvalidInputError
-from mmpos_bench.results import UNITS, Entry, Measurement, Report, ratio_text, seconds_text
+from mmpos_bench.results import Entry, Measurement, Report, ratio_text, seconds_text, unit_of
 from mmpos_bench.suites import SUITES
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
     from mmpos.analysis.plot.picture import Picture
-
-__all__ = ["plot_report"]
 
 Group = tuple[Measurement, ...]
 
@@ -77,20 +76,12 @@ def plot_report(report: Report, path: str | PathLike[str] | None = None) -> Pict
 
 @dataclass(frozen=True)
 class _Panel:
-    """One group.
-
-    Args:
-        group: its measurements.
-        title: above it.
-        curve: whether time is drawn over what grows.
-        lines: its text, and the case and contestant whose figures stand beside it; without them, it is a heading.
-            Curves have none beside their axes: there, what counts is whether there are any.
-    """
+    """One group: curves of time over what grows, or lines with the figures of a case and a contestant."""
 
     group: Group
     title: str
     curve: bool
-    lines: tuple[tuple[str, tuple[Measurement, Entry] | None], ...]
+    lines: tuple[tuple[str, tuple[Measurement, Entry] | None], ...]  # without figures, a line is a heading
 
     @property
     def height(self) -> float:
@@ -99,26 +90,22 @@ class _Panel:
 
 
 def _panel(group: Group) -> _Panel:
-    """Contestants under the name of each case; where all cases have the same single one, its name is in the title."""
+    """List contestants under the name of each case; where all cases have the same single one, the title names it."""
     curve = all(m.point is not None for m in group)
-    drawn = [(m, e) for m in group for e in m.entries if (m.per_unit(e) if curve else m.limit)]
-    shown = [(m, e) for m, e in drawn if e.role != "limit"]
-    title = group[0].group
-    names = {e.name for _, e in shown}
+    shown = [(m, e) for m in group for e in m.entries if e.role != "limit" and (m.per_unit(e) if curve else m.limit)]
+    title, names = group[0].group, {e.name for _, e in shown}
     if not curve and len(shown) == len(group) and len(names) == 1:
         (name,) = names
         alone = "" if name == "mmpos" or name in title else f": {name}"
         return _Panel(group, title + alone, curve, tuple((m.name, (m, e)) for m, e in shown))
     lines: list[tuple[str, tuple[Measurement, Entry] | None]] = []
-    for i, (m, e) in enumerate(shown):
-        if i == 0 or shown[i - 1][0] is not m:
-            lines.append((m.name, None))
-        lines.append((e.name, (m, e)))
+    for m, cases in groupby(shown, key=lambda case: case[0]):
+        lines += [(m.name, None), *((e.name, (m, e)) for _, e in cases)]
     return _Panel(group, title, curve, tuple(lines))
 
 
 def _layout(panels: list[_Panel], top: float) -> tuple[list[tuple[int, float]], float]:
-    """The column of each panel and the inches below it, and the height of the page: two columns that end alike."""
+    """Find the column of each panel, the inches below it, and the height of the page: two columns that end alike."""
     used, places = [top, top], []
     for panel in panels:
         column = 0 if used[0] <= used[1] or len(panels) == 1 else 1
@@ -159,14 +146,14 @@ def _head(figure: Picture, report: Report, dots: bool) -> None:
 
 
 def _dot(line: Line2D, role: str) -> Line2D:
-    """A line as the mark of a role, with its label."""
+    """Make a line the mark of a role, with its label."""
     label, colour, marker = _ROLES[role]
     line.set(color=colour, marker=marker, markersize=6, markeredgewidth=0, linestyle="", label=label)
     return line
 
 
 def _draw_dots(axes: Axes, panel: _Panel) -> None:
-    """A line for each contestant: its name, a dot with the range behind it, its time and its ratio."""
+    """Draw a line for each contestant: its name, a dot with the range behind it, its time and its ratio."""
     ratios = [0.8, 2.5]  # at least so far: the axis of an even race is as easily read as its neighbours'
     indent = 0.15 if any(shown is None for _, shown in panel.lines) else 0.0
     inch, _ = in_axes(axes, 1)
@@ -199,22 +186,25 @@ def _draw_dots(axes: Axes, panel: _Panel) -> None:
 
 
 def _draw_curve(axes: Axes, panel: _Panel) -> None:
-    """Time per unit of work over what grows, with the range of each point behind it."""
+    """Draw time per unit of work over what grows, with the range of each point behind it."""
     group = panel.group
-    size, unit = _unit(group)
+    each = sorted(seconds for m in group for e in m.entries if (seconds := m.per_unit(e)))
+    size, unit = unit_of(each[(len(each) - 1) // 2] if each else 1.0)  # of the middle one
     ends: dict[Line2D, float] = {}
     times: list[float] = []
     for name, look in _looks(group).items():
-        timed = [(m.point.value, m.per_unit(m[name]), m[name].timing) for m in group if m.point and _has(m, name)]
-        points = [(x, each / size, t.p20 / t.median, t.p80 / t.median) for x, each, t in timed if each]
-        if not points:
+        timed = [(m, e) for m in group for e in m.entries if e.name == name and m.point and m.per_unit(e)]
+        if not timed:
             continue
-        x, y, low, high = zip(*points, strict=True)
+        x = [m.point.value for m, _ in timed if m.point]
+        low, y, high = (
+            [at / (m.work[m.unit] * size) for (m, _), at in zip(timed, column, strict=True)]
+            for column in zip(*((e.timing.p20, e.timing.median, e.timing.p80) for _, e in timed), strict=True)
+        )
         (line,) = axes.plot(x, y, label=name, markersize=4.5, markeredgewidth=0, linewidth=1.6, **look)
         ends[line] = y[-1]
-        below, above = ([a * b for a, b in zip(y, side, strict=True)] for side in (low, high))
-        axes.fill_between(x, below, above, color=look["color"], alpha=0.15, linewidth=0)
-        times += below + above
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        times += low + high
     counts = sorted({m.point.value for m in group if m.point})
     if min(counts) <= 0:
         axes.set_xscale("symlog", linthresh=1)
@@ -232,33 +222,21 @@ def _draw_curve(axes: Axes, panel: _Panel) -> None:
 
 
 def _looks(group: Group) -> dict[str, Style]:
-    """Colour, dashes and marker of every contestant: no two have all three, and a limit is a faint line."""
-    roles = {e.name: e.role for m in group for e in m.entries}
+    """Choose colour, dashes and marker of every contestant: no two have all three, and a limit is a faint line."""
+    roles = {e.name: "ours" if e.role == "part" else e.role for m in group for e in m.entries}
     looks: dict[str, Style] = {}
-    counts: dict[str, int] = {"peer": 0, "ours": 0}
-    for name, role in roles.items():
-        if role == "limit":
+    counts = {"peer": 0, "ours": 0}
+    for name, side in roles.items():
+        if side == "limit":
             looks[name] = {"color": FAINT, "linestyle": "--", "marker": ""}
-            continue
-        side = "peer" if role == "peer" else "ours"
-        looks[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
-        counts[side] += 1
+        else:
+            looks[name] = line_style(sum(counts.values())) | {"color": _SIDES[side][counts[side] % len(_SIDES[side])]}
+            counts[side] += 1
     return looks
 
 
-def _has(measurement: Measurement, name: str) -> bool:
-    return any(entry.name == name for entry in measurement.entries)
-
-
-def _unit(group: Group) -> tuple[float, str]:
-    """The unit in which the middle one of the times of a curve is at least 1."""
-    times = sorted(each for m in group for e in m.entries if (each := m.per_unit(e)))
-    middle = times[(len(times) - 1) // 2] if times else 1.0
-    return next(((size, unit) for size, unit in UNITS if middle >= size), UNITS[-1])
-
-
 def _log_axis(axis: Any, low: float, high: float, suffix: str) -> None:
-    """A logarithmic axis with at least two numbers on it, and not too many."""
+    """Make an axis logarithmic, with at least two numbers on it, and not too many."""
     from math import log10
 
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -272,7 +250,7 @@ def _log_axis(axis: Any, low: float, high: float, suffix: str) -> None:
 
 
 def _short(count: float) -> str:
-    """A count in a few characters, powers of two as people call them.
+    """Write a count in a few characters, powers of two as people call them.
 
     >>> [_short(count) for count in (0, 16, 1024, 65536, 2**17, 2**20, 10_000, 99_999, 786_432)]
     ['0', '16', '1k', '64k', '128k', '1M', '10k', '100k', '0.79M']

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,129 +14,111 @@ from mmpos.segments.kinds import Grid
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import counted
 from mmpos_bench.peers.positions import engine_loop, load_rope_index
-from mmpos_bench.proofs import equal
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving
+from mmpos_bench.suites import Case, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget
-from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, workload
+from mmpos_bench.workloads import WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
-__all__ = ["cases"]
+Dtype = type[np.int32 | np.int64 | np.float64]
+IntArray = npt.NDArray[np.int64]
+LineUp = Callable[[list[Document]], Lineup]
 
-Array = npt.NDArray[Any]
-
-_KINDS: tuple[tuple[str, type[np.number[Any]]], ...] = (
-    ("rope-tie", np.int32),
-    ("mrope", np.int32),
-    ("rope-tie", np.int64),
-    ("rope-tie-v2", np.float64),
-)
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
 _RANKS, _PADDING, _RANGES, _RANGE = 2, 64, 16, 100
 _CURVE = Budget(0.25, 11)
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Every case of the suite; the workloads are no smaller when it is quick, the curves are shorter."""
-    workloads = [(f"{name}: {title}", documents) for name, (title, documents) in WORKLOADS.items()]
-    groups: dict[str, Callable[[list[Document]], Lineup]] = {
-        "from lists to dense ids": partial(from_lists, options=options)
-    }
-    for scheme, kind in _KINDS:
-        groups[f"dense(out=), {scheme}, {kind.__name__}"] = partial(filled, scheme=scheme, dtype=kind)
-    groups["dense() in a new array"] = fresh
-    groups["from token ids to dense ids"] = partial(from_ids, options=options)
-    for group, line_up in groups.items():
-        yield from (Case(group, title, partial(line_up, documents)) for title, documents in workloads)
-    for title, documents in workloads:
-        yield Case("tables from a table", title, partial(views, documents), "segments")
-    yield from (Case("padded ids and mask", title, partial(padded, documents)) for title, documents in workloads)
+    """Yield every case; the workloads are no smaller when it is quick, the curves are shorter."""
+    groups: list[tuple[str, LineUp, str]] = [
+        ("from lists to dense ids", partial(from_lists, options=options), "tokens"),
+        ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32), "tokens"),
+        ("dense(out=), mrope, int32", partial(filled, scheme="mrope", dtype=np.int32), "tokens"),
+        ("dense(out=), rope-tie, int64", partial(filled, scheme="rope-tie", dtype=np.int64), "tokens"),
+        ("dense(out=), rope-tie-v2, float64", partial(filled, scheme="rope-tie-v2", dtype=np.float64), "tokens"),
+        ("dense() in a new array", fresh, "tokens"),
+        ("from token ids to dense ids", partial(from_ids, options=options), "tokens"),
+        ("tables from a table", views, "segments"),
+        ("padded ids and mask", padded, "tokens"),
+    ]
+    for group, line_up, unit in groups:
+        yield from (Case(group, name, partial(line_up, documents), unit) for name, documents in WORKLOADS.items())
     yield from curves(options)
 
 
 def from_lists(documents: list[Document], options: Options) -> Lineup:
-    """Everything that a caller pays for, and its parts: the table from Python lists, the positions, the ids."""
-    segments = SegmentTable.from_documents(documents)
-    table = place(segments, "rope-tie")
+    """Line up all that a caller pays for, and its parts: the table from Python lists, the positions, the ids."""
+    make = partial(SegmentTable.from_documents, documents)
     tie, mrope = loop_ids(documents, "rope-tie"), loop_ids(documents, "mrope")
-    limit, make = np.empty(tie.shape, np.int32), partial(SegmentTable.from_documents, documents)
-
-    def whole(scheme: str) -> Array:
-        return place(make(), scheme).dense()
-
+    table, out = place(make(), "rope-tie"), np.empty(tie.shape, np.int32)
     contestants = [
-        Contestant("fill of two axes", partial(limit.fill, 1), Role.LIMIT),
-        giving("mmpos, rope-tie", partial(whole, "rope-tie"), tie),
-        giving("mmpos, mrope", partial(whole, "mrope"), mrope),
+        limit("fill of two axes", partial(out.fill, 1)),
+        giving("mmpos, rope-tie", lambda: place(make(), "rope-tie").dense(), tie),
+        giving("mmpos, mrope", lambda: place(make(), "mrope").dense(), mrope),
         giving("table, a part", make, tie, Role.PART, lambda made: place(made, "rope-tie").dense()),
-        giving("place, a part", partial(place, segments, "rope-tie"), tie, Role.PART, PositionTable.dense),
+        giving("place, a part", partial(place, make(), "rope-tie"), tie, Role.PART, PositionTable.dense),
         giving("dense, a part", table.dense, tie, Role.PART),
     ]
-
-    def loop_is_right() -> None:
-        ids, deltas = engine_loop(documents)
-        equal(ids, mrope)
-        equal(deltas, place(segments, "mrope").deltas)
-
-    if options.peers.wanted:
-        contestants.append(Contestant("loop per image", partial(engine_loop, documents), Role.PEER, loop_is_right))
-    return Lineup(contestants, counts(documents) | {"bytes": limit.nbytes})
+    if options.peers:
+        want = mrope, place(make(), "mrope").deltas
+        contestants.append(giving("loop per image", partial(engine_loop, documents), want, Role.PEER))
+    return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
 
 
-def filled(documents: list[Document], scheme: str, dtype: type[np.number[Any]], *, placing: bool = False) -> Lineup:
-    """Ids into memory that is there, and perhaps placing alone, against filling the memory with one number."""
+def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
+    """Line up ids into memory that is there, against filling the memory with one number."""
     segments, want = SegmentTable.from_documents(documents), loop_ids(documents, scheme)
-    table, out = place(segments, scheme), np.zeros(want.shape, dtype)
-    contestants = [
-        Contestant("fill", partial(out.fill, 1), Role.LIMIT),
-        giving("dense(out=)", partial(table.dense, out), want),
-    ]
-    if placing:
-        make = partial(place, segments, scheme)
-        contestants.append(giving("place, a part", make, want, Role.PART, PositionTable.dense))
-    return Lineup(contestants, counts(documents) | {"bytes": out.nbytes, **({"ids": out.size} if placing else {})})
+    out = np.zeros(want.shape, dtype)
+    ours = giving("dense(out=)", partial(place(segments, scheme).dense, out), want)
+    return Lineup([limit("fill", partial(out.fill, 1)), ours], counts(documents) | {"bytes": out.nbytes})
+
+
+def placed(documents: list[Document], scheme: str = "rope-tie") -> Lineup:
+    """Line up ids into memory that is there, and placing alone."""
+    known, make = filled(documents, scheme, np.int32), partial(place, SegmentTable.from_documents(documents), scheme)
+    part = giving("place, a part", make, loop_ids(documents, scheme), Role.PART, PositionTable.dense)
+    return Lineup([*known.contestants, part], {**known.work, "ids": known.work["bytes"] // 4})
 
 
 def fresh(documents: list[Document]) -> Lineup:
-    """Ids into a new array, against a new array filled with one number."""
+    """Line up ids into a new array, against a new array filled with one number."""
     table, want = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
-    limit = Contestant("fill of a new array", partial(np.full, want.shape, 1, np.int32), Role.LIMIT)
-    return Lineup([limit, giving("dense()", table.dense, want)], counts(documents) | {"bytes": want.size * 4})
+    fill = limit("fill of a new array", partial(np.full, want.shape, 1, np.int32))
+    return Lineup([fill, giving("dense()", table.dense, want)], counts(documents) | {"bytes": want.size * 4})
 
 
 def from_ids(documents: list[Document], options: Options) -> Lineup:
-    """From the token ids of a batch, as a tokenizer and a processor leave them, against reading them and writing as
-    many bytes as the result has, and against Transformers.
+    """Line up ids from the token ids of a batch, as a tokenizer and a processor leave them, against reading them and
+    writing as many bytes as the result has, and against Transformers.
     """
     parts = [part for document in documents for part in document]
-    grids = [part for part in parts if isinstance(part, Grid)]
-    lengths = [part.height * part.width if isinstance(part, Grid) else part.length for part in parts]
     kinds = np.array([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], np.int64)
-    input_ids = kinds.repeat(lengths).reshape(len(documents), -1)  # documents are of equal length
-    before_merging = [(1, grid.height * _MERGE, grid.width * _MERGE) for grid in grids]
+    input_ids = kinds.repeat(list(map(tokens_of, parts))).reshape(len(documents), -1)  # documents are of equal length
+    before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
     grid_thw = np.array(before_merging, np.int64).reshape(-1, 3)
-    mrope, tie = loop_ids(documents, "mrope"), loop_ids(documents, "rope-tie")
+    mrope = loop_ids(documents, "mrope")
     read, written = np.empty_like(input_ids), np.empty(mrope.shape, np.int32)
 
-    def limit() -> None:
+    def copy() -> None:
         np.copyto(read, input_ids)
         written.fill(1)
 
-    def ours(scheme: str) -> Array:
+    def ours(scheme: str) -> npt.NDArray[np.number]:
         segments = SegmentTable.from_input_ids(input_ids, grid_thw, image_token_id=_IMAGE, spatial_merge_size=_MERGE)
         return place(segments, scheme).dense()
 
     contestants = [
-        Contestant("copy of token ids, and fill", limit, Role.LIMIT),
+        limit("copy of token ids, and fill", copy),
         giving("mmpos, mrope", partial(ours, "mrope"), mrope),
-        giving("mmpos, rope-tie", partial(ours, "rope-tie"), tie),
+        giving("mmpos, rope-tie", partial(ours, "rope-tie"), loop_ids(documents, "rope-tie")),
     ]
-    if rope_index := options.peers.get("Transformers", load_rope_index):
+    if rope_index := options.peer("Transformers", load_rope_index):
         contestants.append(giving("Transformers", rope_index(input_ids, _IMAGE, grid_thw), mrope, Role.PEER))
     return Lineup(contestants, counts(documents) | {"bytes": read.nbytes + written.nbytes})
 
 
 def views(documents: list[Document]) -> Lineup:
-    """Tables from a table, against a copy of it; documents are of equal length, and end in text."""
+    """Line up tables from a table, against a copy of it; documents are of equal length, and end in text."""
     table, ids = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
     tokens, axes = table.num_tokens, len(ids)
     length, begin, stop = tokens // len(documents), tokens // 4, tokens // 2
@@ -151,7 +132,7 @@ def views(documents: list[Document]) -> Lineup:
     # Parts, since each is another question: none of them is faster than another.
     part = partial(giving, role=Role.PART, read=PositionTable.dense)
     contestants = [
-        Contestant("copy of the table", table.table.copy, Role.LIMIT),
+        limit("copy of the table", table.table.copy),
         part("slice of a quarter", lambda: table.slice(begin, stop), ids[:, begin:stop]),
         part(f"take of {_RANGES} ranges of {_RANGE}", lambda: table.take(starts, stops), taken),
         # The next token follows the text on all axes.
@@ -163,93 +144,70 @@ def views(documents: list[Document]) -> Lineup:
 
 
 def padded(documents: list[Document]) -> Lineup:
-    """The ids and the mask of a padded batch, against filling both."""
+    """Line up the ids and the mask of a padded batch, against filling both."""
     table, ids = place(SegmentTable.from_documents(documents), "rope-tie"), loop_ids(documents, "rope-tie")
     length = table.max_seqlen + _PADDING
-    shape = len(ids), len(documents), length
-    want = np.pad(ids.reshape(*shape[:2], -1), ((0, 0), (0, 0), (_PADDING, 0)))
+    ids = np.pad(ids.reshape(len(ids), len(documents), -1), ((0, 0), (0, 0), (_PADDING, 0)))
     mask = np.pad(np.ones((len(documents), length - _PADDING), np.int64), ((0, 0), (_PADDING, 0)))
-
-    def prove() -> None:
-        got_ids, got_mask = table.padded(length, "left")
-        equal(got_ids, want)
-        equal(got_mask, mask)
-
-    def limit() -> None:
-        np.full(shape, 1, np.int32)
-        np.full(mask.shape, 1, np.int64)
-
     contestants = (
-        Contestant("fill of new ids and mask", limit, Role.LIMIT),
-        Contestant("padded()", lambda: table.padded(length, "left"), proof=prove),
+        limit("fill of new ids and mask", lambda: (np.full(ids.shape, 1, np.int32), np.full(mask.shape, 1, np.int64))),
+        giving("padded()", lambda: table.padded(length, "left"), (ids, mask)),
     )
-    return Lineup(contestants, counts(documents) | {"bytes": want.size * 4 + mask.nbytes})
-
-
-class Shape(NamedTuple):
-    """The sizes of a workload: documents, tokens of each, images in each, and their side."""
-
-    documents: int
-    tokens: int
-    images: int
-    side: int
+    return Lineup(contestants, counts(documents) | {"bytes": ids.size * 4 + mask.nbytes})
 
 
 def curves(options: Options) -> Iterator[Case]:
-    """Time per token over tokens, images, their size, documents and axes; a quick curve has two points."""
-
-    def first(values: list[int]) -> list[int]:
-        return values[:2] if options.quick else values
-
-    dense, whole = partial(filled, dtype=np.int32, placing=True), partial(_from_lists_or_spans, options=options)
+    """Yield time per token over tokens, images, their size, documents and axes; a quick curve has two points."""
+    most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
-    for tokens in first([2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22]):
-        name, point = f"{tokens:,} tokens", Point("tokens, an image of 16×16 in every 320", tokens)
-        shape = Shape(1, tokens, tokens // 320, 16)
-        yield _on_curve("dense(out=) over tokens", name, partial(dense, scheme="rope-tie"), shape, point)
-        yield _on_curve("from token ids, over tokens", name, partial(from_ids, options=options), shape, point)
-    for images in first([0, 1, 10, 100, 1000, 10_000]):
-        name, point = counted(images, "image", ","), Point(f"images of 8×8 in {million:,} tokens", images)
-        yield _on_curve("from lists, over images", name, whole, Shape(1, million, images, 8), point)
-    for side in first([2, 4, 8, 16, 32, 64, 128, 256, 512]):
-        shape = Shape(1, million, max(1, million // 2 // side**2), side)
-        name, point = f"{side}×{side}", Point(f"side of the images that are half of {million:,} tokens", side)
-        yield _on_curve("dense(out=) over the size of images", name, partial(dense, scheme="rope-tie"), shape, point)
-    for count in first([1, 4, 16, 64, 256, 1024, 4096]):
-        name, shape = counted(count, "document", ","), Shape(count, million // count, 1, 8)
-        point = Point(f"documents of one image of 8×8, {million:,} tokens in all", count)
-        yield _on_curve("from lists, over documents", name, whole, shape, point)
-    for axes, scheme in enumerate(("flatten", "rope-tie", "mrope"), 1):
-        line_up, shape = partial(dense, scheme=scheme), Shape(1, million, million // 640, 16)
-        yield _on_curve("dense(out=) over axes", f"{axes}: {scheme}", line_up, shape, Point("axes", axes), "ids")
+    lists, token_ids = partial(lists_or_spans, options=options), partial(from_ids, options=options)
+
+    def case(
+        group: str, name: str, line_up: LineUp, axis: str, value: int, sizes: tuple[int, int, int, int], unit: str
+    ) -> Case:
+        return Case(group, name, lambda: line_up(workload(*sizes)), unit, Point(axis, value), _CURVE)
+
+    axis = "tokens, an image of 16×16 in every 320"
+    for n in [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22][:most]:
+        name, sizes = f"{n:,} tokens", (1, n, n // 320, 16)
+        yield case("dense(out=) over tokens", name, placed, axis, n, sizes, "tokens")
+        yield case("from token ids, over tokens", name, token_ids, axis, n, sizes, "tokens")
+    axis = f"images of 8×8 in {million:,} tokens"
+    for n in [0, 1, 10, 100, 1000, 10_000][:most]:
+        name, sizes = counted(n, "image", ","), (1, million, n, 8)
+        yield case("from lists, over images", name, lists, axis, n, sizes, "tokens")
+    axis = f"side of the images that are half of {million:,} tokens"
+    for n in [2, 4, 8, 16, 32, 64, 128, 256, 512][:most]:
+        sizes = (1, million, max(1, million // 2 // n**2), n)
+        yield case("dense(out=) over the size of images", f"{n}×{n}", placed, axis, n, sizes, "tokens")
+    axis = f"documents of one image of 8×8, {million:,} tokens in all"
+    for n in [1, 4, 16, 64, 256, 1024, 4096][:most]:
+        name, sizes = counted(n, "document", ","), (n, million // n, 1, 8)
+        yield case("from lists, over documents", name, lists, axis, n, sizes, "tokens")
+    for n, scheme in enumerate(("flatten", "rope-tie", "mrope"), 1):
+        line_up, sizes = partial(placed, scheme=scheme), (1, million, million // 640, 16)
+        yield case("dense(out=) over axes", f"{n}: {scheme}", line_up, "axes", n, sizes, "ids")
 
 
-def _on_curve(
-    group: str, name: str, line_up: Callable[[list[Document]], Lineup], shape: Shape, point: Point, unit: str = "tokens"
-) -> Case:
-    return Case(group, name, lambda: line_up(workload(*shape)), unit, point, _CURVE)
-
-
-def _from_lists_or_spans(documents: list[Document], options: Options) -> Lineup:
-    """From Python lists to new ids, with the table from spans beside, against a fill and the loop per image."""
-    want = loop_ids(documents, "mrope")
-    limit, spans = np.empty(want.shape, np.int32), _spans(documents)
+def lists_or_spans(documents: list[Document], options: Options) -> Lineup:
+    """Line up new ids from Python lists and from spans, against a fill and the loop per image."""
+    want, segments = loop_ids(documents, "mrope"), SegmentTable.from_documents(documents)
+    out, held = np.empty(want.shape, np.int32), spans(segments)
     contestants = [
-        Contestant("fill", partial(limit.fill, 1), Role.LIMIT),
+        limit("fill", partial(out.fill, 1)),
         giving("mmpos, from lists", lambda: place(SegmentTable.from_documents(documents), "mrope").dense(), want),
-        giving("mmpos, from spans", lambda: place(SegmentTable.from_spans(*spans), "mrope").dense(), want),
+        giving("mmpos, from spans", lambda: place(SegmentTable.from_spans(*held), "mrope").dense(), want),
     ]
-    if options.peers.wanted:
+    if options.peers:
         loop = partial(engine_loop, documents)
-        contestants.append(Contestant("loop per image", loop, Role.PEER, lambda: equal(loop()[0], want)))
-    return Lineup(contestants, counts(documents) | {"bytes": limit.nbytes})
+        contestants.append(giving("loop per image", loop, want, Role.PEER, lambda made: made[0]))
+    return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
 
 
-def _spans(documents: list[Document]) -> tuple[Array, Array, Array, Array]:
-    """Lengths, offsets, grids and owners, as inference engines hold them."""
-    segments = SegmentTable.from_documents(documents)
+def spans(segments: SegmentTable) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Describe documents as inference engines hold them: their lengths; offsets, grids and documents of images."""
     grids = np.flatnonzero(segments.kind == GRID)
-    owner = np.repeat(np.arange(len(documents)), np.diff(segments.segment_offsets))
+    owner = np.repeat(np.arange(segments.num_documents), np.diff(segments.segment_offsets))[grids]
     ends = np.append(0, np.cumsum(segments.lengths))
     firsts = ends[segments.segment_offsets]
-    return np.diff(firsts), ends[grids] - firsts[owner[grids]], segments.extents[:, grids].T.copy(), owner[grids]
+    return np.diff(firsts), ends[grids] - firsts[owner], segments.extents.T[grids].copy(), owner

@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields, is_dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.errors import MmposError
-
-__all__ = ["NotEqualError", "close", "equal", "holds"]
 
 
 class NotEqualError(MmposError):
     """A contestant gives something else than it should: nothing of its case is timed."""
 
 
-def equal(got: Any, want: Any) -> None:
-    """Check that every value of two arrays or tensors is the same; their dtypes may differ.
+def equal(got: object, want: object, at_most: float = 0.0) -> None:
+    """Check every number of a result; NaN equals nothing.
 
     Args:
-        got: what a contestant gives.
-        want: what it should give, of the same shape.
+        got: the result of a contestant: an array, a tensor or a list of numbers, whose dtype may be another than that
+            of want; a tuple of results; or a dataclass, whose arrays have the dtypes of those of want.
+        want: the right result, of the same shape.
+        at_most: the greatest difference of two numbers.
 
     Raises:
         NotEqualError: naming the first difference.
     """
-    close(got, want, 0)
+    if isinstance(want, tuple):
+        results = tuple(got) if isinstance(got, tuple | list) else (got,)
+        holds(len(results) == len(want), f"{len(results)} results", f"{len(want)}")
+        for one, other in zip(results, want, strict=True):
+            equal(one, other, at_most)
+    elif is_dataclass(want):
+        holds(type(got) is type(want), f"a {type(got).__name__}", f"a {type(want).__name__}")
+        for field in fields(want):
+            _equal_fields(field.name, getattr(got, field.name), getattr(want, field.name))
+    else:
+        _equal_arrays(np.asarray(got), np.asarray(want), at_most)
 
 
-def close(got: Any, want: Any, at_most: float) -> None:
-    """Check that no value is further from its counterpart than this; NaN equals nothing.
+def _equal_fields(name: str, got: object, want: object) -> None:
+    try:
+        if isinstance(want, np.ndarray):
+            dtype = got.dtype if isinstance(got, np.ndarray) else type(got).__name__
+            holds(dtype == want.dtype, dtype, want.dtype)
+            equal(got, want)
+        elif is_dataclass(want):
+            equal(got, want)
+        else:
+            holds(type(got) is type(want) and got == want, repr(got), repr(want))
+    except NotEqualError as error:
+        raise NotEqualError(f"{name}: {error}") from None
 
-    Args:
-        got: what a contestant gives.
-        want: what it should give, of the same shape.
-        at_most: the greatest difference.
 
-    Raises:
-        NotEqualError: naming the first difference.
-    """
-    values, wanted = np.asarray(got), np.asarray(want)
-    if values.shape != wanted.shape:
-        raise NotEqualError(f"got shape {values.shape}, want {wanted.shape}")
-    same = values == wanted if at_most == 0 else np.abs(values - wanted.astype(np.float64)) <= at_most
-    if not same.all():
-        place = tuple(int(i) for i in np.argwhere(~same)[0])
+def _equal_arrays(got: npt.NDArray[np.generic], want: npt.NDArray[np.generic], at_most: float) -> None:
+    holds(got.shape == want.shape, f"shape {got.shape}", want.shape)
+    same = got == want if at_most == 0 else np.abs(got - want.astype(np.float64)) <= at_most
+    if not np.all(same):
+        at = tuple(int(i) for i in np.argwhere(~same)[0])
         within = f" within {at_most:g}" if at_most else ""
-        raise NotEqualError(f"{list(place)}: got {values[place]}, want {wanted[place]}{within}")
+        raise NotEqualError(f"{list(at)}: got {got[at]}, want {want[at]}{within}")
 
 
 def holds(fact: bool, got: object, want: object) -> None:
     """Check a fact.
 
     Raises:
-        NotEqualError: it is not.
+        NotEqualError: it is not true.
     """
     if not fact:
         raise NotEqualError(f"got {got}, want {want}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -19,13 +19,7 @@ _DIGITS = 4  # significant ones of a time: more is noise
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant.
-
-    Args:
-        name: of the contestant.
-        role: "limit", "ours", "part" or "peer".
-        timing: seconds per call.
-    """
+    """One contestant, its role ("limit", "ours", "part" or "peer"), and its seconds per call."""
 
     name: str
     role: str
@@ -34,12 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Point:
-    """A place on a curve.
-
-    Args:
-        axis: what grows along the curve: "tokens", "images", "pixels of an image".
-        value: how many.
-    """
+    """A place on a curve: what grows along it, such as "tokens", and how much of that."""
 
     axis: str
     value: float
@@ -58,11 +47,8 @@ class Measurement:
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Entry:
-        """The contestant of this name."""
-        for entry in self.entries:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
+        """Look up the contestant of this name."""
+        return {entry.name: entry for entry in self.entries}[name]
 
     @property
     def limit(self) -> Entry | None:
@@ -70,43 +56,34 @@ class Measurement:
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
     def of_limit(self, entry: Entry) -> float | None:
-        """The time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
+        """Compute the time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Entry) -> dict[str, float]:
-        """The speed of a contestant as a multiple of each peer's; only ours are compared."""
+        """Compute the speed of a contestant as a multiple of each peer's; only ours are compared."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
 
     def per_unit(self, entry: Entry) -> float | None:
-        """Seconds per token, or whatever the unit is; None of no work."""
+        """Compute seconds per token, or whatever the unit is; None of no work."""
         count = self.work[self.unit]
         return entry.timing.median / count if count else None
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run of one suite.
-
-    Args:
-        suite: its name.
-        command: how to repeat it.
-        quick: whether sizes were toys, so that the figures mean nothing.
-        machine: where and with what.
-        measurements: in the order in which they were made.
-        missing: peers that were wanted and not there, and why.
-    """
+    """A run of one suite."""
 
     suite: str
-    command: str
-    quick: bool
+    command: str  # repeats it
+    quick: bool  # whether sizes were toys, so that the figures mean nothing
     machine: Machine
-    measurements: tuple[Measurement, ...]
-    missing: dict[str, str] = field(default_factory=dict)
+    measurements: tuple[Measurement, ...]  # in the order in which they were made
+    missing: dict[str, str] = field(default_factory=dict)  # peers that were wanted and not there, and why
 
     def group(self, name: str) -> tuple[Measurement, ...]:
-        """The measurements under one heading."""
+        """List the measurements under one heading."""
         return tuple(m for m in self.measurements if m.group == name)
 
     @property
@@ -116,90 +93,89 @@ class Report:
 
 
 def to_json(reports: Iterable[Report]) -> str:
-    """Reports as JSON, a line per measurement; times keep four significant digits."""
+    """Write reports as JSON, a line per measurement; times keep four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
 
 def from_json(text: str) -> tuple[Report, ...]:
-    """The reports of a JSON text.
+    """Read the reports of a JSON text.
 
     Raises:
         InvalidInputError: not JSON, another format, or fields that do not fit.
     """
     try:
         content = json.loads(text)
-        got = content.get("format")
-        if got != FORMAT:
-            raise InvalidInputError(f"format: got {got!r}, want {FORMAT}")
-        return tuple(_report(values) for values in content["reports"])
+        if content.get("format") == FORMAT:
+            return tuple(_report(values) for values in content["reports"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise InvalidInputError(
-            f"got no reports ({type(error).__name__}: {error}), want what mmpos bench writes"
-        ) from None
+        cause = f"{type(error).__name__}: {error}"
+        raise InvalidInputError(f"got no reports ({cause}), want what mmpos bench writes") from None
+    raise InvalidInputError(f"format: got {content.get('format')!r}, want {FORMAT}")
 
 
 def _report_text(report: Report) -> str:
     head = {f.name: getattr(report, f.name) for f in fields(report) if f.name not in ("machine", "measurements")}
-    lines = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
-    lines.append(f'"machine": {json.dumps(asdict(report.machine), ensure_ascii=False)}')
-    rows = ",\n  ".join(json.dumps(_row(m), ensure_ascii=False) for m in report.measurements)
-    lines.append(f'"measurements": [\n  {rows}\n ]' if rows else '"measurements": []')
-    return "{" + ",\n ".join(lines) + "}"
+    return json_with_rows(head | {"machine": asdict(report.machine)}, "measurements", map(_row, report.measurements))
 
 
-def _row(measurement: Measurement) -> dict[str, Any]:
-    row: dict[str, Any] = {"group": measurement.group, "name": measurement.name, "work": measurement.work}
-    row["unit"] = measurement.unit
+def json_with_rows(head: Mapping[str, object], name: str, rows: Iterable[object]) -> str:
+    """Write a JSON object with a line for every value of head, and one for every row of the list that is its last."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+    text = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return "{" + ",\n ".join([*lines, f'"{name}": [\n  {text}\n ]' if text else f'"{name}": []']) + "}"
+
+
+def _row(measurement: Measurement) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
     if measurement.point is not None:
         row["point"] = [measurement.point.axis, measurement.point.value]
     if measurement.facts:
-        row["facts"] = {name: float(f"{value:.{_DIGITS}g}") for name, value in measurement.facts.items()}
+        row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
     row["entries"] = [
-        [
-            e.name,
-            e.role,
-            *(float(f"{t:.{_DIGITS}g}") for t in (e.timing.median, e.timing.p20, e.timing.p80)),
-            e.timing.turns,
-        ]
+        [e.name, e.role, *map(_rounded, (e.timing.median, e.timing.p20, e.timing.p80)), e.timing.turns]
         for e in measurement.entries
     ]
     return row
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
 def _report(values: dict[str, Any]) -> Report:
-    known = {f.name for f in fields(Report)} - {"machine", "measurements"}
-    measurements = tuple(_measurement(row) for row in values["measurements"])
-    return Report(
-        **{name: values[name] for name in known}, machine=Machine(**values["machine"]), measurements=measurements
-    )
+    measurements = tuple(_measurement(**row) for row in values["measurements"])
+    known = {f.name: values[f.name] for f in fields(Report)}
+    return Report(**known | {"machine": Machine(**values["machine"]), "measurements": measurements})
 
 
-def _measurement(row: dict[str, Any]) -> Measurement:
-    entries = tuple(Entry(name, role, Timing(*numbers)) for name, role, *numbers in row["entries"])
-    point = Point(*row["point"]) if "point" in row else None
-    return Measurement(row["group"], row["name"], entries, row["work"], row["unit"], point, row.get("facts", {}))
+def _measurement(*, entries: list[list[Any]], point: list[Any] | None = None, **values: Any) -> Measurement:
+    timed = tuple(Entry(name, role, Timing(*numbers)) for name, role, *numbers in entries)
+    return Measurement(entries=timed, point=None if point is None else Point(*point), **values)
 
 
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-"""Units of time and their seconds, the longest first."""
+def unit_of(seconds: float) -> tuple[float, str]:
+    """Choose the unit in which a time is at least 1, nanoseconds at the least.
+
+    Returns:
+        The seconds of the unit, and its name.
+    """
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+    return next((unit for unit in units if seconds >= unit[0]), units[-1])
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with three significant digits.
+    """Write a time with three significant digits.
 
     >>> seconds_text(0.0012345), seconds_text(7.2e-7), seconds_text(0.0), seconds_text(0.009996), seconds_text(0.9999)
     ('1.23 ms', '720 ns', '0 ns', '10.0 ms', '1.00 s')
     """
-    rounded = float(f"{seconds:.3g}")
-    size, unit = next(((s, u) for s, u in UNITS if rounded >= s), UNITS[-1])
+    size, unit = unit_of(float(f"{seconds:.3g}"))
     return f"{_three(seconds / size)} {unit}"
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio with two or three significant digits, or nothing.
+    """Write a ratio with two or three significant digits, or nothing.
 
     >>> ratio_text(0.4567), ratio_text(9.996), ratio_text(1234.5), ratio_text(None)
     ('0.46×', '10.0×', '1,234×', '')
@@ -213,7 +189,7 @@ def _three(value: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number beside times, without an exponent where it is large.
+    """Write a number beside times, without an exponent where it is large.
 
     >>> number_text(122975.4), number_text(0.99634)
     ('122,975', '0.9963')

@@ -12,7 +12,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from tempfile import NamedTemporaryFile
-from typing import Any
 
 from mmpos.errors import UnsupportedError
 from mmpos.positions.place import place
@@ -20,9 +19,8 @@ from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.proofs import equal, holds
 from mmpos_bench.results import Point
-from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role
+from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, giving, limit
 from mmpos_bench.timing import Budget, Timer
 
 with needed_for("the service suite", extra="server"):
@@ -30,14 +28,10 @@ with needed_for("the service suite", extra="server"):
 
     from mmpos.client import Client
     from mmpos_bench.serving.echo import echo_path
-    from mmpos_bench.serving.h2load import H2Load
-    from mmpos_bench.serving.loads import Load, by_cpu, by_latency, by_rate
-    from mmpos_bench.serving.orders import OPTIONS, Clients, Order
-    from mmpos_bench.serving.processes import ServerProcess, echo, service, started
+    from mmpos_bench.serving.loads import OPTIONS, H2Load, Load, Order, by_cpu, by_latency, by_rate
+    from mmpos_bench.serving.processes import ServerProcess, Worker, echo, service, started, working
     from mmpos_bench.serving.questions import PHOTOGRAPHS, Asking, Question
     from mmpos_server.config import Profiles, load
-
-__all__ = ["cases"]
 
 _LARGE = 2**29  # bytes of a request, and of shared memory, where tensors are large
 
@@ -58,12 +52,17 @@ class Sizes:
     window: int = 16
     h2load: int = 2000
 
+    @property
+    def budget(self) -> Budget:
+        """Of a case."""
+        return Budget(self.seconds * self.rounds, self.rounds)
+
 
 QUICK = Sizes(64, 1, 4, 4, (1, 4), 2, 0.02, 2, 2, 4, 20)
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Every case of the suite; the servers and two client processes share the machine."""
+    """Yield every case; the servers and two client processes share the machine."""
     if sys.platform != "linux":
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
     sizes = QUICK if options.quick else Sizes()
@@ -73,61 +72,50 @@ def cases(options: Options) -> Iterator[Case]:
         settings.flush()
         sharing = ("--config", settings.name, "--shared-memory", f"mmpos-bench-{os.getpid()}-")
         silent = ("--log-level", "warning")
-        if options.quick:  # each takes seconds to start: a quick run makes do with one, which logs
-            commands = [echo(options.malloc), service(options.malloc, *sharing)]
-        else:
-            ours = ((*sharing, *silent), (), silent)
-            commands = [echo(options.malloc), *(service(options.malloc, *words) for words in ours)]
+        # Each takes seconds to start: a quick run makes do with one, which logs.
+        ours = [sharing] if options.quick else [(*sharing, *silent), (), silent]
+        commands = [echo(options.malloc), *(service(options.malloc, *words) for words in ours)]
         bare, large, *more = stack.enter_context(started(*commands))
         logging, quiet = more or (large, large)
         channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
-        clients = stack.enter_context(Clients(2))
+        clients = stack.enter_context(working(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
-        yield from Suite(sizes, quiet, logging, bare, clients, asking).cases(quick=options.quick)
+        yield from _Suite(sizes, quiet, logging, bare, clients, asking).cases(quick=options.quick)
         plain = stack.enter_context(Client(large.address, timeout=120))
         shares = stack.enter_context(Client(large.address, timeout=120, shared_memory=_LARGE))
         yield from _sharing(plain, shares, sizes)
 
 
 @dataclass(frozen=True)
-class Suite:
-    """The processes, and the cases that they are for.
-
-    Args:
-        sizes: of everything.
-        quiet: our server.
-        logging: our server as it ships, which logs every request.
-        bare: the echo server.
-        clients: load them.
-        asking: asks the quiet one.
-    """
+class _Suite:
+    """The processes, and the cases that load a server."""
 
     sizes: Sizes
     quiet: ServerProcess
-    logging: ServerProcess
-    bare: ServerProcess
-    clients: Clients
-    asking: Asking
+    logging: ServerProcess  # as it ships, which logs every request
+    bare: ServerProcess  # the echo server
+    clients: list[Worker]
+    asking: Asking  # the quiet one
 
     def cases(self, *, quick: bool) -> Iterator[Case]:
-        """Every case that loads a server."""
+        """Yield every case."""
         ask, few = self.asking, self.sizes.batch
         for question in (ask.place(1), ask.place(few), ask.place(few, dense=True)):
-            yield self._case("server CPU of a call", question, self._processor, by_cpu)
+            yield self.case("server CPU of a call", question, self.processor, by_cpu)
         asked = [partial(ask.place, documents, stream=stream) for stream in (False, True) for documents in (1, few)]
         asked += [partial(ask.text, documents) for documents in (1, few)]
         asked += [partial(ask.photographs, documents) for documents in (1, self.sizes.photographs)]
         for make in asked:
-            yield self._case("calls at once", make(), self._at_once, by_rate)
+            yield self.case("calls at once", make(), self.at_once, by_rate)
         for documents in self.sizes.curve:
             point = Point("documents of a call", documents)
-            yield self._case("Place over documents", ask.place(documents), self._at_once, by_rate, point)
-        yield self._case("latency at one in flight", ask.place(1), self._latency, by_latency)
-        if H2Load.found() and not quick:
+            yield self.case("Place over documents", ask.place(documents), self.at_once, by_rate, point)
+        yield self.case("latency at one in flight", ask.place(1), self.latency, by_latency)
+        if H2Load.installed() and not quick:
             for question in (each(documents) for each in (ask.place, ask.infer) for documents in (1, few)):
-                yield self._case("calls at once, by h2load", question, self._by_h2load, by_rate)
+                yield self.case("calls at once, by h2load", question, self.by_h2load, by_rate)
 
-    def _case(
+    def case(
         self,
         group: str,
         question: Question,
@@ -135,24 +123,24 @@ class Suite:
         timer: Timer,
         point: Point | None = None,
     ) -> Case:
-        budget = Budget(self.sizes.seconds * self.sizes.rounds, self.sizes.rounds)
-        return Case(group, question.name, partial(line_up, question), "documents", point, budget, timer)
+        """Make the case of a question."""
+        return Case(group, question.name, partial(line_up, question), "documents", point, self.sizes.budget, timer)
 
-    def _processor(self, question: Question) -> Lineup:
-        """Processor time of a call."""
-        ours = self._load(question)
+    def processor(self, question: Question) -> Lineup:
+        """Line up processor time of a call."""
+        ours = self.load(question)
         logging = ours.to(self.logging, question.path, question.answer)
         proof = partial(question.answered_by, self.logging.address)
         contestants = (
-            Contestant("echo", self._echoed(ours, question), Role.LIMIT),
+            limit("echo", self.echoed(ours, question)),
             Contestant("mmpos", ours, proof=question.proof),
             Contestant("mmpos, requests logged", logging, Role.PART, proof),
         )
         return Lineup(contestants, question.work)
 
-    def _at_once(self, question: Question) -> Lineup:
-        """Time per document while both clients keep several calls in flight, and what that comes to."""
-        ours = self._load(question)
+    def at_once(self, question: Question) -> Lineup:
+        """Line up time per document while both clients keep several calls in flight, and count documents."""
+        ours = self.load(question)
 
         def facts() -> Mapping[str, float]:
             rate = statistics.median(turn.per_second for turn in ours.turns[1:])
@@ -163,19 +151,17 @@ class Suite:
                 "server CPU of a document, µs": cpu * 1e6,
             }
 
-        echoed = Contestant("echo", self._echoed(ours, question), Role.LIMIT)
+        echoed = limit("echo", self.echoed(ours, question))
         return Lineup((echoed, Contestant("mmpos", ours, proof=question.proof)), question.work, facts)
 
-    def _latency(self, question: Question) -> Lineup:
-        """Calls of one client that wait for each other."""
-        size = len(question.answer)
-        order, segments = replace(self._order(question), kind="stub"), self.asking.segments(question.documents)
-        stub = Load(self.quiet, order, self.clients, 1)
-        client = Load(self.quiet, replace(order, kind="client", segments=segments), self.clients, 1)
+    def latency(self, question: Question) -> Lineup:
+        """Line up calls of one client that wait for each other."""
+        stub = Load(self.quiet, replace(self.order(question), kind="stub"), self.clients[:1])
+        order = replace(stub.order, kind="client", segments=self.asking.segments(question.documents))
         loads = {
-            "echo, plain stub": (stub.to(self.bare, echo_path(size), bytes(size)), Role.LIMIT),
+            "echo, plain stub": (self.echoed(stub, question), Role.LIMIT),
             "plain stub": (stub, Role.PART),
-            "mmpos.client": (client, Role.OURS),
+            "mmpos.client": (Load(self.quiet, order, self.clients[:1]), Role.OURS),
         }
 
         def facts() -> Mapping[str, float]:
@@ -184,54 +170,51 @@ class Suite:
         contestants = [Contestant(name, load, role, question.proof) for name, (load, role) in loads.items()]
         return Lineup(contestants, question.work, facts)
 
-    def _by_h2load(self, question: Question) -> Lineup:
-        """The load of `_at_once` by a client that takes less of the machine."""
+    def by_h2load(self, question: Question) -> Lineup:
+        """Line up the load of `at_once` by a client that takes less of the machine."""
         size, sizes = len(question.answer), self.sizes
 
         def load(server: ServerProcess, path: str) -> H2Load:
-            return H2Load(server, path, question.request, size, sizes.h2load, self.clients.count, sizes.in_flight)
+            return H2Load(server, path, question.request, size, sizes.h2load, len(self.clients), sizes.in_flight)
 
-        contestants = (
-            Contestant("echo", load(self.bare, echo_path(size)), Role.LIMIT),
-            Contestant("mmpos", load(self.quiet, question.path), proof=question.proof),
-        )
-        return Lineup(contestants, question.work)
+        ours = Contestant("mmpos", load(self.quiet, question.path), proof=question.proof)
+        return Lineup((limit("echo", load(self.bare, echo_path(size))), ours), question.work)
 
-    def _order(self, question: Question) -> Order:
-        asked = question.path, question.request, question.answer, self.sizes.seconds
+    def order(self, question: Question) -> Order:
+        """Have a client keep several calls in flight, or several items of a stream."""
+        asked, sizes = (question.path, question.request, question.answer), self.sizes
         if question.stream:
-            return Order("stream", self.quiet.address, *asked, self.sizes.window)
-        return Order("unary", self.quiet.address, *asked, self.sizes.in_flight)
+            return Order("stream", *asked, sizes.seconds, sizes.window)
+        return Order("unary", *asked, sizes.seconds, sizes.in_flight)
 
-    def _load(self, question: Question) -> Load:
-        return Load(self.quiet, self._order(question), self.clients)
+    def load(self, question: Question) -> Load:
+        """Have both clients load the quiet server."""
+        return Load(self.quiet, self.order(question), self.clients)
 
-    def _echoed(self, load: Load, question: Question) -> Load:
+    def echoed(self, load: Load, question: Question) -> Load:
+        """Put the load on the echo server, which answers as many bytes."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
 
 
 def _p99(load: Load) -> float:
-    """Of all calls but those of the first turn."""
+    """Compute the percentile of all calls but those of the first turn."""
     latencies = list(chain.from_iterable(turn.latencies for turn in load.turns[1:]))
     return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
 def _sharing(plain: Client, shares: Client, sizes: Sizes) -> Iterator[Case]:
-    """Calls with large tensors: in messages, and in shared memory, against the same work in process."""
-    budget = Budget(sizes.seconds * sizes.rounds, sizes.rounds)
-    named: dict[str, Callable[[], Lineup]] = {}
+    """Yield calls with large tensors: in messages, and in shared memory, against the same work in process."""
+    group = "large tensors, one call at a time"
     if find_spec("torch") is not None:
         name = f"Rotate, {sizes.tokens:,} tokens of 32 + 8 heads of 128 in bfloat16"
-        named[name] = partial(_rotate, plain, shares, sizes.tokens)
+        yield Case(group, name, partial(_rotated, plain, shares, sizes.tokens), "calls", budget=sizes.budget)
     name = f"Build, {counted(sizes.photographs, 'document')} with 2 photographs"
-    named[name] = partial(_build, plain, shares, sizes.photographs)
-    for name, line_up in named.items():
-        yield Case("large tensors, one call at a time", name, line_up, "calls", budget=budget)
+    yield Case(group, name, partial(_built, plain, shares, sizes.photographs), "calls", budget=sizes.budget)
 
 
-def _rotate(plain: Client, shares: Client, tokens: int) -> Lineup:
-    """Rotations of a model's q and k."""
+def _rotated(plain: Client, shares: Client, tokens: int) -> Lineup:
+    """Line up rotations of a model's q and k."""
     import torch
 
     from mmpos.rotary import Rotary, apply_rotary
@@ -241,47 +224,29 @@ def _rotate(plain: Client, shares: Client, tokens: int) -> Lineup:
     side = 4
     table = place(SegmentTable.from_documents([[Text(tokens - side**2 - 1), Grid(side, side), Text(1)]]))
     asked = (q, k, table, Rotary(128))
-    want: Any = apply_rotary(*asked)
 
-    def prove(call: Callable[[], Any]) -> None:
-        for got, wanted in zip(call(), want, strict=True):
-            equal(got.view(torch.int16), wanted.view(torch.int16))  # numpy has no bfloat16
+    def bits(pair: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[object, ...]:
+        return tuple(x.view(torch.int16) for x in pair if x is not None)  # numpy has no bfloat16
 
-    work = {"calls": 1, "tokens": tokens, "bytes": 2 * (q.nbytes + k.nbytes)}
-    return _three_ways(partial(apply_rotary, *asked), plain.apply_rotary, shares.apply_rotary, asked, prove, work)
-
-
-def _build(plain: Client, shares: Client, documents: int) -> Lineup:
-    """Sequences with photographs."""
-    asked = [["A cat: ", PHOTOGRAPHS[0], " and a cup: ", PHOTOGRAPHS[1]]] * documents
-    builder = Profiles.from_config(load()).default.builder
-    want = builder.build_batch(asked)
-
-    def prove(call: Callable[[], Any]) -> None:
-        sequences = call()
-        holds(len(sequences) == len(want), f"{len(sequences)} sequences", len(want))
-        for got, wanted in zip(sequences, want, strict=True):
-            equal(got.input_ids, wanted.input_ids)
-            equal(got.patches, wanted.patches)
-
-    patches = sum(sequence.patches.nbytes for sequence in want if sequence.patches is not None)
-    work = {"calls": 1, "documents": documents, "bytes": sum(map(len, PHOTOGRAPHS)) * documents + patches}
-    here = partial(builder.build_batch, asked)
-    return _three_ways(here, plain.build_batch, shares.build_batch, (asked,), prove, work)
-
-
-def _three_ways(
-    here: Callable[[], object],
-    plain: Callable[..., object],
-    shares: Callable[..., object],
-    asked: tuple[object, ...],
-    prove: Callable[[Callable[[], Any]], None],
-    work: dict[str, int],
-) -> Lineup:
-    in_messages, in_memory = partial(plain, *asked), partial(shares, *asked)
+    here, want = partial(apply_rotary, *asked), bits(apply_rotary(*asked))
     contestants = (
-        Contestant("in process", here, Role.LIMIT),
-        Contestant("mmpos, messages", in_messages, Role.PART, partial(prove, in_messages)),
-        Contestant("mmpos, shared memory", in_memory, Role.OURS, partial(prove, in_memory)),
+        limit("in process", here),
+        giving("mmpos, messages", partial(plain.apply_rotary, *asked), want, Role.PART, bits),
+        giving("mmpos, shared memory", partial(shares.apply_rotary, *asked), want, read=bits),
     )
-    return Lineup(contestants, work)
+    return Lineup(contestants, {"calls": 1, "tokens": tokens, "bytes": 2 * (q.nbytes + k.nbytes)})
+
+
+def _built(plain: Client, shares: Client, documents: int) -> Lineup:
+    """Line up sequences with photographs."""
+    asked = [["A cat: ", PHOTOGRAPHS[0], " and a cup: ", PHOTOGRAPHS[1]]] * documents
+    here = partial(Profiles.from_config(load()).default.builder.build_batch, asked)
+    want = tuple(here())
+    contestants = (
+        limit("in process", here),
+        giving("mmpos, messages", partial(plain.build_batch, asked), want, Role.PART),
+        giving("mmpos, shared memory", partial(shares.build_batch, asked), want),
+    )
+    patches = sum(sequence.patches.nbytes for sequence in want if sequence.patches is not None)
+    size = sum(map(len, PHOTOGRAPHS)) * documents + patches
+    return Lineup(contestants, {"calls": 1, "documents": documents, "bytes": size})

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
-from mmpos_bench.peers import Peers
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Entry, Measurement, Point, Report
 from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
-
-__all__ = ["SUITES", "Case", "Contestant", "Lineup", "Options", "Role", "Watch", "giving", "run"]
 
 SUITES: Mapping[str, str] = MappingProxyType(
     {
@@ -29,12 +26,14 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "service": "calls of the service, beside a bare echo",
     }
 )
-"""Every suite, which is the module mmpos_bench.<name>, and what it measures."""
+"""Every suite, which is the module mmpos_bench.<name>, and its subject."""
 
 FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 
+T = TypeVar("T")
+
 Watch = Callable[[str, int, int], None]
-"""Receives the title of what is measured, the rounds done, and the rounds there are."""
+"""Receives the title of the case under way, the rounds done, and the rounds there are."""
 
 
 class Role(StrEnum):
@@ -48,49 +47,42 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work of a case.
+    """One way to do the work of a case."""
 
-    Args:
-        name: in tables, at most about 30 characters.
-        call: does the work once.
-        role: its part in the comparison.
-        proof: raises NotEqualError if the call gives something else than it should; only a limit may lack it.
-    """
-
-    name: str
-    call: Call
+    name: str  # in tables, at most about 30 characters
+    call: Call  # does the work once
     role: Role = Role.OURS
-    proof: Callable[[], object] | None = None
+    proof: Callable[[], object] | None = None  # raises NotEqualError if the call is wrong; only a limit may lack it
 
     def __post_init__(self) -> None:
         if self.proof is None and self.role is not Role.LIMIT:
             raise InvalidInputError(f"contestant {self.name!r}: got no proof, want one: equality comes before timing")
 
 
+def limit(name: str, call: Call) -> Contestant:
+    """Make the contestant that the others are measured by."""
+    return Contestant(name, call, Role.LIMIT)
+
+
 def giving(
-    name: str, call: Callable[[], Any], want: Any, role: Role = Role.OURS, read: Callable[[Any], Any] | None = None
+    name: str,
+    call: Callable[[], T],
+    want: object,
+    role: Role = Role.OURS,
+    read: Callable[[T], object] = lambda result: result,
+    at_most: float = 0.0,
 ) -> Contestant:
-    """Make a contestant whose call must give the values of an array; read takes them out of what it gives."""
-    return Contestant(name, call, role, lambda: equal(call() if read is None else read(call()), want))
-
-
-def _nothing() -> dict[str, float]:
-    return {}
+    """Make a contestant whose call must give some result; read makes what is compared with it."""
+    return Contestant(name, call, role, lambda: equal(read(call()), want, at_most))
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """The contestants of a case, with the arrays that they work on.
-
-    Args:
-        contestants: at most one of them the limit.
-        work: what one call does, such as {"tokens": 4096, "bytes": 32768}.
-        facts: gives numbers beside the times, such as {"fill": 0.996}; called once after the timing.
-    """
+    """The contestants of a case, at most one of them the limit, with the arrays that they work on."""
 
     contestants: Sequence[Contestant]
-    work: Mapping[str, int]
-    facts: Callable[[], Mapping[str, float]] = field(default=_nothing)
+    work: Mapping[str, int]  # of one call, such as {"tokens": 4096, "bytes": 32768}
+    facts: Callable[[], Mapping[str, float]] = dict  # numbers beside the times, asked for once after the timing
 
     def __post_init__(self) -> None:
         names = [contestant.name for contestant in self.contestants]
@@ -99,40 +91,17 @@ class Lineup:
         if sum(contestant.role is Role.LIMIT for contestant in self.contestants) > 1:
             raise InvalidInputError("contestants: got several limits, want at most one")
 
-    def prove(self, title: str) -> None:
-        """Run every proof.
-
-        Raises:
-            NotEqualError: naming the case by its title, and the contestant that differs.
-        """
-        for contestant in self.contestants:
-            if contestant.proof is not None:
-                try:
-                    contestant.proof()
-                except NotEqualError as error:
-                    raise NotEqualError(f"{title}, {contestant.name}: {error}") from None
-
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement to make.
+    """A measurement to make."""
 
-    Args:
-        group: the heading under which cases are shown together, and the panel of a curve.
-        name: of this case within its group.
-        line_up: makes the contestants when it is their turn.
-        unit: the key of work by which times are divided in tables.
-        point: where on a curve, if on one: cases of one group that have points are drawn as one curve.
-        budget: how long to measure; None is the default of `run`.
-        timer: times the calls.
-    """
-
-    group: str
-    name: str
-    line_up: Callable[[], Lineup]
-    unit: str = "tokens"
-    point: Point | None = None
-    budget: Budget | None = None
+    group: str  # the heading under which cases are shown together, and the panel of a curve
+    name: str  # of this case within its group
+    line_up: Callable[[], Lineup]  # makes the contestants when it is their turn
+    unit: str = "tokens"  # the key of work by which times are divided in tables
+    point: Point | None = None  # on the curve of the group
+    budget: Budget = FULL
     timer: Timer = compare
 
     @property
@@ -143,41 +112,48 @@ class Case:
     def measure(self, budget: Budget, tick: Tick) -> Measurement:
         """Prove all contestants, then time them.
 
-        Args:
-            budget: how long.
-            tick: called after every round.
-
         Raises:
-            NotEqualError: before anything is timed.
+            NotEqualError: naming the case by its title, and the contestant that differs, before anything is timed.
             InvalidInputError: the contestants do not say how much of the unit they do.
         """
         lineup = self.line_up()
         if self.unit not in lineup.work:
             raise InvalidInputError(f"{self.title}: got work {sorted(lineup.work)}, want {self.unit!r} among it")
-        lineup.prove(self.title)
+        for each in lineup.contestants:
+            try:
+                if each.proof is not None:
+                    each.proof()
+            except NotEqualError as error:
+                raise NotEqualError(f"{self.title}, {each.name}: {error}") from None
         times = self.timer({each.name: each.call for each in lineup.contestants}, budget, tick)
         entries = tuple(Entry(each.name, each.role.value, times[each.name]) for each in lineup.contestants)
         facts = dict(lineup.facts())
         return Measurement(self.group, self.name, entries, dict(lineup.work), self.unit, self.point, facts)
 
 
-@dataclass(frozen=True)
 class Options:
-    """The options of a run that suites heed.
+    """The options of a run that suites heed, and the peers that were missing.
 
     Args:
         quick: toy sizes, every path once; the figures mean nothing.
-        peers: where to ask for peers.
+        peers: whether other projects take part, those that are installed.
         malloc: the setting of this process, which suites that start others give to them.
     """
 
-    quick: bool
-    peers: Peers
-    malloc: str = "default"
+    def __init__(self, *, quick: bool = False, peers: bool = False, malloc: str = "default") -> None:
+        self.quick, self.peers, self.malloc = quick, peers, malloc
+        self.missing: dict[str, str] = {}
 
-
-def _unseen(title: str, done: int, rounds: int) -> None:
-    pass
+    def peer(self, name: str, load: Callable[[], T]) -> T | None:
+        """Load a peer, which load imports; None where peers are not wanted, or where this one is missing."""
+        if not self.peers:
+            return None
+        try:
+            return load()
+        # Peers of other versions may lack names, and fail in their own ways while they are imported.
+        except Exception as error:
+            self.missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            return None
 
 
 def run(
@@ -187,9 +163,9 @@ def run(
     quick: bool = False,
     malloc: str = "default",
     only: str = "",
-    watch: Watch = _unseen,
+    watch: Watch = lambda title, done, rounds: None,
 ) -> Report:
-    """Run one suite in this process.
+    """Run a suite on this machine.
 
     Args:
         suite: a name from SUITES.
@@ -198,9 +174,6 @@ def run(
         malloc: "default" or "tuned"; tuned stays for the rest of the process.
         only: measure only cases whose group and name contain this.
         watch: called before each case, and after every round.
-
-    Returns:
-        The figures, with the machine that they are from.
 
     Raises:
         InvalidInputError: an unknown suite or malloc, or no such case.
@@ -211,17 +184,15 @@ def run(
     one_of("suite", suite, tuple(SUITES))
     one_of("malloc", malloc, MALLOCS)
     set_malloc(malloc)
-    options = Options(quick, Peers(peers), malloc)
+    options = Options(quick=quick, peers=peers, malloc=malloc)
     cases: Callable[[Options], Iterator[Case]] = import_module(f"mmpos_bench.{suite}").cases
     measurements = []
     for case in cases(options):
         if only in case.title:
             watch(case.title, 0, 1)
-            budget = QUICK if quick else case.budget or FULL
-            measurements.append(case.measure(budget, partial(watch, case.title)))
+            measurements.append(case.measure(QUICK if quick else case.budget, partial(watch, case.title)))
     if not measurements:
         raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
     words = ["mmpos bench", suite, "--peers" * peers, "--quick" * quick, f"--malloc {malloc}"]
-    words.append(f"--only {only!r}" if only else "")
-    command = " ".join(filter(None, words))
-    return Report(suite, command, quick, stamp(malloc), tuple(measurements), options.peers.missing)
+    command = " ".join(filter(None, [*words, f"--only {only!r}" * bool(only)]))
+    return Report(suite, command, quick, stamp(malloc), tuple(measurements), options.missing)

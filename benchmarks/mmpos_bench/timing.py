@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 
-__all__ = ["Budget", "Call", "Tick", "Timer", "Timing", "compare", "in_turns", "one_thread"]
-
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
@@ -22,27 +20,15 @@ _FEWEST = 3  # turns of a contestant that takes more time than it has
 
 @dataclass(frozen=True)
 class Budget:
-    """The time for a measurement.
+    """The time for a measurement."""
 
-    Args:
-        seconds: time for each contestant; one call of a slow contestant may take more.
-        rounds: rounds in which every contestant has its turn.
-    """
-
-    seconds: float = 1.0
-    rounds: int = 25
+    seconds: float = 1.0  # for each contestant; one call of a slow contestant may take more
+    rounds: int = 25  # in which every contestant has its turn
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call.
-
-    Args:
-        median: the middle of all turns.
-        p20: a fifth of the turns were at least as fast.
-        p80: four fifths of them were.
-        turns: how many there were.
-    """
+    """Seconds per call: the middle of all turns, the 20th and 80th percentile, and how many turns there were."""
 
     median: float
     p20: float
@@ -61,43 +47,25 @@ class Timing:
 
 
 Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
-"""Times contestants: `compare`, or a suite's own, for devices and other processes."""
+"""Times contestants, by name: `compare`, or a suite's own, for devices and other processes."""
 
 
-def _quiet(done: int, rounds: int) -> None:
-    pass
-
-
-def compare(calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = _quiet) -> dict[str, Timing]:
-    """Time contestants side by side.
+def compare(
+    calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = lambda done, rounds: None
+) -> dict[str, Timing]:
+    """Time contestants by the clock of this machine.
 
     A turn is as many calls as fit the contestant's share of a round. A contestant that is too slow for that sits out
     some rounds, evenly, but has at least three turns where there are as many rounds.
-
-    Args:
-        calls: what to time, by name.
-        budget: how long.
-        tick: called after every round.
-
-    Returns:
-        The timing of each, in the same order.
     """
-    once = {name: _once(call) for name, call in calls.items()}
+    once = {call: _once(call) for call in calls.values()}
     share = budget.seconds / budget.rounds
-    repeats = {name: max(1, int(share / took)) for name, took in once.items()}
-    turns = {name: _turns(budget, took) for name, took in once.items()}
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(budget.rounds):
-        for name, call in calls.items():
-            if turn * turns[name] % budget.rounds < turns[name]:
-                spent[name].append(_turn(call, repeats[name]))
-        tick(turn + 1, budget.rounds)
-    return {name: Timing.of(values) for name, values in spent.items()}
+    turns = {call: max(_FEWEST, int(budget.seconds / took)) for call, took in once.items()}
 
+    def plays(call: Call, turn: int) -> bool:
+        return turn * turns[call] % budget.rounds < turns[call]
 
-def _turns(budget: Budget, once: float) -> int:
-    """Rounds that a contestant takes part in."""
-    return min(budget.rounds, max(_FEWEST, int(budget.seconds / once)))
+    return in_turns(calls, budget.rounds, 0, lambda call: _turn(call, max(1, int(share / once[call]))), tick, plays)
 
 
 def _once(call: Call) -> float:
@@ -119,31 +87,38 @@ def _turn(call: Call, count: int) -> float:
 
 
 def in_turns(
-    calls: Mapping[str, Call], rounds: int, warm: int, seconds: Callable[[Call], float], tick: Tick
+    calls: Mapping[str, Call],
+    rounds: int,
+    warm: int,
+    seconds: Callable[[Call], float],
+    tick: Tick,
+    plays: Callable[[Call, int], bool] = lambda call, turn: True,
 ) -> dict[str, Timing]:
-    """Time contestants that have a turn of one call in every round.
+    """Time contestants that have a turn in every round.
 
     Args:
-        calls: what to time, by name.
+        calls: the contestants, by name.
         rounds: that count.
         warm: rounds before them.
-        seconds: makes a call and says how long it took.
+        seconds: takes the turn of a call, and measures it.
         tick: called after every round that counts.
+        plays: tells which call has a turn in which round.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
-    for done in range(1 - warm, rounds + 1):
+    for turn in range(-warm, rounds):
         for name, call in calls.items():
-            took = seconds(call)
-            if done > 0:
-                spent[name].append(took)
-        if done > 0:
-            tick(done, rounds)
+            if plays(call, turn):
+                took = seconds(call)
+                if turn >= 0:
+                    spent[name].append(took)
+        if turn >= 0:
+            tick(turn + 1, rounds)
     return {name: Timing.of(values) for name, values in spent.items()}
 
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Give torch one thread while inside; gives how many it would take."""
+    """Give torch one thread while inside; yields how many it would take."""
     import torch
 
     threads = torch.get_num_threads()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from tokenize import TokenError  # numpy reads headers with it
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ def check(
 
 
 def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> Scheme:
-    """The scheme that is named, or that of a model."""
+    """Make the scheme that is named, or that of a model."""
     from mmpos.integrations.models import from_hf_config
 
     if config is None:
@@ -101,7 +101,7 @@ def _scheme(specs: Specs, name: str | None, axes: int | None, config: Path | Non
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
-def _read(path: Path) -> npt.NDArray[Any]:
+def _read(path: Path) -> npt.NDArray[np.generic]:
     if path == Path(STDIN):
         with NamedTemporaryFile() as file:
             file.write(read_input())
@@ -110,13 +110,13 @@ def _read(path: Path) -> npt.NDArray[Any]:
     return _mapped(path, str(path))
 
 
-def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
-    """The array of a file, mapped, so that a header that promises more than the file has costs nothing."""
+def _mapped(path: Path, name: str) -> npt.NDArray[np.generic]:
+    """Map the array of a file, so that a header that promises more than the file has costs nothing."""
     try:
         with path.open("rb") as file:
             beginning = file.read(6)
         if beginning == b"\x93NUMPY":
-            array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
             return array
         got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
     except OSError as error:
@@ -127,7 +127,7 @@ def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
 
 
 def _json(diagnosis: Diagnosis) -> str:
-    """The fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
+    """Write the fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
     return report.json_lines({**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)})
@@ -178,7 +178,7 @@ def compare(
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """The matrices of what is named, or of everything."""
+    """Measure the matrices of what is named, or of everything."""
     from mmpos.analysis.compare import measure, measure_encodings
     from mmpos.analysis.compare.schemes import every_scheme
     from mmpos.encodings import ENCODINGS
@@ -328,7 +328,7 @@ def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
 
 
 def _tables(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[PositionTable]:
-    """The documents under every scheme."""
+    """Place the documents under every scheme."""
     specs = read_specs(documents)
     asked: list[str | None] = [*schemes] if schemes else [None]
     return [place_specs(specs, words, start, axes).positions for words in asked]

@@ -228,7 +228,7 @@ def show_help(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[COMMAND...]", autocompletion=_complete_command)
     ] = None,
-) -> Any:
+) -> object:
     """Show what a command does, as its --help does."""
     return app(args=[*(command or ()), "--help"], prog_name="mmpos", standalone_mode=False)
 
@@ -259,7 +259,7 @@ def place_specs(specs: Specs, scheme: str | None, start: int, axes: int | None) 
 
 
 def scheme_words(specs: Specs, scheme: str | None, axes: int | None) -> tuple[str | None, int | None]:
-    """The scheme and axes that options name; where they name no scheme, those of the files."""
+    """Choose the scheme and axes that options name; where they name no scheme, those of the files."""
     if scheme is not None or specs.scheme is None:
         return scheme, axes
     return specs.scheme, specs.axes if axes is None else axes
@@ -271,7 +271,7 @@ def _line(out: Console, name: str, text: str) -> None:
 
 
 def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[str]:
-    """Each segment in words."""
+    """Yield each segment in words."""
     stops = np.cumsum(sequence.segments.lengths)
     for s, stop in enumerate(stops.tolist()):
         _, height, width = sequence.segments.extents[:, s].tolist()
@@ -282,7 +282,7 @@ def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[
 
 
 def _pixels(sequence: InterleavedSequence, processor: ImageProcessor) -> Iterator[npt.NDArray[np.uint8]]:
-    """(height, width, 3) each image as the model sees it, put together from its patches."""
+    """Yield each image, (height, width, 3), as the model sees it, put together from its patches."""
     patches: npt.NDArray[Any] = np.zeros(0) if sequence.patches is None else sequence.patches
     side, merge = processor.patch_size, processor.spatial_merge_size
     done = 0

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
@@ -21,11 +21,14 @@ from mmpos.segments.kinds import Grid, Text
 from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 DEFAULT = "rope-tie"
 
 
 def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
-    """Names that begin so, each with the first line of its documentation."""
+    """List the names that begin so, each with the first line of its documentation."""
     return [
         (name, (scheme.__doc__ or "").partition("\n")[0])
         for name, scheme in SCHEMES.items()
@@ -34,7 +37,7 @@ def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
 
 
 def scheme_option(default: str, also: str = "") -> Any:
-    """The option that names a scheme, with words for its default, and what else is to be said."""
+    """Make the option that names a scheme, with words for its default, and what else is to be said."""
     return typer.Option(
         "--scheme",
         "-s",
@@ -53,7 +56,7 @@ Axes = Annotated[
 
 
 def make_scheme(words: str, axes: int | None = None) -> Scheme:
-    """The scheme that words such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3`` name.
+    """Make the scheme that ``rope-tie``, ``v2pe,stride=16``, ``my.module:MyScheme,width=3`` and the like name.
 
     Args:
         words: a name, or a module and its class or object, then parameters; or the label of a scheme, as
@@ -75,8 +78,8 @@ def make_scheme(words: str, axes: int | None = None) -> Scheme:
     return _made(scheme, head, {"axes": axes})
 
 
-def did_you_mean(word: str, names: Any) -> str:
-    """The name that is most like a mistyped one, as a remark in brackets; nothing if none is."""
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Name the one that is most like a mistyped one, as a remark in brackets; nothing if none is."""
     from difflib import get_close_matches
 
     likely = get_close_matches(word, names, n=1)
@@ -92,8 +95,8 @@ def _known(name: str) -> type[Scheme]:
     return SCHEMES[name]
 
 
-def _own(words: str) -> Any:
-    """The class or object of a module, which may lie in the current folder, as for ``python -m``."""
+def _own(words: str) -> object:
+    """Import the class or object of a module, which may lie in the current folder, as for ``python -m``."""
     module, _, name = words.partition(":")
     try:
         if (here := os.getcwd()) not in sys.path:
@@ -103,14 +106,14 @@ def _own(words: str) -> Any:
         raise _refused(words, error) from error
 
 
-def _made(scheme: Any, words: str, parameters: dict[str, Any]) -> Scheme:
-    """An object of a scheme's class, or an object with other parameters."""
+def _made(scheme: object, words: str, parameters: dict[str, object]) -> Scheme:
+    """Make an object of a scheme's class, or one with other parameters of an object."""
     known = _names(scheme)
     for name in parameters.keys() - set(known):
         raise InvalidInputError(f"--scheme: got {name!r} of {words!r}, want {' or '.join(known) or 'no parameter'}")
     try:
         if isinstance(scheme, Scheme):
-            made: Any = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
+            made: object = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
         else:
             made = scheme(**parameters) if callable(scheme) else scheme
     except MmposError:
@@ -122,7 +125,7 @@ def _made(scheme: Any, words: str, parameters: dict[str, Any]) -> Scheme:
     return made
 
 
-def _names(scheme: Any) -> list[str]:
+def _names(scheme: object) -> list[str]:
     return [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
 
 
@@ -131,7 +134,7 @@ def _refused(words: str, error: BaseException) -> InvalidInputError:
     return InvalidInputError(f"--scheme: got {words!r} ({got}), want package.module:Class of a Scheme that is made so")
 
 
-def _parameter(assignment: str) -> tuple[str, Any]:
+def _parameter(assignment: str) -> tuple[str, object]:
     name, equals, value = (word.strip() for word in assignment.partition("="))
     if not (name and equals and value):
         raise InvalidInputError(f"--scheme: got {assignment!r}, want PARAMETER=VALUE after the comma")
@@ -190,7 +193,7 @@ def read_specs(arguments: Sequence[str]) -> Specs:
     return Specs([document for specs in read for document in specs.documents], *next(iter(named), (None, None)))
 
 
-def to_json(documents: Sequence[Document]) -> list[list[dict[str, Any]]]:
+def to_json(documents: Sequence[Document]) -> list[list[dict[str, object]]]:
     """Convert documents to the value of "documents" in a JSON file."""
     return [[_part_to_json(part) for part in document] for document in documents]
 
@@ -218,7 +221,7 @@ def _read(argument: str) -> Specs:
 
 
 def _input() -> Specs:
-    """Standard input: JSON and lines of specs are text, and an image is not."""
+    """Read standard input: JSON and lines of specs are text, and an image is not."""
     name, data = "standard input", read_input()
     try:
         text = data.decode()
@@ -267,7 +270,7 @@ def _json(path: str, data: bytes) -> Specs:
     return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
-def _part(name: str, part: Any) -> Text | Grid:
+def _part(name: str, part: object) -> Text | Grid:
     if isinstance(part, dict) and part.keys() == {"text"}:
         return _named(name, Text, part["text"])
     options = {key: value for key, value in part.items() if key != "grid"} if isinstance(part, dict) else {}
@@ -290,11 +293,11 @@ def _image(name: str, source: Path | bytes) -> Document:
     return [Text(1), _named(name, processor.grid, size.height, size.width), Text(1)]
 
 
-def _part_to_json(part: Text | Grid) -> dict[str, Any]:
+def _part_to_json(part: Text | Grid) -> dict[str, object]:
     if isinstance(part, Text):
         return {"text": part.length}
     sides = [part.frames, part.height, part.width]
-    written: dict[str, Any] = {"grid": sides if part.frames > 1 else sides[1:]}
+    written: dict[str, object] = {"grid": sides if part.frames > 1 else sides[1:]}
     if part.row_separator:
         written["row_separator"] = True
     if part.seconds_per_frame is not None:
@@ -302,7 +305,7 @@ def _part_to_json(part: Text | Grid) -> dict[str, Any]:
     return written
 
 
-def _named(name: str, make: Any, *values: Any, **options: Any) -> Any:
+def _named(name: str, make: Callable[P, T], *values: P.args, **options: P.kwargs) -> T:
     """Call make, with the argument named before any error."""
     with naming(name):
         return make(*values, **options)

@@ -25,6 +25,7 @@ from mmpos.support.extras import needed_for
 from mmpos.support.program import console
 
 if TYPE_CHECKING:
+    from mmpos.data.examples import Preprocess
     from mmpos.data.preprocess.job import Progress, Summary
     from mmpos.sequence.builder import SequenceBuilder
 
@@ -134,7 +135,7 @@ def preprocess(
     _print(summary, output)
 
 
-def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Any:
+def _callable(name: str, options: Sequence[str], images_from: Path | None, builder: SequenceBuilder) -> Preprocess:
     from mmpos.data.examples import Preprocess
     from mmpos.data.formats import FORMATS
     from mmpos.data.formats.images import Images
@@ -175,7 +176,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _assigned(option: str, target: Any, assignments: Sequence[str]) -> Any:
-    """The settings with the values of an option that may come several times: name=value, or name.name=value."""
+    """Replace the settings with the values of an option that may come several times: name=value, or name.name=value."""
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals:
@@ -198,8 +199,8 @@ def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
     return replace(target, **{head: _replaced(name, inner, rest, value)})
 
 
-def _value(name: str, kind: Any, value: str) -> Any:
-    """The value in JSON; text needs no quotes, but may have them for line breaks and the like."""
+def _value(name: str, kind: object, value: str) -> object:
+    """Read the value in JSON; text needs no quotes, but may have them for line breaks and the like."""
     if kind == "str" and not value.startswith('"'):
         return value
     if kind in ("str | int", "str | int | None") and not value.isdigit():

@@ -161,7 +161,7 @@ def _asking(
     cert: Path | None,
     key: Path | None,
 ) -> Iterator[Client]:
-    """A client of the server; where no answer comes, the error says what to do about it."""
+    """Open a client of the server; where no answer comes, the error says what to do about it."""
     from mmpos.client import Client, Tls
 
     addresses = server.split(",")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -39,7 +38,7 @@ def show(out: Console, table: Table) -> None:
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines but one under its header; the columns in right hold numbers."""
+    """Make a table without lines but one under its header; the columns in right hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -47,7 +46,7 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:
-    """A table of segments per document, all ids of short ones, next position and delta."""
+    """Print a table of segments per document, all ids of short ones, next position and delta."""
     if not positions.num_documents:
         out.print("no documents")
     for d in range(min(positions.num_documents, _MAX_DOCUMENTS)):
@@ -67,7 +66,7 @@ def print_positions(out: Console, segments: SegmentTable, positions: PositionTab
 
 
 def heading(positions: PositionTable, document: int) -> str:
-    """Tokens, scheme and axes of a document."""
+    """Name tokens, scheme and axes of a document."""
     length = int(positions.lengths[document])
     axes = ", ".join(axis_names(positions.axes))
     return f"{counted(length, 'token', ',')}, scheme {positions.scheme}, positions ({axes})"
@@ -76,7 +75,7 @@ def heading(positions: PositionTable, document: int) -> str:
 def segment_table(
     segments: SegmentTable, positions: PositionTable, document: int, names: Sequence[str] | None = None
 ) -> Table:
-    """One line per segment: its tokens, what it is, its first and last position, and its steps.
+    """Make a table with a line per segment: its tokens, what it is, its first and last position, and its steps.
 
     Args:
         segments: what was placed.
@@ -105,7 +104,7 @@ def segment_table(
 
 
 def schemes_table() -> Table:
-    """Every scheme: its axes, the ids that an image consumes, and the first line of its documentation."""
+    """Make a table of the schemes: axes, the ids that an image consumes, and the first line of the documentation."""
     table = new_table("scheme", "axes", "ids of\n24×24", "ids", "what it does", right=("axes", "ids of\n24×24"))
     for name, scheme in SCHEMES.items():
         try:
@@ -119,7 +118,7 @@ def schemes_table() -> Table:
 
 
 def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme: str) -> str:
-    """Everything about a batch as a JSON object, one key per line, with the words that name its scheme.
+    """Write everything about a batch as a JSON object, one key per line, with the words that name its scheme.
 
     Raises:
         LimitExceededError: more tokens than a JSON text should hold.
@@ -127,7 +126,7 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
     if positions.num_tokens > _MAX_JSON_TOKENS:
         raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
     known = positions.resumable.all()
-    batch: dict[str, Any] = {
+    batch: dict[str, object] = {
         "scheme": scheme,
         "axes": positions.axes,
         "documents": to_json(documents),
@@ -141,8 +140,8 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
     return json_lines(batch)
 
 
-def json_lines(values: Mapping[str, Any]) -> str:
-    """A JSON object with one key per line, for programs and for eyes."""
+def json_lines(values: Mapping[str, object]) -> str:
+    """Write a JSON object with one key per line, for programs and for eyes."""
     return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"
 
 
@@ -160,26 +159,26 @@ def save_ids(path: Path, positions: PositionTable) -> None:
 
 
 def npy(positions: PositionTable) -> bytes:
-    """The dense ids of a batch as the bytes of a .npy file."""
+    """Write the dense ids of a batch as the bytes of a .npy file."""
     file = BytesIO()
     np.save(file, positions.dense())
     return file.getvalue()
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:
-    """(tokens, axes) the position of every token, exactly."""
+    """Compute the exact position of every token, (tokens, axes)."""
     numerators, denominators = positions.rationals()
     rows = zip(*numerators.tolist(), denominators.tolist(), strict=True)
     return [[Fraction(value, denominator) for value in values] for *values, denominator in rows]
 
 
 def position(values: Sequence[Fraction]) -> str:
-    """A position as people write it: a number, or several in brackets."""
+    """Write a position as people do: a number, or several in brackets."""
     return str(values[0]) if len(values) == 1 else f"({', '.join(map(str, values))})"
 
 
 def _ending(positions: PositionTable, document: int) -> str:
-    """Next position and delta of a document, or why there are none."""
+    """Name next position and delta of a document, or why there are none."""
     if not positions.resumable[document]:
         return f"no next position: {positions.scheme} has no single cursor to go on from"
     following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
@@ -195,7 +194,7 @@ def _what(segments: SegmentTable, s: int) -> str:
 
 
 def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token: int) -> str:
-    """The moves inside a segment that starts at this token; those that move nothing are left out."""
+    """Name the moves inside a segment that starts at this token; those that move nothing are left out."""
     s = int(np.searchsorted(positions.offset, token, side="right")) - 1
     parts = [("col", positions.step_col)]
     if segments.kind[segment] == TEXT:
@@ -213,7 +212,7 @@ def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token
 
 
 def _dense_rows(positions: PositionTable) -> list[str]:
-    """The ids of a few tokens, one line per axis, columns flush right."""
+    """Write the ids of a few tokens, one line per axis, columns flush right."""
     ids = exact(positions)
     lines = [["token", *map(str, range(len(ids)))]]
     for axis, name in enumerate(axis_names(positions.axes)):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
-from mmpos.client.calls import Built, Call, Errors
+from mmpos.client.calls import Built, Call, Errors, Method
 from mmpos.client.channel import closed, error_of
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Stream, TaskLink, Window, task_results
+from mmpos.client.streams import Answer, Stream, TaskLink, Window, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     import torch
+    from google.protobuf.message import Message
 
     from mmpos.client.info import ServerInfo
     from mmpos.positions.table import PositionTable
@@ -60,14 +61,14 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         return await self._send(calls.query(self._options.profile, query))
 
     async def build(
-        self, parts: Sequence[Any], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
+        self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
     ) -> InterleavedSequence:
         """Build the sequence of these parts with the settings of the profile; see ``Client.build``."""
         return await self._send(self._building(scheme, start, patches).build(parts))
 
     async def build_batch(
         self,
-        documents: Sequence[Sequence[Any]],
+        documents: Sequence[Sequence[object]],
         errors: Errors = "raise",
         *,
         scheme: str | Scheme | None = None,
@@ -128,7 +129,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     def stream_build(
         self,
-        batches: Iterable[Sequence[Sequence[Any]]] | AsyncIterable[Sequence[Sequence[Any]]],
+        batches: Iterable[Sequence[Sequence[object]]] | AsyncIterable[Sequence[Sequence[object]]],
         *,
         errors: Errors = "raise",
         scheme: str | Scheme | None = None,
@@ -166,7 +167,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         await self.close()
 
     def _channel(self) -> grpc.aio.Channel:
-        self._channels.forget(lambda loop: loop.is_closed())
+        self._channels.forget_closed_loops()
         # Nothing runs between looking and opening, so none is opened twice.
         return self._channels.get(
             lambda: self._connect(grpc.aio.secure_channel, grpc.aio.insecure_channel),
@@ -185,10 +186,11 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     async def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
-        method: Any = self._channel().unary_unary(call.method.path, None, call.method.response.FromString)
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, Message]
+        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
-            asked = method(request.data, timeout=patience.left, metadata=self._metadata())
+            asked = send(request.data, timeout=patience.left, metadata=self._metadata())
             try:
                 answer = await asked
                 trailing = await asked.trailing_metadata() if lease is not None else None
@@ -212,12 +214,10 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
         window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return task_results(window, items, lambda: self._link(stream), self._options.timeout)
+        return task_results(window, items, lambda: self._link(stream.method), self._options.timeout)
 
-    def _link(self, stream: Stream[Any, Any]) -> TaskLink:
-        method = stream.method
-        opened: Any = self._channel().stream_stream(method.path, None, method.response.FromString)
-        return TaskLink(opened, self._metadata())
+    def _link(self, method: Method[Answer]) -> TaskLink:
+        return TaskLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
 
 
 def _being_cancelled() -> bool:

@@ -19,7 +19,7 @@ from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, 
 from mmpos.rpc.rotary import put_rotary, put_rotary_positions
 from mmpos.rpc.sequences import Sent, get_sequence, put_parts
 from mmpos.rpc.tensors import aligned, get_torch, put_tensor
-from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.video import part_offsets
 from mmpos.support.checks import boolean, integer, naming, one_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+R_co = TypeVar("R_co", bound=Message, covariant=True)
 
 Errors = Literal["raise", "return"]
 
@@ -47,31 +48,39 @@ Read = Callable[[Any], T]
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Generic[R_co]):
     """A method of the service.
 
     Args:
         path: its full name.
-        request: the type of its requests.
-        response: the type of its responses.
+        request: makes one of its requests.
+        parse: reads one of its responses.
     """
 
     path: str
-    request: Any
-    response: Any
+    request: Callable[..., Message]
+    parse: Callable[[bytes], R_co]
 
 
-PLACE = Method("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse)
+PLACE = Method(
+    "/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse.FromString
+)
 STREAM_PLACE = Method(
-    "/mmpos.rpc.v1.PositionService/StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse
+    "/mmpos.rpc.v1.PositionService/StreamPlace",
+    positions_pb2.StreamPlaceRequest,
+    positions_pb2.StreamPlaceResponse.FromString,
 )
-BUILD = Method("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse)
+BUILD = Method(
+    "/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse.FromString
+)
 STREAM_BUILD = Method(
-    "/mmpos.rpc.v1.SequenceService/StreamBuild", sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse
+    "/mmpos.rpc.v1.SequenceService/StreamBuild",
+    sequences_pb2.StreamBuildRequest,
+    sequences_pb2.StreamBuildResponse.FromString,
 )
-COS_SIN = Method("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse)
-ROTATE = Method("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse)
-GET_INFO = Method("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse)
+COS_SIN = Method("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse.FromString)
+ROTATE = Method("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse.FromString)
+GET_INFO = Method("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse.FromString)
 
 
 def _raise(error: MmposError) -> NoReturn:
@@ -103,7 +112,7 @@ class Call(Generic[T_co]):
         waits: whether it waits for a server that is gone.
     """
 
-    method: Method
+    method: Method[Message]
     put: Callable[[Any, Lease | None], Read[T_co]]
     shares: bool = False
     refused: Callable[[MmposError], T_co] = _raise
@@ -141,6 +150,9 @@ def _answer() -> Iterator[None]:
 
 # Positions
 
+PlaceRequest = positions_pb2.PlaceRequest | positions_pb2.StreamPlaceRequest
+PlaceResponse = positions_pb2.PlaceResponse | positions_pb2.StreamPlaceResponse
+
 
 def place(
     profile: str | None,
@@ -164,13 +176,13 @@ def query(profile: str | None, query: PositionsQuery) -> Call[PositionsResult]:
 
 
 def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> Call[T]:
-    def put(request: Any, memory: Lease | None) -> Read[T]:
+    def put(request: PlaceRequest, memory: Lease | None) -> Read[T]:
         request.query.SetInParent()
         put_query(request.query, query, profile, memory)
         if memory is not None and query.dense is not None:
             memory.answer(request.query)
 
-        def read(response: Any) -> T:
+        def read(response: PlaceResponse) -> T:
             with _answer():
                 result = get_result("positions", response.positions, memory)
             return of(result)
@@ -188,6 +200,9 @@ def _table(result: PositionsResult) -> PositionTable:
 
 # Sequences
 
+BuildRequest = sequences_pb2.BuildRequest | sequences_pb2.StreamBuildRequest
+BuildResponse = sequences_pb2.BuildResponse | sequences_pb2.StreamBuildResponse
+
 
 @dataclass(frozen=True)
 class BuildSettings:
@@ -202,10 +217,10 @@ class BuildSettings:
         object.__setattr__(self, "start", integer("start", self.start, minimum=-(2**63), maximum=2**63 - 1))
         object.__setattr__(self, "patches", boolean("patches", self.patches))
 
-    def build(self, parts: Sequence[Any]) -> Call[InterleavedSequence]:
+    def build(self, parts: Sequence[object]) -> Call[InterleavedSequence]:
         """Call for the sequence of one document."""
 
-        def put(request: Any, memory: Lease | None) -> Read[InterleavedSequence]:
+        def put(request: BuildRequest, memory: Lease | None) -> Read[InterleavedSequence]:
             self._put(request)
             sent = put_parts(request.query.documents.add(), parts, memory)
             if sent.error is not None and not sent.names:
@@ -215,13 +230,13 @@ class BuildSettings:
 
         return Call(BUILD, put, shares=True)
 
-    def build_batch(self, documents: Sequence[Sequence[Any]], errors: Errors) -> Call[Built]:
+    def build_batch(self, documents: Sequence[Sequence[object]], errors: Errors) -> Call[Built]:
         """Call for the sequences of several documents; errors as for ``Client.build_batch``."""
         one_of("errors", errors, ("raise", "return"))
         if not isinstance(documents, list | tuple):
             raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
 
-        def put(request: Any, memory: Lease | None) -> Read[Built]:
+        def put(request: BuildRequest, memory: Lease | None) -> Read[Built]:
             self._put(request)
             sent: list[Sent] = []
             for parts in documents:
@@ -230,7 +245,7 @@ class BuildSettings:
                     break  # those before it may have errors of their own, and the first is raised
             self._share(request, memory)
 
-            def read(response: Any) -> Built:
+            def read(response: BuildResponse) -> Built:
                 results = _results(response, len(sent))
                 return [_outcome(d, results[d], sent[d], memory, errors) for d in range(len(sent))]
 
@@ -238,7 +253,7 @@ class BuildSettings:
 
         return Call(BUILD, put, shares=True)
 
-    def _put(self, request: Any) -> None:
+    def _put(self, request: BuildRequest) -> None:
         request.query.SetInParent()
         if self.profile is not None:
             request.query.profile = self.profile
@@ -246,13 +261,13 @@ class BuildSettings:
             put_scheme(request.query.scheme, self.scheme)
         request.query.start, request.query.patches = self.start, self.patches
 
-    def _share(self, request: Any, memory: Lease | None) -> None:
+    def _share(self, request: BuildRequest, memory: Lease | None) -> None:
         """Have the answer put into what shared memory the documents have left."""
         if memory is not None and self.patches:
             memory.answer(request.query)
 
 
-def _results(response: Any, count: int) -> Any:
+def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.SequenceResult]:
     results = response.sequences.results
     if len(results) != count:
         raise ServiceError(f"answer: got {len(results)} results, want {count}")
@@ -260,7 +275,7 @@ def _results(response: Any, count: int) -> Any:
 
 
 def _outcome(
-    document: int, result: Any, sent: Sent, memory: Lease | None, errors: Errors
+    document: int, result: sequences_pb2.SequenceResult, sent: Sent, memory: Lease | None, errors: Errors
 ) -> InterleavedSequence | MmposError:
     try:
         with naming(f"documents[{document}]", joint="."):
@@ -271,7 +286,7 @@ def _outcome(
         return error
 
 
-def _sequence(result: Any, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Lease | None) -> InterleavedSequence:
     """Read the sequence of one document, or raise its first error, both in terms of the caller's parts."""
     if result.WhichOneof("outcome") == "error":
         error = get_error(result.error)
@@ -318,7 +333,9 @@ def cos_sin(
     """Call for cos and sin of all tokens; arguments as for ``Client.cos_sin``."""
     one_of("layout", layout, tuple(_TABLES))
 
-    def put(request: Any, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
+    def put(
+        request: rotary_pb2.CosSinRequest, memory: Lease | None
+    ) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
         request.layout = _TABLES[layout]
         _put_rotation(request, profile, rotary, positions)
         if layout == "torchtitan":
@@ -334,7 +351,7 @@ def cos_sin(
 def angles(profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> Call[torch.Tensor]:
     """Call for the angles of all tokens; arguments as for ``Client.angles``."""
 
-    def put(request: Any, memory: Lease | None) -> Read[torch.Tensor]:
+    def put(request: rotary_pb2.CosSinRequest, memory: Lease | None) -> Read[torch.Tensor]:
         request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
         _put_rotation(request, profile, rotary, positions)
         return lambda response: _tensor("cache", response.cache, positions)
@@ -357,7 +374,7 @@ def apply_rotary(
     _check_tensors(q, k)
     conjugate = boolean("conjugate", conjugate)
 
-    def put(request: Any, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
+    def put(request: rotary_pb2.RotateRequest, memory: Lease | None) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
         request.layout, request.conjugate = _LAYOUTS[layout], conjugate
         _put_rotation(request, profile, rotary, positions)
         put_tensor(request.q, q, memory)
@@ -375,7 +392,12 @@ def apply_rotary(
     return Call(ROTATE, put, shares=True)
 
 
-def _put_rotation(request: Any, profile: str | None, rotary: Any, positions: Any) -> None:
+def _put_rotation(
+    request: rotary_pb2.CosSinRequest | rotary_pb2.RotateRequest,
+    profile: str | None,
+    rotary: Rotary | None,
+    positions: PositionTable | torch.Tensor,
+) -> None:
     if not isinstance(rotary, Rotary | None):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary or None")
     if rotary is not None:
@@ -385,7 +407,7 @@ def _put_rotation(request: Any, profile: str | None, rotary: Any, positions: Any
     put_rotary_positions(request.positions, positions)
 
 
-def _check_tensors(q: Any, k: Any) -> None:
+def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
     """Refuse tensors for reasons that a server cannot see."""
     with needed_for("rotations", extra="all"):
         import torch
@@ -404,7 +426,7 @@ def _check_tensors(q: Any, k: Any) -> None:
         raise InvalidInputError(f"k: got a tensor on {k.device}, want {q.device} as q")
 
 
-def _tensor(name: str, message: Any, like: Any, memory: Lease | None = None) -> torch.Tensor:
+def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Lease | None = None) -> torch.Tensor:
     """Read a tensor of an answer, to the device of the caller's tensor if that is one."""
     import torch
 
@@ -428,7 +450,7 @@ def healthy(service: str) -> Call[bool]:
     if not isinstance(service, str):
         raise InvalidInputError(f"service: got {service!r}, want a name")
 
-    def put(request: Any, memory: Lease | None) -> Read[bool]:
+    def put(request: health.HealthCheckRequest, memory: Lease | None) -> Read[bool]:
         request.service = service
         serving = health.HealthCheckResponse.SERVING
         return lambda response: bool(response.status == serving)
@@ -438,5 +460,5 @@ def healthy(service: str) -> Call[bool]:
             return False
         raise error
 
-    check = Method("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse)
+    check = Method("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse.FromString)
     return Call(check, put, refused=refused, waits=False)

@@ -8,17 +8,19 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
-from mmpos.client.options import Endpoint, Metadata, host_and_port
+from mmpos.client.options import Metadata, host_and_port
 from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
 from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from mmpos.client.options import Endpoint
 
 __all__ = ["traced"]
@@ -59,9 +61,9 @@ class Channels(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, Hashable], C] = {}
+        self._open: dict[tuple[int, AbstractEventLoop | None], C] = {}
 
-    def get(self, connect: Callable[[], C], close: Callable[[C], object], loop: Hashable = None) -> C:
+    def get(self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None) -> C:
         """Get the channel of this process and event loop, opened now if there is none.
 
         Raises:
@@ -80,21 +82,22 @@ class Channels(Generic[C]):
                 close(opened)
         return self._open[key]
 
-    def pop(self, loop: Hashable = None) -> C | None:
+    def pop(self, loop: AbstractEventLoop | None = None) -> C | None:
         """Remove the channel of this process and event loop, and return it."""
         return self._open.pop((os.getpid(), loop), None)
 
-    def forget(self, dead: Callable[[Any], bool]) -> None:
-        """Drop the channels of event loops that are gone."""
-        for key in [key for key in list(self._open) if key[0] == os.getpid() and dead(key[1])]:
-            self._open.pop(key, None)
+    def forget_closed_loops(self) -> None:
+        """Drop the channels of event loops that are closed."""
+        for pid, loop in list(self._open):
+            if pid == os.getpid() and loop is not None and loop.is_closed():
+                self._open.pop((pid, loop), None)
 
 
 def _fork_support() -> bool:
     return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes")
 
 
-def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
+def service_config(attempts: int, balanced: bool) -> dict[str, object]:
     """Make the service config of gRPC: retries, and which server gets a call."""
     retry = {
         "maxAttempts": attempts,
@@ -104,7 +107,7 @@ def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
         # A server that says good-bye cancels what reached it in that moment and was not begun.
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
     }
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         # Streams resend what has no answer, on a new stream; the more specific entry counts.
         "methodConfig": [{"name": _STREAMS}, {"name": [{}], "retryPolicy": retry} if attempts > 1 else {"name": [{}]}],
         # A server that dies fails all its calls at once, so up to 500 may be retried before a success.
@@ -116,13 +119,12 @@ def service_config(attempts: int, balanced: bool) -> dict[str, Any]:
     return config
 
 
-def channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
+def channel_options(endpoint: Endpoint) -> list[tuple[str, str | int]]:
     """Make the options of a channel."""
     first = endpoint.addresses[0]
     balanced = len(endpoint.addresses) > 1 or first.startswith("dns:")
-    options: dict[str, Any] = _OPTIONS | {
-        "grpc.service_config": json.dumps(service_config(endpoint.attempts, balanced))
-    }
+    config = json.dumps(service_config(endpoint.attempts, balanced))
+    options: dict[str, str | int] = {**_OPTIONS, "grpc.service_config": config}
     host = host_and_port(first)
     if len(endpoint.addresses) > 1:
         options["grpc.default_authority"] = first
@@ -221,7 +223,7 @@ def error_of(error: grpc.RpcError) -> MmposError:
     return from_status(code.name, details, None if wait is None else wait / 1000)
 
 
-def _number(metadata: Any, name: str) -> int | None:
+def _number(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> int | None:
     """Read a number that is not negative from trailing metadata; None if there is none."""
     for key, value in metadata or ():
         if key == name:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from mmpos.rpc.tensors import optional
 from mmpos.rpc.v1 import info_pb2 as pb
@@ -127,7 +129,7 @@ def _profile(message: pb.ProfileInfo) -> ProfileInfo:
     return _same(ProfileInfo, message, **markers)
 
 
-def _same(kind: type[T], message: Any, **others: Any) -> T:
+def _same(kind: type[T], message: Message, **others: object) -> T:
     """Make the data from the fields of a message that have the same names."""
     names = [f.name for f in fields(kind) if f.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(message, name) for name in names}, **others)

@@ -64,7 +64,7 @@ class Tls:
         return grpc.ssl_channel_credentials(*(_read(name, getattr(self, name)) for name in names))
 
 
-def _read(name: str, pem: Any) -> bytes | None:
+def _read(name: str, pem: Pem | None) -> bytes | None:
     if pem is None or isinstance(pem, bytes):
         return pem
     try:
@@ -95,7 +95,7 @@ class Token:
     _read: _Read = field(default_factory=_Read, init=False, repr=False, compare=False)
 
     @classmethod
-    def checked(cls, source: Any) -> Token | None:
+    def checked(cls, source: object) -> Token | None:
         """Check a token or the path of one; errors do not repeat it.
 
         Raises:
@@ -135,7 +135,7 @@ class Token:
                 raise InvalidInputError(f"token: got {self.source} ({reason}), want a file with a token") from None
         return latest[1]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Token], tuple[str | Path]]:
         return Token, (self.source,)
 
 
@@ -165,7 +165,7 @@ class Endpoint:
         addresses: str | Sequence[str],
         attempts: int,
         tls: Tls | None,
-        token: Any = None,
+        token: str | os.PathLike[str] | None = None,
         shared_memory: int = 0,
     ) -> Endpoint:
         """Check the arguments of an endpoint.
@@ -248,7 +248,7 @@ def host_and_port(address: str) -> HostPort | None:
     return HostPort(match["six"] or match["host"], int(match["port"])) if match else None
 
 
-def _check_address(name: str, address: Any, *, alone: bool) -> None:
+def _check_address(name: str, address: object, *, alone: bool) -> None:
     if alone and isinstance(address, str) and re.match(r"(unix|unix-abstract|dns):.", address):
         return
     server = host_and_port(address) if isinstance(address, str) else None
@@ -267,7 +267,7 @@ def _check_clear(addresses: Sequence[str]) -> None:
             raise InvalidInputError(f"token: got one for {address!r} (addresses[{i}]) without tls, want {want}")
 
 
-def _metadata(metadata: Any) -> Metadata:
+def _metadata(metadata: object) -> Metadata:
     if not isinstance(metadata, list | tuple):
         raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of pairs of name and value")
     for i, pair in enumerate(metadata):
@@ -283,5 +283,5 @@ def _metadata(metadata: Any) -> Metadata:
     return tuple((key, value) for key, value in metadata)
 
 
-def _is_ascii(value: Any) -> bool:
+def _is_ascii(value: object) -> bool:
     return isinstance(value, str) and value.isascii() and value.isprintable()

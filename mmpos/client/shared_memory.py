@@ -7,10 +7,10 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 from weakref import finalize
 
 import numpy as np
@@ -150,6 +150,14 @@ TRIES = 3
 """Most times that a call is made because its answer did not fit: weighed before work is done, then exactly."""
 
 
+class WithOutput(Protocol):
+    """A request that says where the tensors of its answer go."""
+
+    @property
+    def output(self) -> pb.SharedMemory:
+        """The region for them."""
+
+
 class Lease:
     """Shared memory of one call; a Memory of the wire, and a context manager around the call.
 
@@ -166,7 +174,7 @@ class Lease:
         self._pool, self.needed, self._last = pool, needed, last
         self._taken: list[Region] = []
         self._output: Region | None = None
-        self._kind: Any = None
+        self._kind: type[WithOutput] | None = None
         self._keep = True
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
@@ -182,7 +190,7 @@ class Lease:
         message.shared.key, message.shared.byte_size = region.key, data.size
         return True
 
-    def answer(self, request: Any, size: int | None = None) -> None:
+    def answer(self, request: WithOutput, size: int | None = None) -> None:
         """Have the tensors of the answer put into a region.
 
         Args:
@@ -210,7 +218,7 @@ class Lease:
             raise InvalidInputError(f"{name}: got bytes {begin} to {end} of {shared.key!r}, want those of the request")
         return self._output.data[begin:end].copy()
 
-    def arrived(self, trailing: Any) -> None:
+    def arrived(self, trailing: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Note that the answer is there; if an earlier attempt was made, that server may still be at work."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
@@ -255,7 +263,7 @@ class Pool:
                 "shared_memory: got a server that takes none, want one on this machine, started with --shared-memory"
             )
         self.regions = Regions(info.shared_memory_prefix, budget)
-        self.expected: dict[Any, int] = {}
+        self.expected: dict[type[WithOutput] | None, int] = {}
 
     def leases(self) -> Iterator[Lease]:
         """Yield leases for a call, until one of them succeeds or fails."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -26,6 +27,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
 )
 from mmpos.rpc.errors import get_error
+from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.support.checks import one_of
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q")
 T = TypeVar("T")
+
+Answer = positions_pb2.StreamPlaceResponse | sequences_pb2.StreamBuildResponse
+"""The answer to one item of a stream."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Stream(Generic[Q, T]):
         refused: makes a result of the error of one item, or raises it.
     """
 
-    method: Method
+    method: Method[Answer]
     call: Callable[[Q], Call[T]]
     refused: Callable[[Q, MmposError], T]
 
@@ -64,11 +69,11 @@ def stream(profile: str | None, errors: Errors) -> Stream[PositionsQuery, Positi
     return Stream(STREAM_PLACE, lambda query: calls.query(profile, query), refused)
 
 
-def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Sequence[Any]], Built]:
+def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Sequence[object]], Built]:
     """Stream of batches of documents; arguments as for ``Client.stream_build``."""
     one_of("errors", errors, ("raise", "return"))
 
-    def refused(documents: Sequence[Sequence[Any]], error: MmposError) -> Built:
+    def refused(documents: Sequence[Sequence[object]], error: MmposError) -> Built:
         if errors == "raise" or not isinstance(documents, list | tuple):
             raise error
         return [error] * len(documents)
@@ -129,13 +134,14 @@ class Window(Generic[Q, T]):
         """List the requests without an answer, oldest first."""
         return [entry.request.data for entry in self._entries if not isinstance(entry.request, MmposError)]
 
-    def result(self, answer: Any = None) -> T:
+    def result(self, answer: Answer | None = None) -> T:
         """Remove the oldest item and return its result: of this answer, or of the refusal here."""
         if not self._entries:
             raise ServiceError("answer: got one more than was asked for")
         entry = self._entries.popleft()
         if isinstance(entry.request, MmposError):
             return self._stream.refused(entry.item, entry.request)
+        assert answer is not None, "only a refusal has none"
         if answer.id != entry.id:
             raise ServiceError(f"answer: got id {answer.id}, want {entry.id}")
         self._broken = 0
@@ -183,9 +189,9 @@ _END: Any = object()
 class ThreadLink:
     """Open stream of a thread: requests are written and answers read by threads of its own, so that neither waits."""
 
-    def __init__(self, opened: Any, metadata: Metadata) -> None:
+    def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[Answer | MmposError | None] = SimpleQueue()
         self._call = opened(iter(self._requests.get, None), metadata=metadata)
         threading.Thread(target=self._read, name="mmpos-stream", daemon=True).start()
 
@@ -210,7 +216,7 @@ class ThreadLink:
         """End the requests."""
         self._requests.put(None)
 
-    def receive(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> Answer | MmposError | None:
         """Wait for the next answer, None for the end, or the error that ended the stream."""
         try:
             return self._answers.get(timeout=timeout)
@@ -223,7 +229,7 @@ class ThreadLink:
         self._call.cancel()
 
 
-def _opened(connect: Callable[[], L], window: Window[Any, Any], more: bool) -> L:
+def _opened(connect: Callable[[], L], window: Window[Q, T], more: bool) -> L:
     """Open a stream and send all requests that have no answer."""
     link = connect()
     for request in window.requests():
@@ -275,23 +281,32 @@ def thread_results(
 class TaskLink:
     """Open stream of an event loop: requests are written by a task of gRPC, and one answer is always being read."""
 
-    def __init__(self, opened: Any, metadata: Metadata) -> None:
+    def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._heard, self._pause = asyncio.Event(), 0.0
         self._call = opened(self._written(), metadata=metadata)
-        self.answer: asyncio.Task[Any] = asyncio.ensure_future(self._read())
+        self.answer: asyncio.Task[Answer | MmposError | None] = asyncio.ensure_future(self._read())
 
     async def _written(self) -> AsyncIterator[bytes]:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), self._pause)
         while (request := await self._requests.get()) is not None:
             yield request
 
-    async def _read(self) -> Any:
+    def listen_first(self, seconds: float) -> None:
+        """Write nothing for some seconds, or until the server is heard: grpc loses its status if a write fails."""
+        self._pause = seconds
+
+    async def _read(self) -> Answer | MmposError | None:
         try:
             answer = await self._call.read()
         except grpc.RpcError as error:
             return error_of(error)
         except asyncio.CancelledError:
             return closed()
-        return None if answer is grpc.aio.EOF else answer
+        finally:
+            self._heard.set()
+        return answer if isinstance(answer, Answer) else None  # the end
 
     def send(self, request: bytes) -> None:
         """Have a request written."""
@@ -301,7 +316,7 @@ class TaskLink:
         """End the requests."""
         self._requests.put_nowait(None)
 
-    def taken(self) -> Any:
+    def taken(self) -> Answer | MmposError | None:
         """Take the answer that came, None for the end, or the error that ended the stream, and read the next."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
@@ -329,7 +344,7 @@ async def task_results(
     items = aiter(source) if isinstance(source, AsyncIterable) else iter(source)
     link: TaskLink | None = None
     pull: asyncio.Task[Q] | None = None
-    more = True
+    more, pause = True, 0.0
     try:
         while more or len(window):
             if window.refused:
@@ -339,14 +354,17 @@ async def task_results(
                 pull = asyncio.ensure_future(_pulled(items))
             if link is None and window.requests():
                 link = _opened(connect, window, more)
+                link.listen_first(pause)
             answered, pulled = await _first(link, pull, timeout if window.requests() else None)
             if link is not None and (answered or not pulled):
                 answer = link.taken() if answered else no_answer(timeout)
                 if answer is None or isinstance(answer, MmposError):
                     await link.close()
                     link = None
-                    await asyncio.sleep(window.broken(answer))
+                    pause = window.broken(answer)
+                    await asyncio.sleep(pause)
                 else:
+                    pause = 0.0
                     yield window.result(answer)
             elif pull is not None:
                 item, pull = pull.result(), None
@@ -366,9 +384,9 @@ async def task_results(
             await link.close()
 
 
-async def _first(link: TaskLink | None, pull: asyncio.Task[Any] | None, timeout: float | None) -> tuple[bool, bool]:
+async def _first(link: TaskLink | None, pull: asyncio.Task[Q] | None, timeout: float | None) -> tuple[bool, bool]:
     """Wait for an answer or an item, no longer than the timeout, and return whether each is there."""
     reading = link.answer if link is not None else None
-    tasks: list[asyncio.Task[Any]] = [task for task in (reading, pull) if task is not None]
+    tasks: list[asyncio.Task[object]] = [task for task in (reading, pull) if task is not None]
     done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     return reading in done, pull in done

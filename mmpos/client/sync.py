@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
-from mmpos.client.calls import Built, Call, Errors
+from mmpos.client.calls import Built, Call, Errors, Method
 from mmpos.client.channel import closed, error_of, was_closed
 from mmpos.client.shared_memory import Lease
-from mmpos.client.streams import Stream, ThreadLink, Window, thread_results
+from mmpos.client.streams import Answer, Stream, ThreadLink, Window, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     import torch
+    from google.protobuf.message import Message
 
     from mmpos.client.info import ServerInfo
     from mmpos.positions.table import PositionTable
@@ -83,7 +84,7 @@ class Client(BaseClient[grpc.Channel]):
         return self._send(calls.query(self._options.profile, query))
 
     def build(
-        self, parts: Sequence[Any], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
+        self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
     ) -> InterleavedSequence:
         """Build the sequence of these parts, as ``SequenceBuilder.build`` does with the settings of the profile.
 
@@ -105,7 +106,7 @@ class Client(BaseClient[grpc.Channel]):
 
     def build_batch(
         self,
-        documents: Sequence[Sequence[Any]],
+        documents: Sequence[Sequence[object]],
         errors: Errors = "raise",
         *,
         scheme: str | Scheme | None = None,
@@ -228,7 +229,7 @@ class Client(BaseClient[grpc.Channel]):
 
     def stream_build(
         self,
-        batches: Iterable[Sequence[Sequence[Any]]],
+        batches: Iterable[Sequence[Sequence[object]]],
         *,
         errors: Errors = "raise",
         scheme: str | Scheme | None = None,
@@ -281,11 +282,12 @@ class Client(BaseClient[grpc.Channel]):
 
     def _ask(self, call: Call[T], lease: Lease | None = None) -> T:
         request = call.request(memory=lease)
-        method: Any = self._channel().unary_unary(call.method.path, None, call.method.response.FromString)
+        send: grpc.UnaryUnaryMultiCallable[bytes, Message]
+        send = self._channel().unary_unary(call.method.path, None, call.method.parse)
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
-                answer, done = method.with_call(request.data, timeout=patience.left, metadata=self._metadata())
+                answer, done = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)
@@ -306,13 +308,11 @@ class Client(BaseClient[grpc.Channel]):
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
         window = Window(stream, self._options, self._endpoint.attempts, self._reach)
-        return thread_results(window, iter(items), lambda: self._link(stream), self._options.timeout)
+        return thread_results(window, iter(items), lambda: self._link(stream.method), self._options.timeout)
 
-    def _link(self, stream: Stream[Any, Any]) -> ThreadLink:
-        method = stream.method
-        opened: Any = self._channel().stream_stream(method.path, None, method.response.FromString)
+    def _link(self, method: Method[Answer]) -> ThreadLink:
         try:
-            return ThreadLink(opened, self._metadata())
+            return ThreadLink(self._channel().stream_stream(method.path, None, method.parse), self._metadata())
         except ValueError as error:
             if not was_closed(error):
                 raise

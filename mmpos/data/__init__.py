@@ -11,18 +11,7 @@ from mmpos.support.extras import lazy_names
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch, mask_mod
     from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
-    from mmpos.data.formats import (
-        FORMATS,
-        MMC4,
-        Chat,
-        ChatTemplate,
-        Energon,
-        HFImages,
-        LLaVA,
-        Obelics,
-        Pairs,
-        Turn,
-    )
+    from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
     from mmpos.data.formats.images import Images
     from mmpos.data.loader import BatchDataset
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing

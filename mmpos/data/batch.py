@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any, Literal
 
 import numpy as np
@@ -187,11 +188,11 @@ class Batch:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Move the batch to another device; ``positions`` stays on the host."""
-        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
+        return self._each(methodcaller("to", device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy the batch to page-locked memory; a DataLoader with pin_memory=True calls this."""
-        return self._each(lambda value: value.pin_memory())
+        return self._each(methodcaller("pin_memory"))
 
     def shift_labels(self) -> Batch:
         """Move each label to the token that predicts it, one to the left in its document; a second call does nothing.
@@ -282,7 +283,7 @@ class Batch:
         names = ("cu_seqlens", "max_seqlen", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
         return arguments | {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def _each(self, move: Callable[[Any], Any]) -> Batch:
+    def _each(self, move: methodcaller) -> Batch:
         names = _PER_TOKEN + _PER_BATCH
         return replace(self, **{name: move(value) for name in names if (value := getattr(self, name)) is not None})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -86,7 +86,7 @@ class Document:
             raise RecordError(f"{self.key}: got no parts, want at least one")
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[object]:
         """Parts of all pieces, as a builder takes them."""
         return [piece.part for piece in self.pieces]
 
@@ -104,7 +104,7 @@ Format = Callable[[Record, Location], Document]
 class Builder(Protocol):
     """Maker of sequences: a SequenceBuilder, or a client of the service."""
 
-    def build(self, parts: Any, /) -> InterleavedSequence:
+    def build(self, parts: Sequence[object], /) -> InterleavedSequence:
         """Build the sequence of these parts."""
 
 

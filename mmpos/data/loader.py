@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -15,7 +15,7 @@ from mmpos.data.examples import MakeExample
 from mmpos.data.packing import Batching
 from mmpos.data.quarantine import OnError, Quarantine, QuarantineFile
 from mmpos.data.readers.base import Reader
-from mmpos.data.stream import BatchStream, Collate, Feed, Portion, Split, SplitBy, Stages, shard_order
+from mmpos.data.stream import BatchStream, Collate, Feed, Item, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import integer, one_of
 
@@ -24,7 +24,21 @@ __all__ = ["BatchDataset"]
 _VERSION = 1
 
 
-class BatchDataset(IterableDataset[Any]):
+class DatasetState(StreamState):
+    """State of a BatchDataset, fit for JSON.
+
+    Args:
+        version: of this form.
+        epoch: the epoch that is read.
+        of: arguments that the state depends on.
+    """
+
+    version: int
+    epoch: int
+    of: dict[str, object]
+
+
+class BatchDataset(IterableDataset[Item]):
     """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
     The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
@@ -97,7 +111,7 @@ class BatchDataset(IterableDataset[Any]):
         self._in_workers = torch.tensor(False).share_memory_()
         self._stream: BatchStream | None = None
         self._streamed = self.epoch
-        self._state: Mapping[str, Any] | None = None
+        self._state: DatasetState | None = None
 
     @property
     def epoch(self) -> int:
@@ -116,11 +130,17 @@ class BatchDataset(IterableDataset[Any]):
         if self._state is not None:
             self._check(self._state)  # again: the state was loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
-        self._stream = self._begin(self._state)
-        self._state = None
+        split, epoch = self._here(), self._streamed
+        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
+        readers = tuple(self._shards[i] for i in order)
+        seed = (self._seed, epoch, split.consumer)
+        feed = Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
+        quarantine = Quarantine(self._on_error, lines, {"epoch": epoch})
+        self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> DatasetState:
         """Return the state of the latest iterator: a few numbers per pending example and no pixels, fit for JSON.
 
         Raises:
@@ -131,14 +151,13 @@ class BatchDataset(IterableDataset[Any]):
                 "state_dict: got a dataset that workers read, want the state_dict of torchdata's StatefulDataLoader"
             )
         if self._state is not None:
-            return dict(self._state)
+            return self._state.copy()
         if self._stream is None:
             iter(self)
         assert self._stream is not None
-        state = {"version": _VERSION, "epoch": self._streamed, "of": self._identity()}
-        return {**state, **self._stream.state_dict()}
+        return {**self._stream.state_dict(), "version": _VERSION, "epoch": self._streamed, "of": self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: DatasetState) -> None:
         """Let the next iteration resume from a state; later ones read its epoch, too, unless set_epoch was called.
 
         Raises:
@@ -148,14 +167,14 @@ class BatchDataset(IterableDataset[Any]):
         # StatefulDataLoader loads a state only when reading begins, after the epoch was chosen.
         if not self._chosen:
             self._epoch.fill_(state["epoch"])
-        self._state = dict(state)
+        self._state = DatasetState(**state)
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs."""
         return {} if self._stream is None else self._stream.counts
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: object) -> None:
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
             raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from state_dict")
@@ -163,7 +182,7 @@ class BatchDataset(IterableDataset[Any]):
             if state["of"][name] != want:
                 raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stream": None}
 
     def _here(self) -> Split:
@@ -178,19 +197,10 @@ class BatchDataset(IterableDataset[Any]):
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
 
-    def _begin(self, state: Mapping[str, Any] | None) -> BatchStream:
-        split, epoch = self._here(), self._streamed
-        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
-        readers = tuple(self._shards[i] for i in order)
-        portions: list[Portion] = split.portions(len(readers))
-        feed = Feed(readers, tuple(portions), max(self._shuffle, 1), (self._seed, epoch, split.consumer))
-        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        return BatchStream(feed, self._stages, Quarantine(self._on_error, lines, {"epoch": epoch}), state)
-
     def _lines(self, name: str) -> QuarantineFile | None:
         return None if self._folder is None else QuarantineFile(self._folder / name)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
         split = self._here()
         names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move

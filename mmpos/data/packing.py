@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 __all__ = [
     "Batcher",
     "Batching",
+    "Group",
     "Overlong",
     "Pack",
     "PackCounts",
@@ -254,6 +255,10 @@ def _last_cut(example: Example, limit: int) -> int:
     return min(limit, int(spans[image, 0])) if image < len(spans) else limit
 
 
+Group: TypeAlias = Pack | Sequence[Example]
+"""Examples of one batch."""
+
+
 class Batching(Protocol):
     """Maker of groups of a stream of examples.
 
@@ -265,10 +270,10 @@ class Batching(Protocol):
     def pending(self) -> Sequence[Example]:
         """Examples held, in order."""
 
-    def add(self, example: Example, /) -> Sequence[Any]:
+    def add(self, example: Example, /) -> Sequence[Group]:
         """Add an example, and return the groups that are ready."""
 
-    def flush(self) -> Sequence[Any]:
+    def flush(self) -> Sequence[Group]:
         """Return everything that is held, in groups."""
 
 

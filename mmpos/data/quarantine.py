@@ -18,7 +18,7 @@ __all__ = ["OnError", "Quarantine", "QuarantineFile", "json_line", "read_quarant
 
 OnError = Literal["raise", "skip"]
 
-Line = Mapping[str, Any]
+Line = Mapping[str, object]
 """Line of a skipped record: source, index, key, error, and facts."""
 
 _logger = logging.getLogger(__name__)

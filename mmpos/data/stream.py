@@ -6,15 +6,15 @@ import copy
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypedDict
 
 import numpy as np
 
 from mmpos.data.examples import Example, Location, MakeExample, RecordError
-from mmpos.data.packing import Batching, Pack, Packer
+from mmpos.data.packing import Batching, Group, Pack, Packer
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
@@ -27,11 +27,13 @@ __all__ = [
     "Collate",
     "Entry",
     "Feed",
+    "Item",
     "Origin",
     "Portion",
     "Split",
     "SplitBy",
     "Stages",
+    "StreamState",
     "record_order",
     "shard_order",
 ]
@@ -251,8 +253,27 @@ class _Traced(Example):
         return [*self.origin, *(self.cut or ())]
 
 
-Collate = Callable[[Any], Any]
+Item: TypeAlias = Any
+"""Batch as the user's collate makes it, or a group without one."""
+
+Collate = Callable[[Any], Item]
 """Makes a batch of a group."""
+
+
+class StreamState(TypedDict):
+    """State of a BatchStream between two batches, fit for JSON.
+
+    Args:
+        bookmark: of the feed, behind the last record that was taken.
+        pending: traces of the examples that the batching holds.
+        ready: traces of the examples of each group that is not yet given.
+        counts: from the start of the epoch.
+    """
+
+    bookmark: list[int]
+    pending: list[list[int]]
+    ready: list[list[list[int]]]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -275,7 +296,7 @@ class Stages:
 _LOG = logging.getLogger(__name__)
 
 
-class BatchStream(Iterator[Any]):
+class BatchStream(Iterator[Item]):
     """Iterator over the batches of one consumer in one epoch.
 
     The state between two batches is small: the bookmark in the feed behind the last record that was taken, the records
@@ -292,21 +313,19 @@ class BatchStream(Iterator[Any]):
         InvalidInputError: the state does not fit the shards.
     """
 
-    def __init__(
-        self, feed: Feed, stages: Stages, quarantine: Quarantine, state: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, feed: Feed, stages: Stages, quarantine: Quarantine, state: StreamState | None = None) -> None:
         self._feed, self._stages, self._quarantine = feed, stages, quarantine
         self._batching = copy.deepcopy(stages.batching)
-        self._bookmark, self._ready, self._counts = START, deque[Any](), Counter[str]()
+        self._bookmark, self._ready, self._counts = START, deque[Group](), Counter[str]()
         if state is not None:
             self._restore(state)
         self._batches = self._run()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Item:
         return next(self._batches)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream, fit for JSON."""
+    def state_dict(self) -> StreamState:
+        """Return the state of the stream."""
         return {
             "bookmark": list(self._bookmark),
             "pending": [_trace(example) for example in self._batching.pending],
@@ -320,7 +339,7 @@ class BatchStream(Iterator[Any]):
         now = self._counts + Counter(skipped=self._quarantine.skipped)
         return now + Counter(asdict(self._batching.counts)) if isinstance(self._batching, Packer) else now
 
-    def _run(self) -> Iterator[Any]:
+    def _run(self) -> Iterator[Item]:
         for entry, example in self._examples():
             self._bookmark = entry.after
             self._counts["records"] += 1
@@ -337,7 +356,7 @@ class BatchStream(Iterator[Any]):
         if lost:
             _LOG.warning("examples too long for a pack: %s", ", ".join(f"{n} {name}" for name, n in lost.items()))
 
-    def _collated(self) -> Iterator[Any]:
+    def _collated(self) -> Iterator[Item]:
         while self._ready:
             group = self._ready.popleft()
             self._counts["batches"] += 1
@@ -351,7 +370,7 @@ class BatchStream(Iterator[Any]):
             return
         pool = ThreadPoolExecutor(self._stages.threads, "mmpos-preprocess")
         try:
-            ahead = deque[Any]()
+            ahead = deque[tuple[Entry, Future[Example | RecordError]]]()
             for entry in entries:
                 ahead.append((entry, pool.submit(self._example, entry.raw, entry.location)))
                 if len(ahead) > 2 * self._stages.threads:
@@ -377,7 +396,7 @@ class BatchStream(Iterator[Any]):
             raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
         return example
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: StreamState) -> None:
         traces = [*state["pending"], *(trace for group in state["ready"] for trace in group)]
         wholes: dict[Origin, _Traced] = {}
         for origin, location, raw in self._feed.find({Origin(*trace[:2]) for trace in traces}):
@@ -396,7 +415,7 @@ class BatchStream(Iterator[Any]):
         self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 
-    def _regroup(self, examples: list[Example]) -> Any:
+    def _regroup(self, examples: list[Example]) -> Group:
         """Make the group that the batching made of these examples."""
         batching = self._batching
         return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
@@ -407,6 +426,6 @@ def _trace(example: Example) -> list[int]:
     return example.trace
 
 
-def _members(group: Any) -> Sequence[Example]:
+def _members(group: Group) -> Sequence[Example]:
     """Return the examples of a group."""
     return group.examples if isinstance(group, Pack) else group

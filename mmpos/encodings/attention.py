@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ class _PositionedEncoding(nn.Module):
         """Return the (heads, seq, seq) bias of scores, if there is one."""
         return None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> _PositionedEncoding:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _PositionedEncoding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.fill()  # anew, since a table that was float32 does not become exact in float64
         return self

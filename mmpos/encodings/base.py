@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.checks import IntArray, host_array, integer
+from mmpos.support.checks import Array, IntArray, host_array, integer
 
 __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "LearnedBias", "LearnedTable", "Rotation"]
 
@@ -183,7 +183,7 @@ def draw(rows: int, columns: int, seed: int) -> Float64Array:
     return np.random.default_rng(integer("seed", seed, minimum=0)).normal(0, STANDARD_DEVIATION, (rows, columns))
 
 
-def _freeze(encoding: Any, weights: Any, columns: str) -> None:
+def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
     """Keep a read-only copy of the weights, and the number of their columns under its name."""
     array = host_array("weights", weights)
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
@@ -195,7 +195,7 @@ def _freeze(encoding: Any, weights: Any, columns: str) -> None:
     object.__setattr__(encoding, columns, kept.shape[1])
 
 
-def real_positions(name: str, value: Any, ndim: int | None = None) -> Float64Array:
+def real_positions(name: str, value: object, ndim: int | None = None) -> Float64Array:
     """Check finite numbers of any shape or of so many dimensions, and return them as float64, new."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iuf" and array.size:
@@ -205,14 +205,14 @@ def real_positions(name: str, value: Any, ndim: int | None = None) -> Float64Arr
     return numbers
 
 
-def distances(query_positions: Any, key_positions: Any) -> IntArray:
+def distances(query_positions: object, key_positions: object) -> IntArray:
     """Compute (n, m) int64 j − i of every key (m,) from every query (n,), whole numbers within ±2⁶²."""
     queries = whole_positions("query_positions", query_positions, 1, minimum=-_HALF, below=_HALF)
     return whole_positions("key_positions", key_positions, 1, minimum=-_HALF, below=_HALF) - queries[:, None]
 
 
 def whole_positions(
-    name: str, value: Any, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
+    name: str, value: object, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
     """Check integers of any shape or of so many dimensions, minimum <= p < below, and return them as int64, new."""
     array = _shaped(name, value, ndim)
@@ -227,14 +227,14 @@ def whole_positions(
     return positions
 
 
-def _shaped(name: str, value: Any, ndim: int | None) -> npt.NDArray[Any]:
+def _shaped(name: str, value: object, ndim: int | None) -> Array:
     array = host_array(name, value)
     if ndim is not None and array.ndim != ndim:
         raise InvalidInputError(f"{name}: got shape {array.shape}, want {ndim} dimension{'s' * (ndim != 1)}")
     return array
 
 
-def _refuse(name: str, values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], want: str) -> None:
+def _refuse(name: str, values: Array, wrong: npt.NDArray[np.bool_], want: str) -> None:
     """Raise for the first position that is wrong, with its index in the name."""
     if not wrong.any():
         return

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from mmpos.images.headers import (
     HEAD_BYTES,
     SCAN,
     Header,
+    ImageSize,
     letters,
     orient,
     orientation,
@@ -34,13 +35,13 @@ from mmpos.images.headers import (
     read_header,
     walk,
 )
-from mmpos.images.sizes import ImageSize
 from mmpos.support.checks import Array
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
+    from torch import Tensor
 
 __all__ = [
     "BACKENDS",
@@ -80,11 +81,11 @@ class Source(Protocol):
         """The size after orientation."""
 
     def read(self, backend: str) -> tuple[Samples, str]:
-        """The upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash."""
+        """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash."""
 
 
 @contextmanager
-def open_source(image: Any) -> Iterator[Source]:
+def open_source(image: object) -> Iterator[Source]:
     """Open an image, reading and checking its header only.
 
     Raises:
@@ -100,9 +101,9 @@ def open_source(image: Any) -> Iterator[Source]:
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif _is("PIL.Image", "Image", image):
-        yield _Pillow(image)
+        yield _Pillow(cast("Image", image))
     elif _is("torch", "Tensor", image):
-        yield _Array(_from_torch(image))
+        yield _Array(_from_torch(cast("Tensor", image)))
     elif isinstance(image, str):
         raise InvalidInputError(f"image: got the text {image[:80]!r}, want pathlib.Path(...) for a file")
     else:
@@ -127,7 +128,7 @@ class File:
         return self.header.size
 
     def read(self, backend: str) -> tuple[Samples, str]:
-        """The upright samples, and the hash of the file."""
+        """Decode the upright samples, and hash the file."""
         data = self.data()
         array = orient(decode(data, self.header, backend), self.header.orientation)
         return array, hashlib.sha256(data).hexdigest()
@@ -148,7 +149,7 @@ class _Array:
 
     def read(self, backend: str) -> tuple[Samples, str]:
         array = self.array.astype(self.array.dtype.newbyteorder("<"), copy=False)
-        digest = _digest((array.dtype.name, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        digest = _digest((array.dtype.name, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return array.reshape(*array.shape[:2], -1), digest
 
 
@@ -174,7 +175,7 @@ class _Pillow:
             return array, _digest(header, image.tobytes())
 
 
-def _digest(header: tuple[object, ...], pixels: Any) -> str:
+def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
     digest = hashlib.sha256(repr(header).encode())
     digest.update(pixels)
     return digest.hexdigest()
@@ -193,12 +194,12 @@ def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _is(module: str, name: str, image: object) -> bool:
-    """Whether image is a module.name, without importing the module: a caller who has one has imported it."""
+    """Check whether image is a module.name, without importing the module: a caller who has one has imported it."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(image, kind)
 
 
-def _from_torch(tensor: Any) -> Samples:
+def _from_torch(tensor: Tensor) -> Samples:
     """Turn a tensor into an array, channels last, with the same memory."""
     if tensor.device.type != "cpu" or str(tensor.layout) != "torch.strided":
         raise InvalidInputError(f"image: got a tensor on {tensor.device}, {tensor.layout}, want it dense on the host")
@@ -208,7 +209,7 @@ def _from_torch(tensor: Any) -> Samples:
     return array if array.ndim == 2 else np.moveaxis(array, 0, 2)
 
 
-def _checked(array: Array, dtypes: tuple[Any, ...], *, channels_last: bool) -> Samples:
+def _checked(array: Array, dtypes: tuple[type[np.generic], ...], *, channels_last: bool) -> Samples:
     channels = array.shape[-1 if channels_last else 0] if array.ndim == 3 else 1
     if array.ndim not in (2, 3) or channels not in (1, 3, 4):
         want = "(h, w) or (h, w, 1 | 3 | 4)" if channels_last else "(h, w) or (1 | 3 | 4, h, w)"
@@ -422,7 +423,7 @@ def pillow() -> ModuleType:
     return Image
 
 
-def torchvision() -> tuple[Any, Any]:
+def torchvision() -> tuple[ModuleType, ModuleType]:
     """Import torch and torchvision.transforms.v2.functional."""
     with needed_for('backend="torchvision" (backend="pillow" works without torch)', extra="all"):
         import torch

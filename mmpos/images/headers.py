@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.images.sizes import ImageSize
 from mmpos.support import native
-from mmpos.support.checks import Array
+from mmpos.support.checks import INT32_MAX, Array, integer
 
 __all__ = [
     "EXIF",
@@ -29,6 +28,7 @@ __all__ = [
     "SCAN",
     "Chunks",
     "Header",
+    "ImageSize",
     "letters",
     "orient",
     "orientation",
@@ -49,6 +49,26 @@ _HEAVY = 48_000_000
 """Pixels of a plain JPEG, or bytes, that a core decodes in about half a second."""
 
 _EXIF_BYTES = 2**16  # as in a JPEG: longer blocks are cut, which leaves the orientation at their start
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """An image known only by its size; unpacks into (height, width).
+
+    Args:
+        height: rows of pixels, at least 1, after EXIF orientation.
+        width: columns of pixels, at least 1, after EXIF orientation.
+    """
+
+    height: int
+    width: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "height", integer("image.height", self.height, minimum=1, maximum=INT32_MAX))
+        object.__setattr__(self, "width", integer("image.width", self.width, minimum=1, maximum=INT32_MAX))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.height, self.width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,9 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.support import native
 from mmpos.support.checks import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "values_of_pixels"]
 
@@ -68,22 +71,23 @@ def cut(
 _AT_ONCE = 128  # patches whose floats stay in a core's cache from the first step to the last
 
 
-def pixel_values(patches: Any, patch: int, frames: int, scale: Array, shift: Array) -> Any:
+def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array, shift: Array) -> Array | Tensor:
     """Normalise patches (n, patch, patch, 3) to (n, 3 * frames * patch * patch) float32, times scale plus shift.
 
     Torch tensors give torch tensors, and are worked on where they lie.
     """
-    torch: Any = sys.modules.get("torch")  # who has a tensor has imported it
-    is_tensor = torch is not None and isinstance(patches, torch.Tensor)
-    if not is_tensor and not isinstance(patches, np.ndarray):
+    loaded = sys.modules.get("torch")  # who has a tensor has imported it
+    if not isinstance(patches, np.ndarray if loaded is None else (np.ndarray, loaded.Tensor)):
         raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
     if str(patches.dtype).removeprefix("torch.") != "uint8":
         raise InvalidInputError(f"patches: got {patches.dtype}, want uint8")
     if patches.ndim != 4 or tuple(patches.shape[1:]) != (patch, patch, 3):
         raise InvalidInputError(f"patches: got shape {tuple(patches.shape)}, want (n, {patch}, {patch}, 3)")
-    if not is_tensor:
+    if isinstance(patches, np.ndarray):
         return _on_host(patches, frames, (scale, shift))
     if patches.device.type == "cpu":
+        import torch
+
         return torch.from_numpy(_on_host(patches.numpy(), frames, (scale, shift)))
     return on_device(patches, frames, scale, shift)
 
@@ -99,7 +103,7 @@ def values_of_pixels(
     return values
 
 
-def _on_host(patches: Any, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
+def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
     count, side, _, colours = patches.shape
     values = np.empty((count, colours * frames * side * side), np.float32)
     # Patches below one another are an image of one column.
@@ -108,7 +112,7 @@ def _on_host(patches: Any, frames: int, normalise: Factors) -> npt.NDArray[np.fl
     return values
 
 
-def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
+def _in_numpy(patches: Array, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
     count, side, _, colours = patches.shape
     area = side * side
     planes = patches.reshape(count, area, colours).swapaxes(1, 2)
@@ -124,7 +128,7 @@ def _in_numpy(patches: Any, frames: int, normalise: Factors, out: npt.NDArray[np
         values[begin : begin + _AT_ONCE] = floats.reshape(some.shape)[:, :, None]
 
 
-def on_device(patches: Any, frames: int, scale: Any, shift: Any) -> Any:
+def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:
     """Normalise patches by torch, on the device of the tensor."""
     import torch
 

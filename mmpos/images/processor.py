@@ -6,19 +6,24 @@ import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.decode import BACKENDS, File, Source, open_source, resize, to_rgb
+from mmpos.images.headers import ImageSize
 from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
-from mmpos.images.sizes import Budget, ImageSize
 from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, Array, integer, one_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["ImageProcessor", "ProcessedImage"]
+
+Patches = TypeVar("Patches", Array, "Tensor")
 
 # Mean and standard deviation of the images that OpenAI's CLIP was trained on, which Qwen-VL and others took over.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -116,12 +121,6 @@ class ImageProcessor:
         for name, value in (checked | colours).items():
             object.__setattr__(self, name, value)
 
-    @property
-    def _budget(self) -> Budget:
-        factor = self.patch_size * self.spatial_merge_size
-        most = self.max_pixels if self.max_tokens is None else min(self.max_pixels, self.max_tokens * factor**2)
-        return Budget(factor, self.min_pixels, most, self.max_aspect_ratio)
-
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Compute the size of an image after resizing, from its size alone.
 
@@ -140,12 +139,13 @@ class ImageProcessor:
         Raises:
             InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
         """
-        budget = self._budget
-        rows, columns = budget.fit(*ImageSize(height, width))
-        return rows * budget.factor, columns * budget.factor
+        return self._in_pixels(self.grid(height, width))
 
     def grid(self, height: int, width: int) -> Grid:
         """Compute the grid of tokens, after merging, of an image of this size: no pixel is needed.
+
+        Source: ``smart_resize`` of Qwen2-VL in Transformers, operation by operation, so that floats round alike. Only
+        sizes that it leaves over the maximum, or without a row, are others.
 
         Args:
             height: rows of pixels.
@@ -157,9 +157,25 @@ class ImageProcessor:
         Raises:
             InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
         """
-        return Grid(*self._budget.fit(*ImageSize(height, width)))
+        height, width = ImageSize(height, width)
+        short, long = sorted((height, width))
+        if long > self.max_aspect_ratio * short:
+            got = f"{height} x {width} pixels"
+            raise InvalidInputError(f"image: got {got}, want a long side <= {self.max_aspect_ratio} short sides")
+        factor = self.patch_size * self.spatial_merge_size
+        area = factor**2
+        max_pixels = self.max_pixels if self.max_tokens is None else min(self.max_pixels, self.max_tokens * area)
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * area < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * scale / factor), math.ceil(width * scale / factor)
+        if rows * columns * area > max_pixels:
+            scale = math.sqrt(height * width / max_pixels)
+            rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
+        most = max_pixels // area  # for the one row of an image so thin that it has rounded to none
+        return Grid(min(max(1, rows), most), min(max(1, columns), most))
 
-    def inspect(self, image: Any) -> ImageSize:
+    def inspect(self, image: object) -> ImageSize:
         """Read the size of an image after EXIF orientation from its header: no pixel is decoded.
 
         Args:
@@ -173,11 +189,14 @@ class ImageProcessor:
             LimitExceededError: more than max_source_pixels, or a file of more than 65,536 chunks or 100 scans.
         """
         if isinstance(image, ImageSize):
-            return self._admitted(image)
-        with open_source(image) as source:
-            return self._admitted(source.size)
+            size = image
+        else:
+            with open_source(image) as source:
+                size = source.size
+        self._admitted_grid(size)
+        return size
 
-    def process(self, image: Any, *, temporal_patch_size: int | None = None) -> ProcessedImage:
+    def process(self, image: object, *, temporal_patch_size: int | None = None) -> ProcessedImage:
         """Decode, resize and cut an image into patches.
 
         Args:
@@ -195,22 +214,23 @@ class ImageProcessor:
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
         if isinstance(image, ImageSize):
-            size = self._admitted(image)
-            return ProcessedImage(None, self.grid(*size), self.fit(*size), size, None)
+            grid = self._admitted_grid(image)
+            return ProcessedImage(None, grid, self._in_pixels(grid), image, None)
         with open_source(image) as source:
-            size = self._admitted(source.size)
+            size = source.size
+            grid = self._admitted_grid(size)
             self._afford(source)
             pixels, content_hash = self._decode(source)
-        fitted = self.fit(*size)
+        fitted = self._in_pixels(grid)
         pixels = resize(pixels, *fitted, self.backend)
         cut = (pixels, self.patch_size, self.spatial_merge_size, self.order)
         if frames is None:
             patches = patchify(*cut, None if self.dtype == "uint8" else self._factors)
         else:
             patches = values_of_pixels(*cut, frames, self._factors)
-        return ProcessedImage(patches, self.grid(*size), fitted, size, content_hash)
+        return ProcessedImage(patches, grid, fitted, size, content_hash)
 
-    def pixel_values(self, patches: Any, *, temporal_patch_size: int = 2) -> Any:
+    def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
         """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
 
         Args:
@@ -226,7 +246,7 @@ class ImageProcessor:
             InvalidInputError: patches have another type or shape.
         """
         frames = integer("temporal_patch_size", temporal_patch_size, minimum=1)
-        return pixel_values(patches, self.patch_size, frames, *self._factors)
+        return cast(Patches, pixel_values(patches, self.patch_size, frames, *self._factors))
 
     @property
     def _factors(self) -> Factors:
@@ -246,19 +266,24 @@ class ImageProcessor:
             got = f"a {source.header.kind} of {height} x {width} pixels, which may take {need} bytes to decode"
             raise LimitExceededError(f"image: got {got}, want <= {self.max_decode_bytes} (max_decode_bytes)")
 
-    def _admitted(self, size: ImageSize) -> ImageSize:
-        """Refuse the size of an image that may not be decoded."""
+    def _admitted_grid(self, size: ImageSize) -> Grid:
+        """Compute the grid of an image, and refuse the size of one that may not be decoded."""
         if size.height * size.width > self.max_source_pixels:
             got = f"{size.height} x {size.width} = {size.height * size.width} pixels"
             raise LimitExceededError(f"image: got {got}, want <= {self.max_source_pixels} (max_source_pixels)")
-        self.fit(*size)
-        return size
+        return self.grid(*size)
+
+    def _in_pixels(self, grid: Grid) -> tuple[int, int]:
+        """Compute the height and width in pixels of an image that fills a grid."""
+        factor = self.patch_size * self.spatial_merge_size
+        return grid.height * factor, grid.width * factor
 
 
-def _three(name: str, values: Iterable[Any], *, above: float = -math.inf) -> tuple[Any, ...]:
+def _three(name: str, values: object, *, above: float = -math.inf) -> list[Real]:
     """Check three finite numbers, one per colour."""
-    numbers: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else ()
-    if len(numbers) != 3 or not all(isinstance(v, Real) and above < float(v) < math.inf for v in numbers):
+    numbers = list(values) if isinstance(values, Iterable) else []
+    reals = [number for number in numbers if isinstance(number, Real) and above < float(number) < math.inf]
+    if not len(numbers) == len(reals) == 3:
         want = "three finite numbers" + (f" > {above}" if above > -math.inf else "")
         raise InvalidInputError(f"{name}: got {values!r}, want {want}")
-    return numbers
+    return reals

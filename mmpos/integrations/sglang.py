@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
     return ids, ids.new_tensor([[delta]])
 
 
-def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: int = 1) -> SegmentTable:
+def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_size: int = 1) -> SegmentTable:
     """Make the table of a prompt from SGLang's ``mm_items``, without reading its tokens.
 
     Args:
@@ -80,7 +80,7 @@ def item_segments(num_tokens: int, mm_items: Sequence[Any], spatial_merge_size: 
     return SegmentTable.from_spans([num_tokens], rows[:, 0], grids)
 
 
-def _item_spans(index: int, item: Any, merge: int) -> IntArray:
+def _item_spans(index: int, item: object, merge: int) -> IntArray:
     """Return (spans, 5) first and last placeholder and merged frames, height, width of one item."""
     name = f"mm_items[{index}]"
     held = [getattr(item, field, None) for field in GRIDS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array,
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["block_keys"]
+
+_T = TypeVar("_T")
 
 
 _ROOT = b"mmpos.block_keys 1"
@@ -143,7 +145,7 @@ def _checked_chains(known: Sequence[Sequence[bytes]] | None, full: IntArray) -> 
     return chains
 
 
-def _listed(name: str, values: object) -> list[Any]:
+def _listed(name: str, values: Iterable[_T]) -> list[_T]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidInputError(f"{name}: got {type(values).__name__}, want a list")
     return list(values)

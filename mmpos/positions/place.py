@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,16 +64,12 @@ def place(
     scheme = get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    split = _split(segments, _start(scheme, start, segments.num_documents))
-    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
-    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
-
-
-def _start(scheme: Scheme, start: npt.ArrayLike, num_documents: int) -> IntArray:
-    array = per_document("start", start, num_documents, minimum=INT32_MIN)
+    starts = per_document("start", start, segments.num_documents, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
-    return array
+    split = _split(segments, starts)
+    _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
+    return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
 def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: bool) -> None:
@@ -256,7 +252,7 @@ def _placed_in_c(
     return PositionTable(table, documents, tokens, scheme.fractional, scheme.label)
 
 
-def _numbers(placement: Placement | None, fractional: bool) -> tuple[Any, ...] | None:
+def _numbers(placement: Placement | None, fractional: bool) -> tuple[object, ...] | None:
     """Give a placement as the extension takes it; without the denominator where there must be none."""
     if placement is None:
         return None

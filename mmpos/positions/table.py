@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -290,9 +290,14 @@ class PositionTable:
         """
         core = native.core
         # An array that fits as it is needs no check, which costs more than writing thousands of ids.
-        plain = axes is None and dtype is None and isinstance(out, np.ndarray)
-        if plain and core is not None and core.expand(self.table, self.num_tokens, self.fractional, out, None, True):
-            return cast(Array, out)
+        if (
+            axes is None
+            and dtype is None
+            and isinstance(out, np.ndarray)
+            and core is not None
+            and core.expand(self.table, self.num_tokens, self.fractional, out, None, True)
+        ):
+            return out
         wanted = self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)

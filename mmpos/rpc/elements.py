@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +61,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _schema(kind: Any) -> Schema:
+def _schema(kind: Descriptor) -> Schema:
     kinds: list[Descriptor] = [kind]
     for message in kinds:  # grows on the way
         inner = [field.message_type for field in message.fields if field.message_type is not None]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.rows import AXES, MAX_AXES
-from mmpos.positions.table import PositionTable
+from mmpos.positions.table import Layout, PositionTable, Side
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -60,6 +64,11 @@ from mmpos.support.checks import (
 
 if TYPE_CHECKING:
     from mmpos.rpc.tensors import Memory
+
+
+D = TypeVar("D")
+E = TypeVar("E", bound=int)
+T = TypeVar("T")
 
 
 def parameters(scheme: type[Scheme]) -> list[str]:
@@ -163,7 +172,7 @@ def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntAr
     return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
 
 
-def _separators(name: str, where: IntArray, segments: int) -> Any:
+def _separators(name: str, where: IntArray, segments: int) -> npt.NDArray[np.bool_] | None:
     if not where.size:
         return None
     first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=segments - 1)
@@ -287,7 +296,7 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
     )
 
 
-def _whole(name: str, values: Any) -> Any:
+def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     """Cast integers to a type that can be sent; leave anything else to be refused where it is used."""
     array = host_array(name, values)
     if array.dtype.kind == "b":
@@ -295,18 +304,18 @@ def _whole(name: str, values: Any) -> Any:
     return array.astype(np.int64) if array.dtype.kind in "iu" and array.dtype.name not in DATA_TYPES else array
 
 
-def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Any) -> None:
+def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Sequence[Fraction | float | None] | None) -> None:
     for value in rationals("seconds_per_frame", seconds):
         put_rational(message.seconds_per_frame.add(), value)
 
 
-_LAYOUTS: dict[Any, Any] = {
+_LAYOUTS: dict[pb.ShardLayout.ValueType, Layout] = {
     pb.SHARD_LAYOUT_ZIGZAG: "zigzag",
     pb.SHARD_LAYOUT_CONTIGUOUS: "contiguous",
     pb.SHARD_LAYOUT_ZIGZAG_SEQUENCE: "zigzag-sequence",
     pb.SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: "contiguous-sequence",
 }
-_SIDES: dict[Any, Any] = {pb.SIDE_LEFT: "left", pb.SIDE_RIGHT: "right"}
+_SIDES: dict[pb.Side.ValueType, Side] = {pb.SIDE_LEFT: "left", pb.SIDE_RIGHT: "right"}
 _IDS = {tensor_pb2.DATA_TYPE_UNSPECIFIED: None} | {DATA_TYPES[name]: name for name in ("int32", "int64", "float64")}
 
 
@@ -423,13 +432,13 @@ def _get_dense(name: str, message: pb.Dense) -> Dense:
     return Dense(enum(name, message, "dtype", _IDS), tuple(message.axes) or None)
 
 
-def _put_arrays(message: Any, view: Any, *fields: str) -> None:
+def _put_arrays(message: Message, view: Take | Window, *fields: str) -> None:
     message.SetInParent()
     for field in fields:
         put_integers(getattr(message, field), getattr(view, field))
 
 
-def _put_one_or_each(message: Any, field: str, value: Any) -> None:
+def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None:
     message.SetInParent()
     if np.ndim(value):
         put_integers(getattr(message, f"{field}_per_document"), value)
@@ -437,16 +446,16 @@ def _put_one_or_each(message: Any, field: str, value: Any) -> None:
         setattr(message, field, value)
 
 
-def _one_or_each(name: str, message: Any, field: str, default: int | None) -> Any:
+def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
     each: IntArray = integers(getattr(message, f"{field}_per_document"))
     if each.size and message.HasField(field):
         raise InvalidInputError(f"{path(name, field)}: got it and {field}_per_document, want one of them")
     return each if each.size else default if not message.HasField(field) else getattr(message, field)
 
 
-def _number(meanings: dict[Any, Any], meaning: Any) -> Any:
+def _number(meanings: Mapping[E, T], meaning: T) -> E:
     """Look up the enum value of a meaning."""
     for number, value in meanings.items():
         if value == meaning:
             return number
-    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(filter(None, meanings.values()))}")
+    raise InvalidInputError(f"dtype: got {meaning}, want one of {', '.join(map(str, filter(None, meanings.values())))}")

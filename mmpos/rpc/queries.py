@@ -144,14 +144,7 @@ class Spans:
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""
-        return SegmentTable.from_spans(
-            self.lengths,
-            self.offsets,
-            self.grid_thw,
-            self.documents,
-            seconds_per_frame=self.seconds_per_frame,
-            row_separator=self.row_separator,
-        )
+        return SegmentTable.from_spans(**vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,20 +173,8 @@ class InputIds:
         """Make the segments of these documents."""
         if self.image_token_id is None:
             raise InvalidInputError("image_token_id: got None, want the id of image placeholders")
-        return SegmentTable.from_input_ids(
-            self.input_ids,
-            self.image_grid_thw,
-            self.video_grid_thw,
-            image_token_id=self.image_token_id,
-            video_token_id=self.video_token_id,
-            spatial_merge_size=1 if self.spatial_merge_size is None else self.spatial_merge_size,
-            cu_seqlens=self.cu_seqlens,
-            attention_mask=self.attention_mask,
-            seconds_per_frame=self.seconds_per_frame,
-            frames_apart=self.frames_apart,
-            row_token_id=self.row_token_id,
-            last_row_token_id=self.last_row_token_id,
-        )
+        merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
+        return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 
 
 @dataclass(frozen=True, eq=False)

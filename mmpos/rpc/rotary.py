@@ -12,6 +12,8 @@ from mmpos.rpc.tensors import chosen, enum, get_torch, optional, path, put_tenso
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from mmpos.rpc.tensors import Memory
@@ -84,7 +86,9 @@ def _check_lists(name: str, message: pb.Rotary) -> None:
             raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {most}")
 
 
-def put_rotary_positions(message: pb.RotaryPositions, positions: Any) -> None:
+def put_rotary_positions(
+    message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[np.generic]
+) -> None:
     """Fill a message with a PositionTable, or with a torch tensor or an array of ids."""
     if isinstance(positions, PositionTable):
         put_table(message.table, positions)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Sent:
     error: MmposError | None = None
 
 
-def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) -> Sent:
+def put_parts(message: pb.Document, parts: object, memory: Memory | None = None) -> Sent:
     """Fill a message with the parts of a document, as SequenceBuilder.build takes them, up to one that cannot be sent.
 
     A path travels as the bytes of its file, an image without a file as its upright pixels, and a Video as its plain
@@ -82,12 +82,12 @@ def put_parts(message: pb.Document, parts: Any, memory: Memory | None = None) ->
     return sent
 
 
-def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[Any]:
+def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[object]:
     """Read the parts of a document, as SequenceBuilder.build takes them; memory: as for ``get_tensor``."""
     return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
 
 
-def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tuple[bool, str | None]:
+def _put_part(name: str, entry: pb.Part, part: object, memory: Memory | None) -> tuple[bool, str | None]:
     """Fill a part; return whether it is an image, and its content hash if the pixels alone do not give it."""
     if isinstance(part, str):
         entry.text = text(name, part)
@@ -99,7 +99,7 @@ def _put_part(name: str, entry: pb.Part, part: Any, memory: Memory | None) -> tu
         return True, _put_image(entry, part, memory)
 
 
-def _put_image(entry: pb.Part, image: Any, memory: Memory | None) -> str | None:
+def _put_image(entry: pb.Part, image: object, memory: Memory | None) -> str | None:
     if isinstance(image, ImageSize):
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
@@ -126,14 +126,14 @@ def _put_grid(message: pb.Grid, grid: Grid) -> None:
     message.row_separator = grid.row_separator
 
 
-def _file(image: os.PathLike[Any]) -> bytes:
+def _file(image: os.PathLike[str]) -> bytes:
     try:
         return Path(image).read_bytes()
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"image: got {os.fspath(image)!r}, want a file that can be read ({error})") from error
 
 
-def _get_part(name: str, part: pb.Part, memory: Memory | None) -> Any:
+def _get_part(name: str, part: pb.Part, memory: Memory | None) -> object:
     kind = chosen(name, part, "content")
     value = getattr(part, kind)
     if kind == "token_ids":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -47,11 +48,13 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def holds(message: Any) -> int:
+def holds(message: pb.Tensor) -> int:
     """Return the bytes that a tensor claims to have, in its message or in shared memory."""
     return int(message.shared.byte_size) if message.HasField("shared") else len(message.data)
 
 
+E = TypeVar("E", bound=int)
+S = TypeVar("S", bound=np.generic)
 T = TypeVar("T")
 
 
@@ -81,12 +84,12 @@ def optional(message: Message, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def enum(name: str, message: Message, field: str, meanings: Mapping[Any, T]) -> T:
+def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
     """Read the meaning of an enum field, or refuse a value without one."""
     value = getattr(message, field)
     if value not in meanings:
-        values: Any = message.DESCRIPTOR.fields_by_name[field].enum_type
-        values = values.values_by_number
+        kind = message.DESCRIPTOR.fields_by_name[field].enum_type
+        values = kind.values_by_number if kind is not None else {}
         got = values[value].name if value in values else value
         want = ", ".join(values[number].name for number in meanings)
         raise InvalidInputError(f"{path(name, field)}: got {got}, want one of {want}")
@@ -121,12 +124,12 @@ def integer_lists(message: Message, *fields: str) -> list[IntArray]:
 
 
 @lru_cache(maxsize=64)
-def _numbers(kind: Any, fields: tuple[str, ...]) -> bytes:
+def _numbers(kind: Descriptor, fields: tuple[str, ...]) -> bytes:
     """Look up the numbers of fields."""
     return bytes(kind.fields_by_name[field].number for field in fields)
 
 
-def put_integers(field: Any, values: Any) -> None:
+def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
     """Fill a repeated field with the numbers of an array, in order."""
     field.extend(np.asarray(values).ravel().tolist())
 
@@ -172,7 +175,7 @@ DATA_TYPES = {name: number for number, name in _NAMES.items()}
 _LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
 
 
-def put_tensor(message: pb.Tensor, array: npt.NDArray[Any] | torch.Tensor, memory: Memory | None = None) -> None:
+def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, memory: Memory | None = None) -> None:
     """Fill a message with an array or a torch tensor on any device.
 
     Args:
@@ -253,7 +256,7 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
     return tensor.view(torch.bfloat16) if message.dtype == pb.DATA_TYPE_BFLOAT16 else tensor
 
 
-def owned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def owned(array: npt.NDArray[S]) -> npt.NDArray[S]:
     """Copy an array unless it may be written to."""
     return array if array.flags.writeable else array.copy()
 
@@ -267,7 +270,7 @@ def _shared(name: str, message: pb.Tensor, memory: Memory | None) -> npt.NDArray
     return memory.get(path(name, "shared"), message.shared)
 
 
-def _host(tensor: Any) -> tuple[str, npt.NDArray[Any]]:
+def _host(tensor: object) -> tuple[str, npt.NDArray[Any]]:
     """Convert a torch tensor to the name of its type and an array, bits of bfloat16 as uint16."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):

@@ -113,7 +113,7 @@ class TextRuns:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where tokens lie: id = (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
+    """The ids of tokens: id = (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
 
     Args:
         origin: one (grids,) array or integer per axis.
@@ -181,26 +181,26 @@ class Scheme(ABC):
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
-        """(grids,) ids consumed: how far a grid moves the cursor."""
+        """Count the ids that each grid consumes, (grids,): how far it moves the cursor."""
 
     @abstractmethod
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        """Where the tokens of each grid lie when the cursor (grids,) stands before it."""
+        """Place the tokens of each grid, before which the cursor (grids,) stands."""
 
     def advance_text(self, runs: TextRuns) -> IntArray:
-        """(runs,) ids consumed by text: one per token."""
+        """Count the ids that text consumes, (runs,): one per token."""
         return runs.lengths
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        """Where text lies: the same id on every axis, one more per token."""
+        """Place text: the same id on every axis, one more per token."""
         return Placement(origin=[cursor] * self.axes, step_col=[1] * self.axes)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
-        """(grids,) lowest next position that each grid demands, where the cursor does not say it."""
+        """Give the lowest next position that each grid demands, (grids,), where the cursor does not say it."""
         return None
 
 
-def changed_parameters(named: Any) -> dict[str, Any]:
+def changed_parameters(named: object) -> dict[str, Any]:
     """List the parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
     known = [field for field in fields(named) if field.init] if is_dataclass(named) else []
     values = {field.name: (getattr(named, field.name), field.default) for field in known}

@@ -34,9 +34,9 @@ def layout(lengths: object, offsets: object, grid_thw: object, documents: object
     if native.core is not None:
         arrays = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
     if arrays is not None:
-        kind, extents, segment_offsets, at = arrays
-        extents = native.int64(extents).reshape(3, -1)
-        return Layout(np.frombuffer(kind, np.uint8), extents, native.int64(segment_offsets), native.int64(at))
+        kinds, *numbers = arrays
+        sides, firsts, segments = map(native.int64, numbers)
+        return Layout(np.frombuffer(kinds, np.uint8), sides.reshape(3, -1), firsts, segments)
     first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
     first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)

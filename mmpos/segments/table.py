@@ -72,8 +72,8 @@ class SegmentTable:
         """
         arrays = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
         if arrays is not None:
-            kind, extents, offsets = arrays
-            return cls(np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets))
+            kind, sides, firsts = arrays
+            return cls(np.frombuffer(kind, np.uint8), native.int64(sides).reshape(3, -1), native.int64(firsts))
         try:
             items = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)

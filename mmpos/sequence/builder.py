@@ -75,7 +75,7 @@ class SequenceBuilder:
         object.__setattr__(self, "scheme", get_scheme(self.scheme))
         object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
 
-    def build(self, parts: Sequence[Any]) -> InterleavedSequence:
+    def build(self, parts: Sequence[object]) -> InterleavedSequence:
         """Build the sequence of these parts, in order.
 
         Raises:
@@ -87,7 +87,7 @@ class SequenceBuilder:
         return self._build(parts, {})
 
     def build_batch(
-        self, documents: Sequence[Sequence[Any]], *, threads: int | None = None
+        self, documents: Sequence[Sequence[object]], *, threads: int | None = None
     ) -> list[InterleavedSequence]:
         """Build the sequences of several documents, the same whatever the threads.
 
@@ -125,7 +125,7 @@ class SequenceBuilder:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _build(self, parts: Sequence[Any], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
+    def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
         """Build a sequence, of whose plain parts some images are decoded ahead."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
@@ -142,7 +142,7 @@ class SequenceBuilder:
                 contents.add_image(index, content)
         return contents.sequence(self.scheme, self.start)
 
-    def _read(self, name: str, part: Any) -> IntArray | ProcessedImage:
+    def _read(self, name: str, part: object) -> IntArray | ProcessedImage:
         """Read a part as token ids or as an image."""
         if isinstance(part, str):
             return self._encode(name, part)
@@ -203,11 +203,13 @@ def _is_ids(part: object) -> bool:
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
 
-def _token_ids(name: str, ids: Any) -> IntArray:
+def _token_ids(name: str, ids: object) -> IntArray:
     try:
         # Half the time that numpy takes to find out what is in a list; a list of bools is refused below.
-        plain = type(ids) is list and ids and type(ids[0]) is int
-        checked: IntArray = np.frombuffer(array("q", ids), np.int64) if plain else int_array(name, ids, (None,))
+        if type(ids) is list and ids and type(ids[0]) is int:
+            checked: IntArray = np.frombuffer(array("q", ids), np.int64)
+        else:
+            checked = int_array(name, ids, (None,))
     except (TypeError, OverflowError):  # floats, strings, lists: int_array words the error
         checked = int_array(name, ids, (None,))
     first_bad(name, checked, minimum=0)

@@ -14,14 +14,18 @@ from mmpos.support.checks import INT32_MAX, IntArray, integer
 __all__ = ["ByteTokenizer", "MarkerIds", "Markers", "Tokenizer", "adapt"]
 
 
-class Tokenizer(Protocol):
-    """The methods of a tokenizer that SequenceBuilder calls."""
+class _Codec(Protocol):
+    """The methods that every tokenizer has."""
 
     def encode(self, text: str) -> list[int]:
         """Encode the text alone: nothing added in front or behind."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
+
+
+class Tokenizer(_Codec, Protocol):
+    """The methods of a tokenizer that SequenceBuilder calls."""
 
     def token_to_id(self, token: str) -> int | None:
         """Look up the id of a special token; None if there is none."""
@@ -124,11 +128,10 @@ class _TransformersAdapter(_HuggingFaceAdapter):
 class _PlainAdapter:
     """Any object with encode and decode; a special token is a text that encodes to one id."""
 
-    inner: Any
+    inner: _Codec
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.inner.encode(text)
-        return ids
+        return self.inner.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.inner.decode(list(ids)))

@@ -54,13 +54,13 @@ class Video:
             ``Video.frames[k]`` or ``Video.times[k]``.
     """
 
-    frames: tuple[Any, ...]
+    frames: tuple[object, ...]
     times: tuple[Fraction, ...]
     timestamps: tuple[str, ...]
 
     def __init__(
         self,
-        frames: Iterable[Any],
+        frames: Iterable[object],
         *,
         times: Iterable[Fraction | float] | None = None,
         seconds_per_frame: Fraction | float | None = None,
@@ -91,10 +91,10 @@ class Plain(NamedTuple):
 
     part_index: int
     name: str
-    part: Any
+    part: object
 
 
-def plain_parts(parts: Iterable[Any]) -> Iterator[Plain]:
+def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
     """Yield the parts one by one, every video as text, image, text, image …"""
     for i, part in enumerate(parts):
         if not isinstance(part, Video):
@@ -111,7 +111,7 @@ def part_offsets(offsets: npt.ArrayLike, indices: Sequence[int]) -> IntArray:
     return np.asarray(offsets, np.int64).take(edges)
 
 
-def _frames(frames: Any) -> tuple[Any, ...]:
+def _frames(frames: object) -> tuple[object, ...]:
     shape = getattr(frames, "shape", None)
     if shape is not None and len(shape) != 4:
         want = "a list of images, or (frames, height, width, channels)"

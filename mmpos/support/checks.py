@@ -22,21 +22,20 @@ Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 
 
-def integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> int:
+def integer(name: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
     """Check an integer, of any type but bool and float, within bounds."""
     if type(value) is not int:
         try:
             if isinstance(value, bool | np.bool_):
                 raise TypeError
-            value = operator.index(value)
+            value = operator.index(value)  # type: ignore[arg-type]  # its TypeError is the check
         except TypeError:
             raise InvalidInputError(f"{name}: got {value!r}, want an integer") from None
     if minimum is not None and value < minimum:
         raise InvalidInputError(f"{name}: got {written(value)}, want >= {minimum}")
     if maximum is not None and value > maximum:
         raise InvalidInputError(f"{name}: got {written(value)}, want <= {maximum}")
-    result: int = value
-    return result
+    return value
 
 
 @contextmanager
@@ -134,8 +133,8 @@ def per_document(name: str, value: object, num_documents: int, *, minimum: int, 
     return array
 
 
-def finite(name: str, value: Any, *, minimum: float | None = None, above: float | None = None) -> float:
-    """A float from anything that is a finite real number (never a bool), within bounds."""
+def finite(name: str, value: object, *, minimum: float | None = None, above: float | None = None) -> float:
+    """Check a finite real number of any type but bool, within bounds; gives a float."""
     want = "a finite number"
     if minimum is not None or above is not None:
         want += f" >= {minimum:g}" if minimum is not None else f" > {above:g}"
@@ -151,26 +150,26 @@ def finite(name: str, value: Any, *, minimum: float | None = None, above: float 
     return number
 
 
-def even(name: str, value: Any, *, maximum: int | None = None) -> int:
-    """An even integer >= 2."""
+def even(name: str, value: object, *, maximum: int | None = None) -> int:
+    """Check an even integer >= 2."""
     number = integer(name, value, minimum=2, maximum=maximum)
     if number % 2:
         raise InvalidInputError(f"{name}: got {number}, want an even number")
     return number
 
 
-def integers(name: str, values: Any, *, maximum: int | None = None) -> tuple[int, ...]:
-    """Integers >= 0 from any sequence of them."""
-    listed = enumerate(_listed(name, values))
-    return tuple(integer(f"{name}[{i}]", value, minimum=0, maximum=maximum) for i, value in listed)
+def integers(name: str, values: object, *, maximum: int | None = None) -> tuple[int, ...]:
+    """Check integers >= 0, of any sequence of them."""
+    every = enumerate(_listed(name, values))
+    return tuple(integer(f"{name}[{i}]", value, minimum=0, maximum=maximum) for i, value in every)
 
 
-def numbers(name: str, values: Any, minimum: float) -> tuple[float, ...]:
-    """Finite numbers from any sequence of them."""
+def numbers(name: str, values: object, minimum: float) -> tuple[float, ...]:
+    """Check finite numbers, of any sequence of them."""
     return tuple(finite(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(_listed(name, values)))
 
 
-def one_of(name: str, value: object, options: Collection[object]) -> Any:
+def one_of(name: str, value: T, options: Collection[object]) -> T:
     """Check that a value is one of the options."""
     if value not in options:
         raise InvalidInputError(f"{name}: got {value!r}, want one of {', '.join(map(repr, options))}")
@@ -208,8 +207,8 @@ def _kind(value: object) -> str:
     return type(value).__name__ + (f" on {device}" if device is not None else "")
 
 
-def _listed(name: str, values: Any) -> list[Any]:
+def _listed(name: str, values: object) -> list[object]:
     try:
-        return list(values)
+        return list(values)  # type: ignore[call-overload]  # its TypeError is the check
     except TypeError:
         raise InvalidInputError(f"{name}: got {values!r}, want a sequence of numbers") from None

@@ -11,7 +11,10 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["leftovers", "named", "whole_file", "write_text"]
 
@@ -101,7 +104,7 @@ class _Raw(io.FileIO):
         super().__init__(written, mode)
         self._path = path
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: Buffer, /) -> int:
         with named(self._path):
             return super().write(data)
 

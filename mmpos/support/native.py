@@ -5,50 +5,56 @@ Its functions answer or decline. What they decline, mistakes included, takes the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
-__all__ = ["core", "int64"]
+from mmpos.support.checks import Array, IntArray
+
+__all__ = ["Core", "core", "int64"]
 
 
 class Core(Protocol):
     """The functions of csrc/, each described there; arrays are anything with a buffer."""
 
     def columns(
-        self, kind: Any, segment_offsets: Any, start: Any, end: Any, block: Any, texts: int, grids: int,
-        of_text: Any, of_grids: Any, table: Any, documents: Any, /,
+        self, kind: Array, segment_offsets: Array, start: Array, end: Array | None, block: Array, texts: int,
+        grids: int, of_text: tuple[object, ...] | None, of_grids: tuple[object, ...] | None, table: Array,
+        documents: Array, /,
     ) -> int | None:  # fmt: skip
         """Fill the columns of a placed table from the placements of texts and grids; returns its tokens."""
 
     def cursors(
-        self, kind: Any, segment_offsets: Any, start: Any, of_text: Any, of_grids: Any, cursors: Any, end: Any, /
-    ) -> bool | None:
+        self, kind: Array, segment_offsets: Array, start: Array, of_text: Array | int, of_grids: Array | int,
+        cursors: Array, end: Array, /,
+    ) -> bool | None:  # fmt: skip
         """Fill in the cursor before every text and grid, and after every document."""
 
-    def documents(self, documents: Any, text: type, grid: type, names: tuple[str, ...], /) -> Any:
+    def documents(
+        self, documents: Sequence[Sequence[object]], text: type, grid: type, names: tuple[str, ...], /
+    ) -> tuple[bytes, bytes, bytes] | None:
         """Read kind, extents and segment offsets, as bytes, of lists of Text and Grid."""
 
-    def elements(self, raw: bytes, schema: Any, most: int, /) -> int | None:
+    def elements(self, raw: bytes, schema: Array, most: int, /) -> int | None:
         """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
 
     def expand(
-        self, table: Any, num_tokens: int, fractional: bool, out: Any, axes: bytes | None, wide: bool, /
+        self, table: Array, num_tokens: int, fractional: bool, out: Array, axes: bytes | None, wide: bool, /
     ) -> bool:
         """Write the ids of these axes into the rows of out, by the widest vectors of the CPU or by those of all."""
 
     def integers(self, raw: bytes, fields: bytes, /) -> tuple[bytes, ...] | None:
-        """The numbers of these repeated fields of a message, each as the bytes of an array."""
+        """Read the numbers of these repeated fields of a message, each as the bytes of an array."""
 
-    def joined(self, parts: tuple[Any, ...], /) -> bytes | None:
-        """The bytes of these buffers, one after the other; other threads run meanwhile."""
+    def joined(self, parts: tuple[Array | bytes | memoryview, ...], /) -> bytes | None:
+        """Join the bytes of these buffers, one after the other; other threads run meanwhile."""
 
-    def ones(self, mask: Any, left: Any, right: Any, /) -> bool:
+    def ones(self, mask: Array, left: Array, right: Array, /) -> bool:
         """Fill in the zeros left and right of the ones of every row, if they are one run."""
 
-    def patches(self, pixels: Any, patch: int, block: int, levels: Any, frames: int, out: Any, /) -> bool:
+    def patches(self, pixels: Array, patch: int, block: int, levels: Array | None, frames: int, out: Array, /) -> bool:
         """Write pixels (h, w, 3) as patches, their levels looked up in a (3, 256) table if there is one.
 
         Patches of a block lie side by side. With frames they are planes of floats, each repeated so many times.
@@ -56,8 +62,8 @@ class Core(Protocol):
 
     def rotate(
         self,
-        tensors: tuple[Any, ...],
-        source: tuple[Any, ...],
+        tensors: tuple[Array, ...],
+        source: tuple[object, ...],
         first: int,
         stop: int,
         adjacent: bool,
@@ -78,25 +84,28 @@ class Core(Protocol):
             wide: by the widest vectors of the CPU instead of those that all have; the bits are the same.
         """
 
-    def runs(self, input_ids: Any, starts: Any, stops: Any, token: int, other: int, /) -> bytes | None:
-        """Document, first token, tokens, and whether of the other token, of every run of either."""
+    def runs(self, input_ids: Array, starts: Array, stops: Array, token: int, other: int, /) -> bytes | None:
+        """Find every run of either token: document, first token, tokens, and whether of the other, as int64 bytes."""
 
-    def sound(self, kind: Any, extents: Any, segment_offsets: Any, row_separator: Any, /) -> bool:
-        """Whether these are the arrays of a segment table."""
+    def sound(self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, /) -> bool:
+        """Check whether these are the arrays of a segment table."""
 
-    def spans(self, lengths: Any, offsets: Any, grid_thw: Any, documents: Any, separators: bool, /) -> Any:
-        """Kind, extents, segment offsets and the segment of each span, as bytes."""
+    def spans(
+        self, lengths: Array, offsets: Array, grid_thw: Array, documents: Array | None, separators: bool, /
+    ) -> tuple[bytes, bytes, bytes, bytes] | None:
+        """Lay out segments: kind, extents, segment offsets and the segment of each span, as bytes."""
 
     def split(
-        self, kind: Any, extents: Any, segment_offsets: Any, row_separator: Any, start: Any, block: Any, /
-    ) -> tuple[int, int, bool, bool] | None:
+        self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, start: Array,
+        block: Array, /,
+    ) -> tuple[int, int, bool, bool] | None:  # fmt: skip
         """Fill in which segments are texts and grids; how many, whether grids touch, and whether any has frames."""
 
     def walk(self, data: bytes, format: int, most: int, /) -> tuple[int, bytes] | None:
         """Walk through an image file: how the walk ended, and kind, start and length of the chunks that matter."""
 
 
-def int64(data: bytes) -> npt.NDArray[np.int64]:
+def int64(data: bytes) -> IntArray:
     """Read int64 numbers from bytes; read-only, not copied."""
     return np.frombuffer(data, np.int64)
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceUnauthenticatedError
 from mmpos.support.extras import pip_install
@@ -39,7 +39,14 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
 """Meanings of the exit codes of both programs."""
 
 
-def run_program(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) -> int:
+class App(Protocol):
+    """A typer app as a command of click; its result is an exit code, or nothing for 0."""
+
+    def __call__(self, *, args: Sequence[str] | None, prog_name: str, standalone_mode: bool) -> int | None:
+        """Run the command of these arguments."""
+
+
+def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:
     """Run one command of a program.
 
     Args:
@@ -60,7 +67,7 @@ def run_program(name: str, load: Callable[[], Any], arguments: Sequence[str] | N
         return _run(name, load, arguments)
 
 
-def _run(name: str, load: Callable[[], Any], arguments: Sequence[str] | None) -> int:
+def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:
     try:
         code = int(load()(args=arguments, prog_name=name, standalone_mode=False) or 0)
         sys.stdout.flush()  # a full disk, or a pipe that was closed, is met here and not after the last line of Python

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from mmpos.errors import InvalidInputError
-from mmpos_server.access import TokenInterceptor, Tokens
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.certificates import Certificates
+from mmpos.errors import InvalidInputError, MmposError
+from mmpos_server.access import Certificates, TokenInterceptor, Tokens
+from mmpos_server.admission import Admission, Clients, client_name
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
-from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, Reflection, one_pool
 from mmpos_server.listening import Listen, address, bind, transport_options
-from mmpos_server.logs import Logs
-from mmpos_server.metrics import Metrics
+from mmpos_server.methods import NotFoundError, failure
 from mmpos_server.shared_memory import SharedMemory
-from mmpos_server.traffic import Traffic
-from mmpos_server.transport import MetadataLogFilter, TransportServer, Width
+from mmpos_server.telemetry import Logs, Metrics
+from mmpos_server.traffic import GoneError, Traffic
+from mmpos_server.transport import CallContext, Handler, MetadataLogFilter, RpcContext, TransportServer, Width, abort
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from mmpos_server.config import Limits, ServerConfig
     from mmpos_server.inference.http import HttpForm
     from mmpos_server.methods import Method
     from mmpos_server.tracing import Tracing
 
-__all__ = ["Server"]
+__all__ = ["HEALTH", "REFLECTION", "Health", "Introspection", "Reflection", "Server", "one_pool"]
+
 
 # Seconds that calls may keep arriving before and after they are refused; rounds and seconds without any.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
@@ -133,7 +139,7 @@ class Server:
         self._health = Health(services)
         server.add(HEALTH, self._introspection.health(self._health))
         # The methods come from several descriptor pools, and reflection takes one.
-        pool = one_pool(method.request.DESCRIPTOR.file for method in self._methods)
+        pool = one_pool(method.request for method in self._methods)
         offered = Reflection([*services, HEALTH, REFLECTION[0]], pool)
         for name in REFLECTION:
             server.add(name, self._introspection.reflection(offered))
@@ -242,13 +248,13 @@ class Server:
                 if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
-    def _handlers(self, service: str) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    def _handlers(self, service: str) -> dict[str, Handler]:
         """Return the handlers of a service over raw bytes, so that invalid messages get a status of ours.
 
         All are registered as streams, since of a stream nothing is read before the handler asks for it; on the wire
         both are the same.
         """
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        handlers: dict[str, Handler] = {
             endpoint.method.name: grpc.stream_unary_rpc_method_handler(endpoint.serve)
             for endpoint in self._unary
             if endpoint.method.service == service
@@ -269,3 +275,167 @@ class Server:
             for endpoint in self._unary
             if endpoint.method.service == service and endpoint.method.admitted
         }
+
+
+REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
+"""Full names of the two versions of the reflection service, whose messages are the same."""
+
+
+class Reflection:
+    """Reflection of the services of a server, for tools such as grpcurl.
+
+    Args:
+        services: full names of the services.
+        pool: descriptors of the services.
+    """
+
+    def __init__(self, services: Iterable[str], pool: DescriptorPool) -> None:
+        self._servicer = reflection.ReflectionServicer(services, pool)
+
+    async def answers(self, raw: bytes) -> AsyncIterator[bytes]:
+        """Answer one reflection request.
+
+        Raises:
+            DecodeError: the bytes are no request.
+        """
+        request = reflection_pb2.ServerReflectionRequest.FromString(raw)
+        for answer in self._servicer.ServerReflectionInfo([request], None):
+            yield answer.SerializeToString()
+
+
+class Introspection:
+    """Handlers of health and reflection, which are answered under any load.
+
+    Args:
+        admission: gates of the server, with one for open streams of these services.
+        clients: slots of each client.
+        traffic: messages in transit.
+    """
+
+    def __init__(self, admission: Admission, clients: Clients, traffic: Traffic) -> None:
+        self._admission, self._clients, self._traffic = admission, clients, traffic
+
+    def renew(self, clients: Clients) -> None:
+        """Apply these client limits from now on."""
+        self._clients = clients
+
+    def health(self, health: Health) -> dict[str, Handler]:
+        """Return the handlers of the health service."""
+        return {
+            "Check": grpc.stream_unary_rpc_method_handler(partial(self._unary, health.check)),
+            "Watch": grpc.stream_stream_rpc_method_handler(partial(self._stream, health.watch)),
+        }
+
+    def reflection(self, offered: Reflection) -> dict[str, Handler]:
+        """Return the handler of the reflection service."""
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(partial(self._stream, offered.answers))}
+
+    async def _unary(
+        self, answer: Callable[[bytes], Awaitable[bytes]], _requests: object, context: RpcContext
+    ) -> bytes:
+        try:
+            response = await answer(await self._traffic.request(context))
+            self._traffic.leave(context)
+            return response
+        except (MmposError, DecodeError) as error:
+            await self._fail(error, context)
+            return b""
+
+    async def _stream(
+        self, answers: Callable[[bytes], AsyncIterator[bytes]], _requests: object, context: RpcContext
+    ) -> None:
+        lease, gate, entered = self._clients.lease(client_name(context)), self._admission.watches, False
+        try:
+            lease.begin_watch()
+            gate.enter()
+            entered, read = True, False
+            while (raw := await self._traffic.receive(context, idle=read)) is not None:
+                read = True
+                async for answer in answers(raw):
+                    await self._traffic.write(context, answer)
+        except GoneError:
+            raise asyncio.CancelledError from None
+        except (MmposError, DecodeError) as error:
+            await self._fail(error, context)
+        finally:
+            if entered:
+                gate.leave(1.0)
+            lease.end(1.0)
+
+    async def _fail(self, error: Exception, context: CallContext) -> None:
+        failed = failure(error, "")
+        self._traffic.leave(context)
+        await abort(context, failed.code, failed.message, failed.metadata)
+
+
+HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+"""Full name of the health service."""
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """Health of each service and, under the empty name, of the server.
+
+    The servicer of grpc_health keeps watchers until they leave by themselves, so that a server with one watcher would
+    not stop within its grace, and forgets all watchers of a service when one leaves.
+
+    Args:
+        services: full names of the services.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = {"", *services}
+        self._stopping = asyncio.Event()
+
+    async def check(self, raw: bytes) -> bytes:
+        """Return the current status of one service.
+
+        Raises:
+            DecodeError: the bytes are no request.
+            NotFoundError: there is no such service.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        if service not in self._services:
+            # Cut, since anybody may send it: health needs no token.
+            raise NotFoundError(f"service: got {service[:300]!r}, want one of this server")
+        return self._answer(service)
+
+    async def watch(self, raw: bytes) -> AsyncIterator[bytes]:
+        """Yield the current status of one service, and the next one when the server drains.
+
+        Raises:
+            DecodeError: the bytes are no request.
+        """
+        service = health_pb2.HealthCheckRequest.FromString(raw).service
+        yield self._answer(service)
+        if not self._stopping.is_set():
+            await self._stopping.wait()
+            yield self._answer(service)
+
+    def stop(self) -> None:
+        """Report NOT_SERVING from now on."""
+        self._stopping.set()
+
+    def _answer(self, service: str) -> bytes:
+        status = _Status.NOT_SERVING if self._stopping.is_set() else _Status.SERVING
+        if service not in self._services:
+            status = _Status.SERVICE_UNKNOWN
+        return bytes(_Status(status=status).SerializeToString())
+
+
+def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
+    """Build a pool of the files of these messages, their imports, and the files of health and reflection."""
+    pool, added = DescriptorPool(), set[str]()
+
+    def add(file: Any) -> None:
+        if file.name in added:
+            return
+        added.add(file.name)
+        for imported in file.dependencies:
+            add(imported)
+        pool.AddSerializedFile(file.serialized_pb)
+
+    for file in (*(message.DESCRIPTOR.file for message in messages), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        add(file)
+    return pool

@@ -346,7 +346,7 @@ def _known(location: list[int | str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = "a table" if isinstance(value, Mapping) and value else repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -442,7 +442,7 @@ def _begins_with_a_field(message: str) -> bool:
     return bool(colon) and head.replace(".", "").isidentifier()
 
 
-def _tokenizer(setting: str, folder: Path) -> Any:
+def _tokenizer(setting: str, folder: Path) -> object:
     if setting == "bytes":
         return ByteTokenizer()
     with needed_for(repr(setting), extra="tokenizers"):

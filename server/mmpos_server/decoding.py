@@ -22,7 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ _ROOM_BYTES = 64 * 2**20
 """Memory beyond that of header and file, for modules that are imported on first use."""
 
 
-def is_heavy(part: Any) -> bool:
+def is_heavy(part: object) -> bool:
     """Check whether a part is an image that a process should decode."""
     return isinstance(part, bytes) and read_header(part).heavy(len(part))
 

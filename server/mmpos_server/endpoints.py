@@ -8,9 +8,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-
-import grpc
+from typing import TYPE_CHECKING, Protocol
 
 from mmpos.errors import (
     LimitExceededError,
@@ -21,12 +19,11 @@ from mmpos.errors import (
 )
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.errors import RETRIED
-from mmpos_server.admission import Window, client_name
-from mmpos_server.call import Call
+from mmpos_server.admission import Call, Window, client_name
 from mmpos_server.limits import check, check_elements
 from mmpos_server.methods import Failure, failure, public
-from mmpos_server.metrics import MethodMetrics
 from mmpos_server.shared_memory import Exchange, SharedMemory, claimed, mentions
+from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.traffic import GoneError, Traffic
 from mmpos_server.transport import abort, current_slot
 
@@ -37,11 +34,10 @@ if TYPE_CHECKING:
 
     from mmpos_server.admission import Admission, Clients
     from mmpos_server.config import Limits, ServerConfig
-    from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
-    from mmpos_server.metrics import Metrics
+    from mmpos_server.telemetry import Logs, Metrics
     from mmpos_server.tracing import Tracing
-    from mmpos_server.traffic import Traffic
+    from mmpos_server.transport import CallContext, RpcContext
 
 __all__ = ["REQUEST_ID", "Endpoint", "Form", "ServerContext", "StreamEndpoint"]
 
@@ -91,15 +87,15 @@ class ServerContext:
     shared_memory: SharedMemory = field(default_factory=SharedMemory)
     ids: Iterator[str] = field(default_factory=_ids)
 
-    def call(self, context: Any) -> Call:
+    def call(self, context: CallContext) -> Call:
         """Create the call of a gRPC context, with its id, client and deadline."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
         retried: tuple[tuple[str, str], ...] = ()
         for key, value in context.invocation_metadata():
-            if key == REQUEST_ID and _SANE.fullmatch(value):
-                request_id = value
+            if key == REQUEST_ID and _SANE.fullmatch(str(value)):
+                request_id = str(value)
             elif key == _ATTEMPTS:
                 retried = ((RETRIED, str(value)),)
         if request_id is None:
@@ -130,7 +126,7 @@ class ServerContext:
             self.logs.error("internal error", error, request_id=call.request_id, method=method, **call.trace)
         return failed
 
-    def ended(self, kind: str, call: Call, method: str, status: str, context: Any, **sizes: int) -> None:
+    def ended(self, kind: str, call: Call, method: str, status: str, context: CallContext, **sizes: int) -> None:
         """Log the end of a request or stream, with further numbers in ``sizes``."""
         if self.logs.requests:
             self.logs.info(
@@ -150,10 +146,10 @@ class ServerContext:
 class Form(Protocol):
     """Encoding of the messages of one request, where that is not protobuf."""
 
-    async def read(self, raw: bytes, call: Call) -> Any:
+    async def read(self, raw: bytes, call: Call) -> Message:
         """Decode a request."""
 
-    async def write(self, response: Any, call: Call) -> bytes:
+    async def write(self, response: Message, call: Call) -> bytes:
         """Encode an answer."""
 
 
@@ -174,7 +170,7 @@ class Endpoint:
         """Answer calls from now on by this method, of the same name."""
         self.method, self._server = method, server
 
-    async def serve(self, _requests: object, context: Any) -> bytes:
+    async def serve(self, _requests: object, context: RpcContext) -> bytes:
         """Receive one gRPC request and answer it, or abort with the status of the error."""
         slot = current_slot.get()
         try:
@@ -190,7 +186,7 @@ class Endpoint:
             slot.leave()  # before the answer is sent, which may take the client long to read
 
     async def handle(
-        self, raw: bytes, context: Any, form: Form | None = None, missing: MmposError | None = None
+        self, raw: bytes, context: CallContext, form: Form | None = None, missing: MmposError | None = None
     ) -> bytes:
         """Answer one request, or abort with the status of the error.
 
@@ -286,7 +282,6 @@ async def encode(response: Message, call: Call, limits: Limits) -> bytes:
         OutputError: the tensors of the answer did not fit into shared memory.
     """
     call.checkpoint()
-    call.memory.finish()
     if call.answer_bytes <= _INLINE_BYTES:
         raw = _written(response, call)
     else:
@@ -328,7 +323,7 @@ class StreamEndpoint:
         for stream in self._open:
             stream.drain()
 
-    async def handle(self, _requests: object, context: Any) -> None:
+    async def handle(self, _requests: object, context: RpcContext) -> None:
         """Answer the items of one stream until it ends; abort with the status of an error of the stream."""
         call = self._server.call(context)
         if self._server.tracing is not None:
@@ -425,7 +420,7 @@ class StreamEndpoint:
 class _Stream:
     """Open stream: a reader that starts items as the window allows, and a writer that sends their answers."""
 
-    def __init__(self, endpoint: StreamEndpoint, call: Call, context: Any, traffic: Traffic) -> None:
+    def __init__(self, endpoint: StreamEndpoint, call: Call, context: RpcContext, traffic: Traffic) -> None:
         self._endpoint, self._call, self._context, self._traffic = endpoint, call, context, traffic
         self._window = endpoint.window()
         self._answers: asyncio.Queue[tuple[asyncio.Task[bytes], int] | None] = asyncio.Queue()
@@ -470,7 +465,7 @@ class _Stream:
             while not self._draining:
                 await self._window.room()
                 raw = await self._traffic.receive(self._context, idle=self.items > 0)
-                if raw is grpc.aio.EOF:
+                if raw is None:
                     self._ended = True
                     break
                 self.items += 1

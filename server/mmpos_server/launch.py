@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, process_time, sleep
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -25,13 +25,11 @@ from mmpos_server.access import Tokens
 from mmpos_server.app import Server
 from mmpos_server.config import Concurrency, Pools, Profiles, ServerConfig, load
 from mmpos_server.listening import Listen, address, bind, bind_http, inherits, notify, warn
-from mmpos_server.logs import Logs, logging_all
-from mmpos_server.metrics import Page, ProcessMetrics, aggregate, exposed
 from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.telemetry import Logs, Page, ProcessMetrics, aggregate, exposed, logging_all
 
 if TYPE_CHECKING:
-    from mmpos_server.config import ServerConfig
-    from mmpos_server.logs import Logs
+    from mmpos_server.telemetry import Form
     from mmpos_server.tracing import Tracing
 
 __all__ = [
@@ -85,7 +83,7 @@ class Options:
     notice_seconds: float = 0.0
     drain_seconds: float = 30.0
     log_level: str = "info"
-    log_format: Any = "json"
+    log_format: Form = "json"
     otel: bool = False
     shared_memory: str | None = None
     worker: bool = False
@@ -506,7 +504,7 @@ def give_back_at_rest(seconds: float = _REST_SECONDS) -> bool:
     return True
 
 
-def _keep_giving_back(library: Any, seconds: float) -> None:
+def _keep_giving_back(library: ctypes.CDLL, seconds: float) -> None:
     with suppress(OSError):  # a system without /proc
         least, used = _resident_bytes(), process_time()
         while True:
@@ -521,7 +519,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def _glibc() -> Any:
+def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)
         return library if hasattr(library, "gnu_get_libc_version") else None

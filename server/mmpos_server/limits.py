@@ -20,7 +20,7 @@ from mmpos_server.config import Limits
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos_server.call import Call
+    from mmpos_server.admission import Call
 
 __all__ = [
     "check",

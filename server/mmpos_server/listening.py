@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import is_loopback
-from mmpos_server.certificates import Tls
+from mmpos_server.access import Tls
 from mmpos_server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from mmpos_server.logs import Logs
+    from mmpos_server.telemetry import Logs
 
 __all__ = [
     "Listen",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,9 +25,8 @@ from mmpos.rpc.tensors import required
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos.errors import MmposError
-    from mmpos_server.admission import Pool
-    from mmpos_server.call import Call
+    from mmpos.rpc.v1 import error_pb2
+    from mmpos_server.admission import Call, Pool
 
 __all__ = [
     "Failure",
@@ -94,29 +93,45 @@ class Method:
 def queried(run: Run, field: str) -> Run:
     """Wrap a function from a query to a field of the response as one from request to response."""
 
-    async def whole(request: Any, response: Any, call: Call) -> None:
+    async def whole(request: Message, response: Message, call: Call) -> None:
         await run(required("", request, "query"), answering(response, field), call)
 
     return whole
 
 
+class _Item(Protocol):
+    """Request of a stream."""
+
+    id: int
+
+
+class _ItemAnswer(Protocol):
+    """Answer to an item of a stream, which may be an error."""
+
+    id: int
+
+    @property
+    def error(self) -> error_pb2.Error:
+        """Error of the item."""
+
+
 def streamed(name: str, request: type[Message], response: type[Message], run: Run) -> Twin:
     """Return the stream form of a method of mmpos, whose items have an id and may have an error of their own."""
 
-    async def item(request: Any, response: Any, call: Call) -> None:
+    async def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
         await run(request, response, call)
 
-    def refuse(request: Any, response: Any, error: MmposError) -> None:
+    def refuse(request: _Item, response: _ItemAnswer, error: MmposError) -> None:
         response.id = request.id
         put_error(response.error, error)
 
     return Twin(name, request, response, item, refuse)
 
 
-def answering(response: Any, field: str) -> Any:
+def answering(response: Message, field: str) -> Message:
     """Return a field of a response after setting it, so that it is present even if it stays empty."""
-    target = getattr(response, field)
+    target: Message = getattr(response, field)
     target.SetInParent()
     return target
 

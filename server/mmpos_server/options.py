@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.certificates import Tls
+from mmpos_server.access import Tls
 from mmpos_server.launch import Options, leave, supervise
 from mmpos_server.launch import serve as serve_here
 from mmpos_server.listening import Listen, Uds

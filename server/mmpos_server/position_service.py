@@ -12,7 +12,7 @@ from mmpos.rpc.positions import get_query, put_result
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.limits import check_message, check_reply, check_segments, check_table, check_view
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,16 +16,16 @@ from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.support.extras import needed_for
 from mmpos_server import launch
 from mmpos_server.admission import Admission, Clients
+from mmpos_server.app import Health
 from mmpos_server.config import Profiles, ServerConfig, load
 from mmpos_server.endpoints import Endpoint, ServerContext, StreamEndpoint
 from mmpos_server.inference import open_inference_pb2
-from mmpos_server.introspection import Health
-from mmpos_server.logs import LEVELS, Logs
 from mmpos_server.methods import NotFoundError, failure
-from mmpos_server.metrics import Metrics
 from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
+from mmpos_server.telemetry import LEVELS, Logs, Metrics
 from mmpos_server.traffic import Traffic
+from mmpos_server.transport import CallContext, Caller, Handler, Metadata, RpcContext
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -40,6 +40,26 @@ SERVICER = "mmpos_server.ray_serve.add_services"
 _ARGUMENTS = ("config", "num_replicas", "log_level")
 
 
+class _Host(Protocol):
+    """Server of Serve, or of grpc.aio."""
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler], /) -> None:
+        """Add services."""
+
+
+class _ServeContext(Caller, Protocol):
+    """Context of a call that Serve passes."""
+
+    def set_code(self, code: grpc.StatusCode, /) -> None:
+        """Set the status of the call."""
+
+    def set_details(self, details: str, /) -> None:
+        """Set the message of the status."""
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]], /) -> None:
+        """Set the metadata that end the call."""
+
+
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
     """Yield each service and its methods, whose names are unique in all services: Serve routes by method name."""
     for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
@@ -50,7 +70,7 @@ def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
     yield health, [health.methods_by_name["Check"]]
 
 
-def add_services(servicer: object, server: Any) -> None:
+def add_services(servicer: object, server: _Host) -> None:
     """Add all services to a server, as generated code does for one service; messages stay bytes.
 
     Args:
@@ -58,7 +78,7 @@ def add_services(servicer: object, server: Any) -> None:
         server: server of Serve, or of grpc.aio.
     """
     for service, members in _methods():
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        handlers: dict[str, Handler] = {
             method.name: (
                 grpc.stream_stream_rpc_method_handler
                 if method.client_streaming
@@ -89,15 +109,15 @@ class Replica:
         self.streams = {stream.name: stream for stream in streams}
         self._health = Health(method.service for method in offered)
 
-    async def Check(self, request: bytes, grpc_context: Any) -> Answer:  # noqa: N802 (the name in the protocol)
+    async def Check(self, request: bytes, grpc_context: _ServeContext) -> Answer:  # noqa: N802 (the name in the protocol)
         """Answer a health check: SERVING, since the replica answers."""
 
-        async def check(raw: bytes, context: Any) -> bytes:
+        async def check(raw: bytes, context: CallContext) -> bytes:
             try:
                 return await self._health.check(raw)
             except (NotFoundError, DecodeError) as error:
                 failed = failure(error, "")
-                await context.abort(failed.code, failed.message)
+                await context.abort(failed.code, failed.message, ())
                 raise AssertionError("abort raises") from None
 
         return await answered(check, request, grpc_context)
@@ -107,10 +127,12 @@ def _add(method: MethodDescriptor) -> None:
     """Add a method to the class Replica."""
     name = method.name
 
-    async def unary(self: Replica, request: bytes, grpc_context: Any) -> Answer:
+    async def unary(self: Replica, request: bytes, grpc_context: _ServeContext) -> Answer:
         return await answered(self.unary[name].handle, request, grpc_context)
 
-    async def stream(self: Replica, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Answer]:
+    async def stream(
+        self: Replica, requests: AsyncIterator[bytes], grpc_context: _ServeContext
+    ) -> AsyncIterator[Answer]:
         async for answer in answers(self.streams[name].handle, requests, grpc_context):
             yield answer
 
@@ -178,10 +200,11 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     return application(load(None if config is None else Path(config).absolute()), **options)
 
 
-def _replicas(value: Any) -> Any:
+def _replicas(value: object) -> object:
     """Parse a number of replicas, which is text on the command line."""
-    if value == "auto" or (str(value).isdecimal() and int(value) >= 1):
-        return value if value == "auto" else int(value)
+    text = str(value)
+    if value == "auto" or (text.isdecimal() and int(text) >= 1):
+        return value if value == "auto" else int(text)
     raise InvalidInputError(f'num_replicas: got {value!r}, want a number >= 1 or "auto"')
 
 
@@ -200,7 +223,9 @@ class Answer:
         return self._raw
 
 
-async def answered(handle: Callable[[bytes, Any], Awaitable[bytes]], request: bytes, context: Any) -> Answer:
+async def answered(
+    handle: Callable[[bytes, CallContext], Awaitable[bytes]], request: bytes, context: _ServeContext
+) -> Answer:
     """Call a unary endpoint from Serve.
 
     Args:
@@ -216,7 +241,7 @@ async def answered(handle: Callable[[bytes, Any], Awaitable[bytes]], request: by
 
 
 async def answers(
-    handle: Callable[[object, Any], Awaitable[None]], requests: AsyncIterator[bytes], context: Any
+    handle: Callable[[object, RpcContext], Awaitable[None]], requests: AsyncIterator[bytes], context: _ServeContext
 ) -> AsyncIterator[Answer]:
     """Call a streaming endpoint from Serve.
 
@@ -244,19 +269,18 @@ class _AbortedError(Exception):
 class _Context:
     """Adapter that gives Serve's context the interface of a gRPC context."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: _ServeContext) -> None:
         self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
+        self.peer, self.auth_context = context.peer, context.auth_context
+        self.invocation_metadata = context.invocation_metadata
 
     def time_remaining(self) -> None:
         """Return None: Serve passes no deadline; its ingress cancels late calls."""
 
-    def set_trailing_metadata(self, metadata: Any) -> None:
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
         self._context.set_trailing_metadata(list(metadata))
 
-    async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata) -> NoReturn:
         self._context.set_code(code)
         self._context.set_details(details)
         self.set_trailing_metadata(metadata)
@@ -266,13 +290,13 @@ class _Context:
 class _Exchange(_Context):
     """Adapter of a stream's context: reads items from Serve, and returns from a write when Serve has taken it."""
 
-    def __init__(self, context: Any, requests: AsyncIterator[bytes]) -> None:
+    def __init__(self, context: _ServeContext, requests: AsyncIterator[bytes]) -> None:
         super().__init__(context)
         self._requests = requests
         self.answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.taken = asyncio.Event()
 
-    async def read(self) -> Any:
+    async def read(self) -> object:
         return await anext(self._requests, grpc.aio.EOF)
 
     async def write(self, answer: bytes) -> None:

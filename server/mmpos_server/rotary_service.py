@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
@@ -15,26 +15,28 @@ from mmpos.rpc.rotary import get_rotary, get_rotary_positions
 from mmpos.rpc.tensors import enum, get_torch, holds, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer, check_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmpos.rotary.apply import Layout, TableLayout
+
 __all__ = ["RotaryService", "check_head_dim", "demand_torch", "device"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim: frequencies are computed in exact arithmetic, pair by pair."""
 
-_TABLES: dict[Any, str | None] = {
+_TABLES: dict[int, TableLayout | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
     pb.COS_SIN_LAYOUT_PAIRS: "pairs",
     pb.COS_SIN_LAYOUT_TRANSFORMERS: "transformers",
     pb.COS_SIN_LAYOUT_TORCHTITAN: "torchtitan",
     pb.COS_SIN_LAYOUT_ANGLES: None,
 }
-_LAYOUTS: dict[Any, str | None] = {
+_LAYOUTS: dict[int, Layout | None] = {
     pb.ROTATE_LAYOUT_UNSPECIFIED: None,
     pb.ROTATE_LAYOUT_THD: "thd",
     pb.ROTATE_LAYOUT_BSHD: "bshd",
@@ -78,7 +80,7 @@ class RotaryService:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
         with call.stage("rotate"):
-            made = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)  # type: ignore[arg-type]
+            made = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
         call.checkpoint()
         with call.stage("write"):
             if isinstance(made, tuple):
@@ -92,7 +94,7 @@ class RotaryService:
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
-            layout: Any = enum("", message, "layout", _LAYOUTS)
+            layout = enum("", message, "layout", _LAYOUTS)
             check_tensors([holds(message.q), holds(message.k)], self._limits, call)
             q = get_torch("q", required("", message, "q"), call.memory)
             k = get_torch("k", message.k, call.memory) if message.HasField("k") else None
@@ -103,7 +105,15 @@ class RotaryService:
                 put_tensor(answer.k, k, call.memory)
 
     def turn(
-        self, q: Tensor, k: Tensor | None, positions: Any, rotary: Rotary, call: Call, *, layout: Any, conjugate: bool
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        positions: PositionTable | Tensor,
+        rotary: Rotary,
+        call: Call,
+        *,
+        layout: Layout | None,
+        conjugate: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate q and k, on the accelerator if there is one."""
         from mmpos.rotary import apply_rotary
@@ -132,7 +142,7 @@ class RotaryService:
             raise InvalidInputError(f"rotary: got none, and profile {profile.name!r} has none, want one of them")
         return profile.rotary
 
-    def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[Any, int]:
+    def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[PositionTable | Tensor, int]:
         positions = get_rotary_positions("positions", message, call.memory)
         if isinstance(positions, PositionTable):
             check("tokens", positions.num_tokens, self._limits)

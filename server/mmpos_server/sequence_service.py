@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError, MmposError, ServiceError
 from mmpos.images import ImageSize
@@ -20,13 +21,14 @@ from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
-from mmpos_server.admission import Pool
-from mmpos_server.call import Call
+from mmpos_server.admission import Call, Pool
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.decoding import IsolatedImageProcessor, is_heavy
 from mmpos_server.limits import check, check_answer
 
 __all__ = ["Document", "SequenceService"]
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -196,7 +198,7 @@ def _read(message: pb.Document, call: Call) -> Document:
         return Document(outcome=error)
 
 
-def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> Any:
+def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> FloatArray:
     """Return (4,) source pixels, tokens, reply bytes and frames of a document, from headers.
 
     A character counts as a token until it is tokenised. Sizes replace images that need not be decoded. A broken image
@@ -219,7 +221,7 @@ def _weight(document: Document, builder: SequenceBuilder, call: Call, *, patches
     return total
 
 
-def _tokens(tokens: float, frames: int = 0) -> Any:
+def _tokens(tokens: float, frames: int = 0) -> FloatArray:
     return np.array([0, tokens, 4 * tokens, frames])
 
 
@@ -227,7 +229,7 @@ def _grid_tokens(grid: Grid, builder: SequenceBuilder) -> float:
     return float(grid.frames) * grid.height * (grid.width + (builder.markers.row is not None))
 
 
-def _image_weight(document: Document, index: int, image: int, builder: SequenceBuilder, *, patches: bool) -> Any:
+def _image_weight(document: Document, index: int, image: int, builder: SequenceBuilder, *, patches: bool) -> FloatArray:
     part, images = document.parts[index], builder.images
     assert images is not None, "every profile has an image processor"
     try:
@@ -248,7 +250,7 @@ def _image_weight(document: Document, index: int, image: int, builder: SequenceB
     return weight
 
 
-def _content_hash(image: Any) -> str:
+def _content_hash(image: object) -> str:
     if isinstance(image, bytes):
         return hashlib.sha256(image).hexdigest()
     with open_source(image) as source:

@@ -8,17 +8,17 @@ from mmpos.rpc.positions import parameters
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference.methods import OpenInference
 from mmpos_server.inference.models import Model, Positions, Rotate, Sequences
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
 from mmpos_server.sequence_service import SequenceService
 from mmpos_server.shared_memory import SharedMemory
 
-__all__ = ["methods"]
+__all__ = ["methods", "place_method"]
 
 PACKAGE = "mmpos.rpc.v1"
 
@@ -27,18 +27,10 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     """Return all methods of a server with these profiles, limits and shared memory."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
-    place = queried(positions.place, "positions")
     build = queried(sequences.build, "sequences")
     models: list[Model] = [Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)]
     return [
-        Method(
-            f"{PACKAGE}.PositionService",
-            "Place",
-            positions_pb2.PlaceRequest,
-            positions_pb2.PlaceResponse,
-            place,
-            streamed("StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse, place),
-        ),
+        place_method(positions.place),
         Method(
             f"{PACKAGE}.SequenceService",
             "Build",
@@ -73,6 +65,19 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         ),
         *OpenInference(models, profiles, limits, memory).methods(),
     ]
+
+
+def place_method(run: Run) -> Method:
+    """Return method Place, with its stream form, of a function from a query to positions."""
+    place = queried(run, "positions")
+    return Method(
+        f"{PACKAGE}.PositionService",
+        "Place",
+        positions_pb2.PlaceRequest,
+        positions_pb2.PlaceResponse,
+        place,
+        streamed("StreamPlace", positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse, place),
+    )
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
     from mmpos_server.config import Limits
 
-__all__ = ["Exchange", "LargeTensors", "Region", "Regions", "SharedMemory", "claimed", "mentions"]
+__all__ = ["Exchange", "Region", "Regions", "SharedMemory", "claimed", "mentions"]
 
+
+Data = npt.NDArray[np.uint8]
 
 MAX_REGIONS = 256
 """Most regions that are registered at once: each holds a file of this process open."""
@@ -78,7 +80,7 @@ class Region:
         finalize(self, os.close, self._descriptor)
         self._check(name)
 
-    def read(self, name: str, offset: int, byte_size: int) -> npt.NDArray[np.uint8]:
+    def read(self, name: str, offset: int, byte_size: int) -> Data:
         """Read bytes of the region into a new array, which may be written to.
 
         Args:
@@ -250,11 +252,20 @@ class Regions:
         return iter(self._regions.items())
 
 
+LEAST_BYTES = 2**20
+"""Least size of a large tensor."""
+
+# Stands in a message for a tensor; random, so that no client can send it.
+_MARK = secrets.token_bytes(16)
+_NUMBER = struct.Struct("<I")
+
 _NONE = SharedMemory()
 
 
 class Exchange:
     """Shared memory and large tensors of one request; implements ``mmpos.rpc.tensors.Memory``.
+
+    Large tensors are kept out of their message, which protobuf would copy several times under the GIL.
 
     Args:
         memory: access of the server to shared memory.
@@ -269,7 +280,7 @@ class Exchange:
         self._memory = memory or _NONE
         self._output: Region | None = None
         self._name, self._end = "", 0
-        self._large = LargeTensors()
+        self._large: list[Data] = []  # large tensors of the answer, outside its message
         if request is not None and (output := _output(request)) is not None:
             self._name, shared = output
             self._output = self._memory.open(self._name, shared.key, shared.offset, shared.byte_size)
@@ -279,7 +290,7 @@ class Exchange:
         """Whether the tensors of the answer go to shared memory."""
         return self._output is not None
 
-    def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
+    def get(self, name: str, shared: pb.SharedMemory) -> Data:
         """Read a copy of the bytes of a tensor of the request.
 
         Raises:
@@ -289,14 +300,18 @@ class Exchange:
         region = self._memory.open(name, shared.key, shared.offset, shared.byte_size)
         return region.read(name, 0, shared.byte_size)
 
-    def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
+    def put(self, message: pb.Tensor, data: Data) -> bool:
         """Write a tensor of the answer to shared memory after the one before it; False if the message should hold it.
 
-        A tensor that does not fit is counted only, and ``finish`` refuses the answer. A large tensor that does not go
-        to shared memory is kept for ``serialize``.
+        A tensor that does not fit is counted only, and ``serialize`` refuses the answer. A large tensor that does not
+        go to shared memory is kept for ``serialize``; nobody may write to its bytes afterwards.
         """
         if self._output is None:
-            return self._large.put(message, data)
+            if data.size < LEAST_BYTES:
+                return False
+            message.data = _MARK + _NUMBER.pack(len(self._large))
+            self._large.append(data)
+            return True
         begin = aligned(self._end)
         self._end = begin + data.size
         if self._end <= self._output.byte_size:
@@ -316,17 +331,25 @@ class Exchange:
             end = aligned(end) + int(size)
         self._fit(end)
 
-    def finish(self) -> None:
-        """Check that all tensors of the answer did fit into shared memory.
+    def serialize(self, answer: Message) -> bytes:
+        """Serialize the answer with its large tensors; other threads run meanwhile.
 
         Raises:
-            OutputError: they did not; the error has the bytes they need.
+            OutputError: its tensors did not fit into shared memory; the error has the bytes they need.
         """
         self._fit(self._end)
-
-    def serialize(self, answer: Message) -> bytes:
-        """Serialize the answer."""
-        return self._large.serialize(answer)
+        raw = answer.SerializeToString()
+        if not self._large:
+            return raw
+        tensors: deque[tuple[int, Data]] = deque()
+        at = raw.find(_MARK)
+        while at >= 0:
+            (number,) = _NUMBER.unpack_from(raw, at + len(_MARK))
+            tensors.append((at, self._large[number]))
+            at = raw.find(_MARK, at + len(_MARK))
+        pieces, _ = _filled(raw, 0, len(raw), tensors)
+        whole = None if native.core is None else native.core.joined(tuple(pieces))
+        return b"".join(pieces) if whole is None else whole
 
     def _fit(self, end: int) -> None:
         if self._output is not None and end > self._output.byte_size:
@@ -346,7 +369,7 @@ def claimed(message: Message, limits: Limits) -> int:
         LimitExceededError: more documents and parts than the limits allow.
     """
     size, entries, most = 0, 0, limits.documents + limits.segments
-    waiting: list[Any] = [message]
+    waiting: list[Message] = [message]
     while waiting:
         current = waiting.pop()
         if isinstance(current, pb.SharedMemory):
@@ -376,12 +399,13 @@ def _leading(kind: Descriptor) -> tuple[tuple[str, bool], ...]:
 
 
 @lru_cache(maxsize=256)
-def _holder(kind: Any) -> str | None:
+def _holder(kind: Descriptor) -> str | None:
     """Return the field of a request whose message has ``output``: "query", "" for the request itself, or None."""
     if "output" in kind.fields_by_name:
         return ""
     query = kind.fields_by_name.get("query")
-    return "query" if query is not None and "output" in query.message_type.fields_by_name else None
+    inner = None if query is None else query.message_type
+    return "query" if inner is not None and "output" in inner.fields_by_name else None
 
 
 def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
@@ -393,47 +417,9 @@ def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
     return (f"{holder}.output".lstrip("."), message.output) if message.HasField("output") else None
 
 
-LEAST_BYTES = 2**20
-"""Least size of a large tensor."""
-
-# Stands in a message for a tensor; random, so that no client can send it.
-_MARK = secrets.token_bytes(16)
-_NUMBER = struct.Struct("<I")
-
 _VARINT, _FIXED64, _FIXED32 = 0, 1, 5  # low bits of a tag; anything else is followed by a length
 
-Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview
-
-
-class LargeTensors:
-    """Large tensors of one answer, kept out of its message, which protobuf would copy several times under the GIL."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Data] = []
-
-    def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a large tensor; False for a smaller one. Nobody may write to the bytes afterwards."""
-        if data.size < LEAST_BYTES:
-            return False
-        message.data = _MARK + _NUMBER.pack(len(self._tensors))
-        self._tensors.append(data)
-        return True
-
-    def serialize(self, message: Message) -> bytes:
-        """Serialize a message with its large tensors; other threads run meanwhile."""
-        raw = message.SerializeToString()
-        if not self._tensors:
-            return raw
-        tensors: deque[tuple[int, Data]] = deque()
-        at = raw.find(_MARK)
-        while at >= 0:
-            (number,) = _NUMBER.unpack_from(raw, at + len(_MARK))
-            tensors.append((at, self._tensors[number]))
-            at = raw.find(_MARK, at + len(_MARK))
-        pieces, _ = _filled(raw, 0, len(raw), tensors)
-        whole = None if native.core is None else native.core.joined(tuple(pieces))
-        return b"".join(pieces) if whole is None else whole
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Data]]) -> tuple[list[Piece], int]:

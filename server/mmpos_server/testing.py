@@ -15,8 +15,8 @@ from mmpos_server.listening import Listen
 if TYPE_CHECKING:
     from mmpos_server.app import MethodsOf
     from mmpos_server.config import ServerConfig
-    from mmpos_server.logs import Logs
     from mmpos_server.shared_memory import SharedMemory
+    from mmpos_server.telemetry import Logs
     from mmpos_server.tracing import Tracing
 
 __all__ = ["running"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmpos.support.extras import needed_for
 from mmpos.support.info import version
@@ -16,7 +16,8 @@ with needed_for("mmpos_server.tracing", extra="otel"):
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
-    from mmpos_server.call import Call
+    from mmpos_server.admission import Call
+    from mmpos_server.transport import CallContext
 
 __all__ = ["Tracing", "configured"]
 
@@ -34,7 +35,7 @@ class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("mmpos_server", version())
 
-    def begin(self, call: Call, method: str, context: Any) -> None:
+    def begin(self, call: Call, method: str, context: CallContext) -> None:
         """Begin the span of a call or stream, in the trace that its metadata names.
 
         Args:
@@ -62,6 +63,7 @@ class Tracing:
             stream: the call of the stream.
         """
         attributes = {"mmpos.request_id": call.request_id}
+        assert stream.span is not None
         self._enter(call, self._tracer.start_span(f"{method} item", _below(stream.span), attributes=attributes))
 
     def end(self, call: Call, status: str, **sizes: int) -> None:
@@ -72,7 +74,8 @@ class Tracing:
             status: name of the gRPC status.
             sizes: further numbers, as attributes.
         """
-        span: Span = call.span
+        span = call.span
+        assert span is not None
         if span.is_recording():
             span.set_attribute("rpc.response.status_code", status)
             for name, value in {**call.counts, **sizes}.items():

@@ -14,10 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
-
-import grpc
 
 from mmpos.errors import (
     InvalidInputError,
@@ -28,10 +26,10 @@ from mmpos.errors import (
 )
 
 if TYPE_CHECKING:
-    from mmpos_server.admission import Admission
-    from mmpos_server.call import Call
+    from mmpos_server.admission import Admission, Call
     from mmpos_server.config import ServerConfig
-    from mmpos_server.logs import Logs
+    from mmpos_server.telemetry import Logs
+    from mmpos_server.transport import CallContext, RpcContext
 
 __all__ = ["GoneError", "Peer", "Traffic", "close_connections", "open_connections", "peer_of"]
 
@@ -54,12 +52,12 @@ class GoneError(Exception):
 class _Passage:
     """Message in transit, and the future of the coroutine that waits for it."""
 
-    context: Any
-    operation: Coroutine[Any, Any, Any]
-    waiter: asyncio.Future[Any]
+    context: CallContext
+    operation: Coroutine[asyncio.Future[object], None, object]
+    waiter: asyncio.Future[object]
     began: float
 
-    def step(self, future: asyncio.Future[Any] | None = None) -> None:
+    def step(self, future: asyncio.Future[object] | None = None) -> None:
         """Begin the operation, or resume it after the future of the transport that it waited for.
 
         A task would do the same, at the cost of more rounds of the event loop for every message.
@@ -108,7 +106,7 @@ class Traffic:
         self._requests: _Passages = {}
         self._idle: _Passages = {}
         self._written: _Passages = {}
-        self._leaving: dict[Any, float] = {}  # contexts of answers and statuses being sent, oldest first
+        self._leaving: dict[CallContext, float] = {}  # contexts of answers and statuses being sent, oldest first
         self._accounted: dict[Peer, float] = {}  # received bytes of complete requests; oldest peer first
         self._came: defaultdict[str, float] = defaultdict(float)  # bytes of messages since the last check, by peer
         self._ports: Collection[int] = ()
@@ -156,8 +154,8 @@ class Traffic:
         passages = self._requests or self._idle or self._written or self._leaving
         return not passages and not any(gate.taken for gate in gates)
 
-    async def receive(self, context: Any, *, idle: bool = False) -> Any:
-        """Receive the next message of a call, or EOF.
+    async def receive(self, context: RpcContext, *, idle: bool = False) -> bytes | None:
+        """Receive the next message of a call; None after the last one.
 
         Args:
             context: gRPC context of the call.
@@ -170,11 +168,13 @@ class Traffic:
             GoneError: the client has gone.
         """
         raw = await self._pass(context, context.read(), self._idle if idle else self._requests)
-        if self._ports and raw is not grpc.aio.EOF:
+        if not isinstance(raw, bytes):  # EOF
+            return None
+        if self._ports:
             self._came[context.peer()] += _PER_BYTE * len(raw) + _PER_MESSAGE
         return raw
 
-    async def request(self, context: Any) -> bytes:
+    async def request(self, context: RpcContext) -> bytes:
         """Receive the one message of a call.
 
         Raises:
@@ -186,13 +186,13 @@ class Traffic:
             raw = await self.receive(context)
         except GoneError:
             raise asyncio.CancelledError from None
-        if raw is grpc.aio.EOF:
+        if raw is None:
             for _ in range(3):  # a call that was cancelled is told so in the next rounds of the loop
                 await asyncio.sleep(0)
             raise InvalidInputError("request: got none, want one message")
-        return bytes(raw)
+        return raw
 
-    async def write(self, context: Any, answer: bytes) -> None:
+    async def write(self, context: RpcContext, answer: bytes) -> None:
         """Send an answer of a stream.
 
         Raises:
@@ -200,7 +200,7 @@ class Traffic:
         """
         await self._pass(context, context.write(answer), self._written)
 
-    def send(self, context: Any, call: Call, size: int) -> None:
+    def send(self, context: CallContext, call: Call, size: int) -> None:
         """Count an answer of so many bytes, and its call, until the client has read the answer.
 
         Raises:
@@ -217,17 +217,20 @@ class Traffic:
             seconds = call.seconds
             gate.leave(seconds, size)
             call.lease.end(seconds)
+            self._leaving.pop(context, None)
 
+        self._leaving[context] = monotonic()
         _at_end(sent)
-        self.leave(context)
 
-    def leave(self, context: Any) -> None:
+    def leave(self, context: CallContext) -> None:
         """Close the connection of a call unless its client reads the answer or the status in time."""
         if self._task is not None:
             self._leaving[context] = monotonic()
             _at_end(lambda _: self._leaving.pop(context, None))
 
-    async def _pass(self, context: Any, operation: Coroutine[Any, Any, Any], passages: _Passages) -> Any:
+    async def _pass(
+        self, context: CallContext, operation: Coroutine[asyncio.Future[object], None, object], passages: _Passages
+    ) -> object:
         """Return the result of a transport operation, which goes on if nobody waits for it any more.
 
         The operation frees its memory when it ends, at the latest with the call.

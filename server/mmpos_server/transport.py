@@ -7,30 +7,78 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from threading import Lock
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import grpc
 from grpc._cython import cygrpc
 from grpc.aio._server import Server
 
-from mmpos_server.logs import Logs
+if TYPE_CHECKING:
+    from mmpos_server.telemetry import Logs
 
 __all__ = [
     "LOOK_SECONDS",
+    "CallContext",
+    "Caller",
+    "Handler",
     "Lane",
+    "Metadata",
     "MetadataLogFilter",
     "Overload",
+    "RpcContext",
     "Slot",
     "TransportServer",
     "Width",
     "abort",
     "current_slot",
 ]
+
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+"""Handler of a method of gRPC over raw bytes."""
+
+Metadata: TypeAlias = Iterable[tuple[str, str]]
+
+
+class Caller(Protocol):
+    """Client of one call."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """Return the metadata of the client."""
+
+    def peer(self) -> str:
+        """Return the address of the client, as gRPC writes it."""
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """Return the names in the certificate of the client."""
+
+
+class CallContext(Caller, Protocol):
+    """Context of one call, of gRPC or of a host that stands in for it."""
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds to the deadline; None is no deadline."""
+
+    def set_trailing_metadata(self, trailing_metadata: Metadata, /) -> None:
+        """Set the metadata that end the call."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata, /) -> object:
+        """End the call with a status, and raise an exception."""
+
+
+class RpcContext(CallContext, Protocol):
+    """Context of a call whose messages are read and written one by one."""
+
+    async def read(self) -> object:
+        """Receive the next message, or EOF."""
+
+    async def write(self, message: bytes, /) -> None:
+        """Send a message."""
 
 
 LOOK_SECONDS = 0.1
@@ -95,11 +143,12 @@ class Slot:
     def begin(self) -> None:
         """Keep the slot until the work is done: the request is here."""
         self.here = True
-        self._lane.hold(self)
+        self._lane.held[self] = None  # again, if it was lost
 
     def leave(self) -> None:
-        """Return the slot to the lane; calling this twice does no harm."""
-        self._lane.leave(self)
+        """Return the slot to the lane, if it was not lost."""
+        if self._lane.held.pop(self, self) is None:
+            self._lane.fill()
 
 
 current_slot: ContextVar[Slot | None] = ContextVar("current_slot", default=None)
@@ -133,12 +182,12 @@ class Lane:
     def __init__(self, ask: Callable[[], object], ahead: int, width: Width, overload: Overload) -> None:
         self._ask, self._ahead, self._width, self._overload = ask, ahead, width, overload
         self._asked = 0
-        self._held: dict[Slot, None] = {}  # an ordered set
+        self.held: dict[Slot, None] = {}  # an ordered set
 
     def fill(self) -> None:
         """Request as many calls as there are free slots."""
         slots = self._width.few if self._overload.here else self._width.most
-        while self._asked < self._ahead and len(self._held) + self._asked < slots:
+        while self._asked < self._ahead and len(self.held) + self._asked < slots:
             self._asked += 1
             self._ask()
 
@@ -146,25 +195,15 @@ class Lane:
         """Note that a requested call has arrived; returns its slot."""
         self._asked -= 1
         slot = Slot(self)
-        self._held[slot] = None
+        self.held[slot] = None
         self.fill()
         return slot
 
-    def hold(self, slot: Slot) -> None:
-        """Keep a slot, or take it again after it was lost."""
-        self._held[slot] = None
-
-    def leave(self, slot: Slot) -> None:
-        """Free a slot, if it was not lost."""
-        if slot in self._held:
-            del self._held[slot]
-            self.fill()
-
     def look(self) -> None:
         """Free the slots of calls whose requests have not arrived since the last check, and request calls for them."""
-        for slot in [slot for slot in self._held if slot.seen and not slot.here]:
-            del self._held[slot]
-        for slot in self._held:
+        for slot in [slot for slot in self.held if slot.seen and not slot.here]:
+            del self.held[slot]
+        for slot in self.held:
             slot.seen = True
         self.fill()
 
@@ -190,7 +229,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     def open(self, ahead: int, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         """Set, before the start, how many calls are requested in advance, and the interceptors."""
         self._ahead, self._before = ahead, tuple(interceptors)
-        self._handlers: dict[str, Any] = {}
+        self._handlers: dict[str, Handler] = {}
         self._widths: dict[str, Width] = {}
         self.lanes: list[Lane] = []
         self.overload = Overload(ahead)
@@ -198,13 +237,13 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         """Calls that have arrived so far."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, handlers: Mapping[str, Any], widths: Mapping[str, Width]) -> None:
+    def add(self, handlers: Mapping[str, Handler], widths: Mapping[str, Width]) -> None:
         """Add methods, and the widths of their lanes; methods without a width take all calls."""
         self.add_registered_method_handlers(dict(handlers))
         self._handlers.update(handlers)
         self._widths.update(widths)
 
-    def _make_request_call_future(self, method: bytes | None) -> Any:
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[object]:
         loop = asyncio.get_running_loop()
         if method == self.others.encode():
             return loop.create_task(self._take_other())
@@ -212,8 +251,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
             self._open_lane(method)
         return loop.create_future()  # never done: lanes request the calls of registered methods
 
-    async def _take_other(self) -> Any:
-        state = await self._request_call()
+    async def _take_other(self) -> object:
+        state: object = await self._request_call()
         self.came += 1
         return state
 
@@ -274,7 +313,7 @@ class TransportServer(Server):
     def add(
         self,
         service: str,
-        handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]],
+        handlers: Mapping[str, Handler],
         widths: Mapping[str, Width] = MappingProxyType({}),
     ) -> None:
         """Add the methods of a service, before the server starts.
@@ -327,11 +366,11 @@ def _newest_server() -> int:
     return newest
 
 
-async def _unknown(_requests: object, context: Any) -> None:
+async def _unknown(_requests: object, context: CallContext) -> None:
     await abort(context, grpc.StatusCode.UNIMPLEMENTED, "method: got a path that this server does not have")
 
 
-async def abort(context: Any, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+async def abort(context: CallContext, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> None:
     """End a call with a status, unless its client has gone; the handler returns any value after this."""
     try:
         await context.abort(code, details, metadata)

@@ -11,6 +11,7 @@ from math import cos, log2, sin
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import record
 from record import QUOTING
@@ -31,6 +32,7 @@ from mmpos.encodings import AdditiveTable, AttentionBias, Encoding, LearnedAbsol
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.schemes import Flatten, Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
+from mmpos.support.checks import IntArray
 
 MARKS = {"✓": True, "✗": False, "–": None}
 
@@ -184,7 +186,7 @@ def test_a_counterexample_is_what_place_gives() -> None:
 class Lopsided(Naive2D):
     name: ClassVar[str] = "lopsided"
 
-    def advance(self, grids: Grids) -> Any:
+    def advance(self, grids: Grids) -> IntArray:
         return super().advance(grids) + 1
 
 
@@ -192,7 +194,7 @@ class Lopsided(Naive2D):
 class Colliding(Naive2D):
     name: ClassVar[str] = "colliding"
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return Placement([cursor, cursor], step_row=[1, 0])
 
 
@@ -200,7 +202,7 @@ class Colliding(Naive2D):
 class Backwards(Naive2D):
     name: ClassVar[str] = "backwards"
 
-    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
         return Placement([cursor + runs.lengths - 1] * 2, step_col=[-1, -1])
 
 
@@ -208,7 +210,7 @@ class Backwards(Naive2D):
 class Doubled(Naive2D):
     name: ClassVar[str] = "doubled"
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return Placement([cursor, 2 * cursor], step_row=[1, 0], step_col=[0, 1])
 
 
@@ -218,7 +220,7 @@ class Crowded(Naive2D):
 
     name: ClassVar[str] = "crowded"
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         origin = cursor + 1000 * (grids.frames.size > 1)
         return Placement([origin, origin], step_row=[1, 0], step_col=[0, 1])
 
@@ -229,7 +231,7 @@ class Foreseeing(Naive2D):
 
     name: ClassVar[str] = "foreseeing"
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         more = np.append(cursor[1:] > cursor[:-1], np.False_) * 1000
         return Placement([cursor + more, cursor + more], step_row=[1, 0], step_col=[0, 1])
 
@@ -240,7 +242,7 @@ class FarOff(Naive2D):
 
     name: ClassVar[str] = "far-off"
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         origin = cursor + (cursor > 500)
         return Placement([origin, origin], step_row=[1, 0], step_col=[0, 1])
 
@@ -251,7 +253,7 @@ class Restarting(Naive2D):
 
     name: ClassVar[str] = "restarting"
 
-    def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
+    def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
         return Placement([cursor, cursor - runs.start], step_col=[1, 1])
 
 
@@ -262,10 +264,10 @@ class Counted(Flatten):
     name: ClassVar[str] = "counted"
     row_separators = False
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return Placement([cursor + grids.frames - 1], [grids.height * grids.width], [grids.width], [1])
 
-    def advance(self, grids: Grids) -> Any:
+    def advance(self, grids: Grids) -> IntArray:
         return grids.tokens + grids.frames - 1
 
 
@@ -277,11 +279,11 @@ class Floored(MRopeQwen25):
     axes = 1
     tokens_per_second: int = 1
 
-    def advance(self, grids: Grids) -> Any:
+    def advance(self, grids: Grids) -> IntArray:
         sides = np.minimum(grids.extents, [[2**31], [1], [1]])
         return super().advance(Grids(sides, grids.start, None, grids.seconds_per_frame))
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         whole = super().place(grids, cursor)
         return Placement(whole.origin[:1], None, [0], [0], pieces=whole.pieces)
 
@@ -329,7 +331,7 @@ class Fine(Naive2D):
     name: ClassVar[str] = "fine"
     fractional = True
 
-    def place(self, grids: Grids, cursor: Any) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
         unit = 2**20 + 2 * grids.height + 26 * grids.width + 1
         return Placement([cursor * unit, cursor * unit], None, [unit, 0], [0, unit], unit)
 
@@ -353,7 +355,7 @@ class Halved(AdditiveTable):
     name: ClassVar[str] = "halved"
     dim: int = 1
 
-    def table(self, positions: Any) -> Any:
+    def table(self, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return np.asarray(positions, np.float64)[..., None] // 2
 
 
@@ -364,7 +366,7 @@ class Centred(AdditiveTable):
     name: ClassVar[str] = "centred"
     dim: int = 8
 
-    def table(self, positions: Any) -> Any:
+    def table(self, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return Sinusoidal(self.dim).table(np.asarray(positions) - np.max(positions) / 2)
 
 
@@ -373,7 +375,7 @@ class Product(AttentionBias):
     name: ClassVar[str] = "product"
     num_heads: int = 1
 
-    def bias(self, query_positions: Any, key_positions: Any) -> Any:
+    def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
         return (np.asarray(query_positions)[:, None] * 1.0 - 2.0 * np.asarray(key_positions))[None]
 
 
@@ -455,16 +457,16 @@ def test_every_property_says_what_it_is() -> None:
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
 def test_pages_tell_what_is_measured(page: Any) -> None:
     text = page.read_text(encoding="utf-8")
-    assert record.fill_in_properties(text) == text
+    assert record.filled_in(text) == text
 
 
 def test_pages_quote_everything_and_nothing_else() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
     assert all(f"<!-- compare: {name} -->" in pages for name in record.QUOTES)
     with pytest.raises(SystemExit, match="compare: got 'colours', want one of schemes, "):
-        record.fill_in_properties("<!-- compare: colours -->\n<!-- /compare -->")
+        record.filled_in("<!-- compare: colours -->\n<!-- /compare -->")
     changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
-    assert record.fill_in_properties(changed).splitlines()[1] == (
+    assert record.filled_in(changed).splitlines()[1] == (
         "| encoding | axes | unique | separation | bounded | length-independent | linear shift | relative "
         "| extrapolates | deterministic |"
     )

@@ -210,7 +210,7 @@ def test_what_cannot_be_drawn(
         (3, "title: got int, want text"),
     ],
 )
-def test_a_title_that_cannot_be_written(tmp_path: Path, title: Any, message: str) -> None:
+def test_a_title_that_cannot_be_written(tmp_path: Path, title: object, message: str) -> None:
     target = tmp_path / "a.svg"
     for draw in DRAWS:
         with pytest.raises(InvalidInputError, match=f"^{message}"):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from pictures import texts
-from record import QUOTING, fill_in, to_markdown
+from record import QUOTING, filled_in, to_markdown
 from rich.console import Console
 from typer.testing import CliRunner
 
 from mmpos import InvalidInputError, MmposError
 from mmpos.cli import app
 from mmpos.segments.kinds import Grid, Text
+from mmpos.support.checks import IntArray
 from mmpos_bench import (
     SUITES,
     Budget,
@@ -28,11 +30,11 @@ from mmpos_bench import (
     Lineup,
     Measurement,
     NotEqualError,
+    Options,
     Point,
     Report,
     Role,
     Timing,
-    close,
     compare,
     equal,
     plot,
@@ -40,7 +42,6 @@ from mmpos_bench import (
 )
 from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
-from mmpos_bench.peers import Peers
 from mmpos_bench.plot import plot_report
 from mmpos_bench.results import from_json, to_json
 from mmpos_bench.workloads import loop_ids
@@ -67,6 +68,18 @@ MEASUREMENT = Measurement(
     "tokens",
 )
 REPORT = Report("positions", "mmpos bench positions", False, MACHINE, (MEASUREMENT,), {"vLLM": "ImportError: vllm"})
+
+
+@dataclass(frozen=True)
+class Inner:
+    count: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    input_ids: IntArray
+    name: str
+    inner: Inner
 
 
 class Calls:
@@ -106,9 +119,33 @@ def test_proofs_compare_shapes_and_every_value() -> None:
         equal([1, 2], [[1, 2]])
     with pytest.raises(NotEqualError, match=re.escape("[0]: got nan, want nan")):
         equal([np.nan], [np.nan])
-    close(np.array([1], np.uint8), np.array([2], np.uint8), 1)
+    equal(np.array([1], np.uint8), np.array([2], np.uint8), 1)
     with pytest.raises(NotEqualError, match=re.escape("[0]: got 1, want 3 within 1")):
-        close(np.array([1], np.uint8), np.array([3], np.uint8), 1)
+        equal(np.array([1], np.uint8), np.array([3], np.uint8), 1)
+    equal([np.arange(2), [3]], ([0, 1], np.array([3.0])))
+    with pytest.raises(NotEqualError, match="got 1 results, want 2"):
+        equal([np.arange(2)], ([0, 1], [3]))
+    with pytest.raises(NotEqualError, match=re.escape("[1]: got 1, want 2")):
+        equal((np.arange(2), [3]), ([0, 2], [3]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"input_ids": np.array([1, 3])}, "input_ids: [1]: got 3, want 2"),
+        ({"input_ids": np.array([1, 2], np.int32)}, "input_ids: got int32, want int64"),
+        ({"input_ids": None}, "input_ids: got NoneType, want int64"),
+        ({"inner": Inner(2)}, "inner: count: got 2, want 1"),
+        ({"inner": 1}, "inner: got a int, want a Inner"),
+        ({"name": "b"}, "name: got 'b', want 'a'"),
+    ],
+)
+def test_proofs_compare_every_field_and_its_dtype(change: dict[str, Any], said: str) -> None:
+    want = Outer(np.array([1, 2]), "a", Inner(1))
+    equal((replace(want),), (want,))
+    with pytest.raises(NotEqualError) as caught:
+        equal((replace(want, **change),), (want,))
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("role", [Role.OURS, Role.PART, Role.PEER])
@@ -168,10 +205,8 @@ def test_reports_survive_json() -> None:
     assert from_json(to_json(reports)) == reports
     assert from_json(to_json([replace(REPORT, measurements=())])) == (replace(REPORT, measurements=()),)
     timing = Timing(1.23456e-6, 1.0, 2.0, 3)
-    rounded = from_json(
-        to_json([replace(REPORT, measurements=(replace(MEASUREMENT, entries=(Entry("x", "ours", timing),)),))])
-    )
-    assert rounded[0].measurements[0]["x"].timing == replace(timing, median=1.235e-6)
+    timed = replace(REPORT, measurements=(replace(MEASUREMENT, entries=(Entry("x", "ours", timing),)),))
+    assert from_json(to_json([timed]))[0].measurements[0]["x"].timing == replace(timing, median=1.235e-6)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +236,13 @@ def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytes
     assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
 
 
-def test_missing_peers_are_told_and_those_not_wanted_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = Peers(wanted=True)
-    assert peers.get("a peer", lambda: 7) == 7
-    assert peers.get("Nonsense", lambda: import_module("no.such.project")) is None
-    assert peers.missing == {"Nonsense": "ModuleNotFoundError: No module named 'no'"}
-    unwanted = Peers(wanted=False)
-    assert unwanted.get("a peer", lambda: 7) is None
+def test_missing_peers_are_told_and_those_not_wanted_are_not_missing() -> None:
+    options = Options(peers=True)
+    assert options.peer("a peer", lambda: 7) == 7
+    assert options.peer("Nonsense", lambda: import_module("no.such.project")) is None
+    assert options.missing == {"Nonsense": "ModuleNotFoundError: No module named 'no'"}
+    unwanted = Options()
+    assert unwanted.peer("a peer", lambda: 7) is None
     assert unwanted.missing == {}
 
 
@@ -333,26 +368,21 @@ def test_a_group_of_one_contestant_has_a_line_for_each_case(tmp_path: Path) -> N
 def test_axes_have_numbers_where_the_figures_are(
     times: tuple[float, float], counts: tuple[int, int], ticks: list[str], tmp_path: Path
 ) -> None:
-    cases = [
-        replace(MEASUREMENT, name=str(count), entries=(entry("fill", "limit", time), entry("mmpos", "ours", time)))
-        for time, count in zip(times, counts, strict=True)
-    ]
-    curve = [
-        replace(case, point=Point("tokens", count), work={"tokens": 1})
-        for case, count in zip(cases, counts, strict=True)
-    ]
-    plot_report(replace(REPORT, measurements=tuple(curve)), tmp_path / "a.svg")
+    cases = []
+    for time, count in zip(times, counts, strict=True):
+        entries = (entry("fill", "limit", time), entry("mmpos", "ours", time))
+        cases.append(Measurement("ids", str(count), entries, {"tokens": 1}, "tokens", Point("tokens", count)))
+    plot_report(replace(REPORT, measurements=tuple(cases)), tmp_path / "a.svg")
     assert [word for word in texts(tmp_path / "a.svg") if re.fullmatch(r"[0-9.,]+[kM]?", word)] == ticks
 
 
 def test_less_than_the_limit_is_put_in_words(tmp_path: Path) -> None:
-    out = StringIO()
-    print_report(Console(file=out, width=100), REPORT)
-    assert "limit: fill, one plain call over as many bytes; below 1×: faster than that call\n" in out.getvalue()
     slower = replace(MEASUREMENT, entries=MEASUREMENT.entries[:2])
-    out = StringIO()
-    print_report(Console(file=out, width=100), replace(REPORT, measurements=(slower,)))
-    assert "limit: fill\n" in out.getvalue()
+    below = ", one plain call over as many bytes; below 1×: faster than that call"
+    for measurement, words in ((MEASUREMENT, below), (slower, "")):
+        out = StringIO()
+        print_report(Console(file=out, width=100), replace(REPORT, measurements=(measurement,)))
+        assert f"limit: fill{words}\n" in out.getvalue()
 
 
 def test_no_two_contestants_look_alike_in_a_picture() -> None:
@@ -381,12 +411,12 @@ def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
 def test_pages_quote_what_was_measured(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert fill_in(text) == text
+    assert filled_in(text) == text
 
 
 def test_a_quote_of_figures_that_are_not_there_is_refused() -> None:
     page = "<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->"
     with pytest.raises(SystemExit, match="abacus; positions; default; ids: got no such figures"):
-        fill_in(page)
+        filled_in(page)
     quoted = (QUOTING[1].read_text(encoding="utf-8")).count("<!-- bench: ")
     assert quoted >= 5

@@ -1,10 +1,9 @@
-"""What the suites of rotations, data and the service hold against their contestants."""
+"""The judges of the suites of rotations, data and the service."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ from mmpos.rotary import apply_rotary
 from mmpos_bench import Budget, NotEqualError, Options, data, layers
 from mmpos_bench.data import collate_loop, evenly, mix
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
-from mmpos_bench.peers import Peers
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
-from mmpos_bench.serving.h2load import H2Load
-from mmpos_bench.serving.loads import Turn, by_cpu, by_latency, by_rate
+from mmpos_bench.serving.loads import H2Load, Turn, by_cpu, by_latency, by_rate
 from mmpos_bench.serving.processes import ServerProcess
+from mmpos_bench.timing import Timer
 
 SMALL = {"interleaved": Shape(2, 1, 8), "axial": Shape(2, 2, 8, "axial")}
 
@@ -72,9 +70,9 @@ def test_a_layer_knows_its_work() -> None:
 def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    peers = Peers(True)
-    assert peers.get("Liger", ROTATIONS["Liger"]) is None
-    assert peers.missing == {"Liger": "ImportError: its kernel needs a GPU"}
+    options = Options(peers=True)
+    assert options.peer("Liger", ROTATIONS["Liger"]) is None
+    assert options.missing == {"Liger": "ImportError: its kernel needs a GPU"}
 
 
 class Forgets(Packer):
@@ -116,26 +114,15 @@ def test_the_plain_loop_puts_documents_side_by_side() -> None:
     assert cu_seqlens.tolist() == [0, 20, 40]
 
 
-def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up() -> None:
-    turns = {
-        "echo": iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))]),
-        "mmpos": iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))]),
-    }
-    told: list[tuple[int, int]] = []
-
-    def calls() -> dict[str, Callable[[], object]]:
-        kept = {name: list(values) for name, values in turns.items()}
-        turns.update({name: iter(values) for name, values in kept.items()})
-        again = {name: iter(values) for name, values in kept.items()}
-        return {name: lambda values=values: next(values) for name, values in again.items()}  # type: ignore[misc]
-
-    found = {
-        timer: timer(calls(), Budget(0.0, 2), lambda done, rounds: told.append((done, rounds)))
-        for timer in (by_cpu, by_rate, by_latency)
-    }
-    medians = [[timing.median for timing in times.values()] for times in found.values()]
-    assert medians == [[2.0, 5.0], [0.25, 0.5], [3.0, 5.0]]
-    assert told == [(1, 2), (2, 2)] * 3
+@pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5]), (by_latency, [3.0, 5.0])])
+def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer, medians: list[float]) -> None:
+    echo = iter([Turn(1, 9.0, (9.0,)), Turn(4, 1.0, (1.0, 2.0, 6.0)), Turn(4, 3.0, (4.0,))])
+    ours = iter([Turn(1, 9.0, (9.0,)), Turn(2, 5.0, (5.0,)), Turn(2, 5.0, (5.0,))])
+    ticks: list[tuple[int, int]] = []
+    calls = {"echo": lambda: next(echo), "mmpos": lambda: next(ours)}
+    times = timer(calls, Budget(0.0, 2), lambda done, rounds: ticks.append((done, rounds)))
+    assert [timing.median for timing in times.values()] == medians
+    assert ticks == [(1, 2), (2, 2)]
 
 
 H2LOAD = """#!{python}
@@ -154,7 +141,7 @@ def test_h2load_counts_the_bytes_that_came(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(ServerProcess, "cpu", 0.0)
-    assert H2Load.found()
+    assert H2Load.installed()
     server = ServerProcess(0, "127.0.0.1:1")
     assert H2Load(server, "/a/B", b"ab", 10, 8, 2, 4)() == Turn(1250.5, 0.0)
     with pytest.raises(NotEqualError, match="got h2load: 120 bytes, want 128"):
@@ -183,4 +170,4 @@ def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
-        next(service.cases(Options(True, Peers(False))))
+        next(service.cases(Options(quick=True)))

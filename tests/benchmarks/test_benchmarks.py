@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from record import RESULTS
+from pages import RESULTS
 
 from mmpos.errors import ServiceError
 from mmpos_bench import NotEqualError, run
 from mmpos_bench.results import Report, from_json
-from mmpos_bench.serving.orders import Clients, Order
-from mmpos_bench.serving.processes import echo, started
+from mmpos_bench.serving.loads import Load, Order
+from mmpos_bench.serving.processes import echo, started, working
 
 WORKLOADS = ["a", "b", "c", "d"]
 
@@ -190,15 +190,16 @@ def test_the_service_suite_takes_every_path_on_toy_sizes() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the processor time of a server")
 def test_clients_refuse_another_answer_than_was_ordered() -> None:
-    with started(echo("default")) as (server,), Clients(1) as clients:
-        right = Order("unary", server.address, "/echo/Bytes3", b"anything", bytes(3), 0.01)
-        before = server.cpu
-        assert len(clients.run(right)[0].latencies) >= 1
-        assert server.cpu > before
-        (done,) = clients.run(replace(right, kind="stream", path="/echo/Stream3"))
-        assert done.per_second > 0
+    with started(echo("default")) as (server,), working() as workers:
+        right = Load(server, Order("unary", "/echo/Bytes3", b"anything", bytes(3), 0.01), workers)
+        turn = right()
+        assert len(turn.latencies) >= 1
+        assert turn.cpu > 0
+        assert right.turns == [turn]
+        stream = replace(right.order, kind="stream", path="/echo/Stream3")
+        assert Load(server, stream, workers)().per_second > 0
         with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want other 3"):
-            clients.run(replace(right, path="/echo/Bytes4"))
+            right.to(server, "/echo/Bytes4", bytes(3))()
 
 
 def test_a_server_that_does_not_start_is_an_error() -> None:

@@ -38,10 +38,10 @@ def drawn(sizes: Sizes, count: int = 40, seed: int = 0) -> Batch:
 
 
 def kept() -> list[Results]:
-    """What every machine has found."""
-    paths = sorted(neighbours.RESULTS.glob(neighbours.KEPT))
-    assert paths
-    return [Results.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    """The figures of every machine."""
+    results = neighbours.kept_results()
+    assert results
+    return results
 
 
 def images(batch: Batch) -> list[tuple[int, list[list[int]]]]:
@@ -142,24 +142,18 @@ def test_training_moves_the_answers_and_repeats_exactly() -> None:
 
 def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, found = tmp_path / "page.md", []
-    for name in ("RESULTS", "PAGE", "PICTURE"):
-        value = {"RESULTS": tmp_path, "PAGE": page, "PICTURE": tmp_path / "page.png"}[name]
+    for name, value in {"RESULTS": tmp_path, "PAGE": page, "PICTURE": tmp_path / "page.png"}.items():
         monkeypatch.setattr(neighbours, name, value)
-    monkeypatch.setattr(neighbours, "RESULTS", tmp_path)
     for _ in range(2):
         for path in tmp_path.glob(neighbours.KEPT):
             path.unlink()
-        page.write_text(f"above\n{neighbours.BEGIN}{neighbours.END}\nbelow\n", encoding="utf-8")
+        page.write_text("above\n<!-- neighbours -->\n<!-- /neighbours -->\nbelow\n", encoding="utf-8")
         neighbours.main("none,vrope", seeds=2, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
         (path,) = tmp_path.glob(neighbours.KEPT)
         found.append(Results.from_json(path.read_text(encoding="utf-8")))
     assert found[0].outcomes == found[1].outcomes
-    assert [(one.scheme, one.seed) for one in found[0].outcomes] == [
-        ("none", 0),
-        ("vrope", 0),
-        ("none", 1),
-        ("vrope", 1),
-    ]
+    wanted = [(scheme, seed) for seed in range(2) for scheme in ("none", "vrope")]
+    assert [(one.scheme, one.seed) for one in found[0].outcomes] == wanted
     assert found[0].setup["steps"] == 2
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     neighbours.main("vrope,rows", seeds=1, steps=2, jobs=1, quick=True, keep=True, only_tables=False)
@@ -167,9 +161,8 @@ def test_the_script_runs_on_toy_sizes_and_repeats(tmp_path: Path, monkeypatch: p
     assert went_on[:-1] == found[1].outcomes  # what was there is not trained again
     assert [(one.scheme, one.seed) for one in went_on[len(found[1].outcomes) :]] == [("rows", 0)]
     neighbours.main("vrope", seeds=1, steps=1, jobs=1, quick=True, keep=True, only_tables=False)
-    assert (
-        len(Results.from_json(path.read_text(encoding="utf-8")).outcomes) == 1
-    )  # those of other steps are not its own
+    others = Results.from_json(path.read_text(encoding="utf-8")).outcomes
+    assert [(one.scheme, one.seed) for one in others] == [("vrope", 0)]  # those of other steps are not its own
     head, *_, end = page.read_text(encoding="utf-8").splitlines()
     assert (head, end) == ("above", "below")
 
@@ -225,6 +218,6 @@ def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
 
 def test_the_page_quotes_the_figures_that_are_kept() -> None:
     page = neighbours.PAGE.read_text(encoding="utf-8")
-    assert neighbours.BEGIN in page
-    assert neighbours.fill_in(page) == page
+    assert "<!-- neighbours -->" in page
+    assert neighbours.filled_in(page) == page
     assert all(found.setup == Setup().to_dict() for found in kept())

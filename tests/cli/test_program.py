@@ -165,7 +165,7 @@ def test_streams_may_be_closed(words: str, code: int, message: str) -> None:
 
 
 def ends(error: BaseException) -> Callable[..., Any]:
-    """What imports an app that ends so."""
+    """Make what imports an app that ends so."""
 
     def app(**options: object) -> None:
         raise error
@@ -252,7 +252,7 @@ COMPLETIONS = [
 
 
 def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a shell is told as a line is completed."""
+    """Complete a line as a shell does."""
     words = line.split(" ")
     monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", line)

@@ -19,7 +19,7 @@ from mmpos import SegmentTable, Text
 from mmpos.client import AsyncClient, Client, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
 from mmpos.rpc.queries import PositionsQuery
-from mmpos_server.certificates import Tls as ServerTls
+from mmpos_server.access import Tls as ServerTls
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
@@ -87,7 +87,7 @@ def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
 
 
 def said(address: str, tls: Tls | None = None) -> str:
-    """What the error of a call says, and of a stream, without what gRPC adds."""
+    """Give the words of the error of a call, and of a stream, without those that gRPC adds."""
     with Client(address, timeout=600, tls=tls, attempts=1) as client:
         with pytest.raises(ServiceUnavailableError) as raised:
             client.place(SEGMENTS)

@@ -8,7 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import opened
 from results import same
 from shared_objects import PREFIX, names
 
@@ -36,7 +37,7 @@ from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rpc.errors import OutputError
 from mmpos.rpc.queries import Dense, InputIds, PositionsQuery
 from mmpos.rpc.v1 import sequences_pb2, tensor_pb2
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import ServerConfig
 from mmpos_server.methods import Method
 from mmpos_server.services import methods
@@ -97,20 +98,17 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 def test_results_and_errors_are_those_of_messages(server: str, client: Client, name: str) -> None:
     method, arguments, options = CALLS[name]
 
-    async def awaited() -> Any:
-        async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as other:
-            return await getattr(other, method)(*arguments, **options)
-
-    def outcome(call: Callable[[], Any]) -> Any:
+    def outcome(client: object) -> object:
         try:
-            return call()
+            return getattr(client, method)(*arguments, **options)
         except InvalidInputError as error:
             return error
 
     with Client(server, timeout=60) as plain:
-        want = outcome(lambda: getattr(plain, method)(*arguments, **options))
-    same(outcome(lambda: getattr(client, method)(*arguments, **options)), want)
-    same(outcome(lambda: asyncio.run(awaited())), want)
+        want = outcome(plain)
+    same(outcome(client), want)
+    with opened("async", server, shared_memory=64 * MIB, timeout=60) as other:
+        same(outcome(other), want)
 
 
 def test_large_tensors_travel_beside_the_messages(server: str) -> None:
@@ -148,24 +146,12 @@ def test_few_bytes_need_no_region(client: Client) -> None:
     assert names() == set()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
     want = "^shared_memory: got a server that takes none, want one on this machine, started with --shared-memory$"
-    with running(CONFIG) as address:
-        if kind == "sync":
-            with Client(address, shared_memory=MIB) as client:
-                assert client.info().shared_memory_prefix == ""
-                with pytest.raises(UnsupportedError, match=want):
-                    client.place(SEGMENTS)
-            return
-
-        async def scenario() -> None:
-            async with AsyncClient(address, shared_memory=MIB) as client:
-                assert await client.healthy()
-                with pytest.raises(UnsupportedError, match=want):
-                    await client.place(SEGMENTS)
-
-        asyncio.run(scenario())
+    with running(CONFIG) as address, opened(kind, address, shared_memory=MIB) as client:
+        assert client.info().shared_memory_prefix == ""
+        with pytest.raises(UnsupportedError, match=want):
+            client.place(SEGMENTS)
 
 
 def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
@@ -185,9 +171,9 @@ def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1"])
-def test_bytes_are_a_number(value: Any) -> None:
+def test_bytes_are_a_number(value: object) -> None:
     with pytest.raises(InvalidInputError, match="shared_memory: got"):
-        Client(shared_memory=value)
+        Client(shared_memory=value)  # type: ignore[arg-type]
 
 
 def test_an_answer_that_needs_more_than_was_guessed_is_asked_for_again(
@@ -224,7 +210,7 @@ def test_an_answer_that_never_fits_is_an_error() -> None:
 
 
 def told() -> Any:
-    """What a server says of itself, as far as pools look at it."""
+    """Make the info of a server, as far as pools look at it."""
     return SimpleNamespace(shared_memory_prefix=PREFIX)
 
 
@@ -243,7 +229,6 @@ def test_regions_of_a_call_that_failed_are_given_up(client: Client) -> None:
     assert not names() & before
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     refused: list[str] = []
 
@@ -265,21 +250,13 @@ def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     q, k = tensors()
     want = apply_rotary(q, k, TABLE, ROTARY)
     counts = []
-    with running(CONFIG, shared_memory=TAKES, methods=failing) as address:
-        if kind == "sync":
-            with Client(address, shared_memory=64 * MIB, timeout=60) as client:
-                for _ in range(2):
-                    same(client.apply_rotary(q, k, TABLE, ROTARY), want)
-                    counts.append(len(names()))
-        else:
-
-            async def scenario() -> None:
-                async with AsyncClient(address, shared_memory=64 * MIB, timeout=60) as client:
-                    for _ in range(2):
-                        same(await client.apply_rotary(q, k, TABLE, ROTARY), want)
-                        counts.append(len(names()))
-
-            asyncio.run(scenario())
+    with (
+        running(CONFIG, shared_memory=TAKES, methods=failing) as address,
+        opened(kind, address, shared_memory=64 * MIB, timeout=60) as client,
+    ):
+        for _ in range(2):
+            same(client.apply_rotary(q, k, TABLE, ROTARY), want)
+            counts.append(len(names()))
     assert (len(refused), counts) == (1, [0, 3])
 
 

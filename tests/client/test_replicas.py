@@ -7,15 +7,15 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from replicas import Replica, replicas
-from waiting import eventually
+from server_program import Program, Start, metrics_of
+from waiting import eventually, free_port
 
-from mmpos import Grid, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client
 from mmpos.rpc.queries import PositionsQuery
 
@@ -25,7 +25,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)
 CALLS, ITEMS = 1500, 1500
 
 
-def numbers(positions: Any, first: int) -> list[int]:
+def numbers(positions: list[PositionTable], first: int) -> list[int]:
     """Which questions these are the answers to: ids start where they were asked to, from the first question on."""
     return [int(table.dense()[0, 0]) - first for table in positions]
 
@@ -34,7 +34,7 @@ KILLED = threading.Event()
 """A third of the work is done before, the rest after."""
 
 
-def called(client: Client, thread: int) -> list[Any]:
+def called(client: Client, thread: int) -> list[PositionTable]:
     """Calls of one thread, one after the other."""
     found = []
     for number in range(CALLS):
@@ -49,15 +49,15 @@ def queries() -> Iterator[PositionsQuery]:
         yield PositionsQuery(SEGMENTS, start=number)
 
 
-def streamed(client: Client) -> list[Any]:
+def streamed(client: Client) -> list[PositionTable]:
     answers: Any = client.stream(queries())
     return [answer.table for answer in answers]
 
 
-async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
+async def awaited(addresses: list[str]) -> tuple[list[list[PositionTable]], list[PositionTable]]:
     """Calls, some at once, and a stream beside them."""
 
-    async def calls(client: AsyncClient, worker: int) -> list[Any]:
+    async def calls(client: AsyncClient, worker: int) -> list[PositionTable]:
         found = []
         for number in range(CALLS // 4):
             found.append(await client.place(SEGMENTS, start=worker * CALLS + number))
@@ -69,7 +69,7 @@ async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
             assert number < ITEMS // 3 or await asyncio.to_thread(KILLED.wait, 60)
             yield PositionsQuery(SEGMENTS, start=number)
 
-    async def items(client: AsyncClient) -> list[Any]:
+    async def items(client: AsyncClient) -> list[PositionTable]:
         answers: Any = client.stream(awaited_queries())
         return [answer.table async for answer in answers]
 
@@ -78,22 +78,42 @@ async def awaited(addresses: list[str]) -> tuple[list[Any], list[Any]]:
     return [first, second], stream
 
 
+@dataclass(frozen=True)
+class Replica:
+    """A server that counts its answers."""
+
+    program: Program
+    metrics_port: int
+
+    @property
+    def answered(self) -> float:
+        """The number of answers so far."""
+        return sum(n for name, n in metrics_of(self.metrics_port).items() if name.startswith("mmpos_requests_total"))
+
+
+def replicas(start: Start, *arguments: str) -> list[Replica]:
+    """Start three servers."""
+    ports = [free_port() for _ in range(3)]
+    return [Replica(start("--metrics-port", str(port), "--log-level", "warning", *arguments), port) for port in ports]
+
+
 def busy(servers: list[Replica], calls: int) -> bool:
     """Whether each has answered so many, which is waited for."""
-    return eventually(lambda: all(server.counted("mmpos_requests_total") >= calls for server in servers))
+    return eventually(lambda: all(server.answered >= calls for server in servers))
 
 
-def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: Path) -> None:
+def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(start: Start) -> None:
     KILLED.clear()
-    with replicas(3, tmp_path, "--log-level", "warning") as servers, ThreadPoolExecutor(8) as threads:
-        addresses = [server.address for server in servers]
+    servers = replicas(start)
+    addresses = [server.program.address for server in servers]
+    with ThreadPoolExecutor(8) as threads:
         with Client(addresses, timeout=60) as client:
             calls = [threads.submit(called, client, thread) for thread in range(3)]
             stream = threads.submit(streamed, client)
             other = threads.submit(lambda: asyncio.run(awaited(addresses)))
             assert busy(servers, 100)
-            servers[1].process.kill()
-            before = [server.counted("mmpos_requests_total") for server in (servers[0], servers[2])]
+            servers[1].program.process.kill()
+            before = [server.answered for server in (servers[0], servers[2])]
             KILLED.set()
             for thread, call in enumerate(calls):
                 assert numbers(call.result(), thread * CALLS) == list(range(CALLS))
@@ -102,34 +122,34 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(tmp_path: P
         for worker, tables in enumerate(several):
             assert numbers(tables, worker * CALLS) == list(range(CALLS // 4))
         assert numbers(awaited_stream, 0) == list(range(ITEMS))
-        after = [server.counted("mmpos_requests_total") for server in (servers[0], servers[2])]
+        after = [server.answered for server in (servers[0], servers[2])]
         assert all(b < a for b, a in zip(before, after, strict=True))  # both of the others went on
         assert np.array_equal(stream.result()[7].dense(), place(SEGMENTS, start=7).dense())
 
 
-def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_are_answered(tmp_path: Path) -> None:
-    with replicas(3, tmp_path, "--notice-seconds", "600", "--log-level", "warning") as servers:
-        addresses = [server.address for server in servers]
-        with Client(addresses, timeout=30) as client:
-            while not busy(servers, 0) or any(server.counted("mmpos_requests_total") == 0 for server in servers):
-                client.place(SEGMENTS)  # until all are connected
-            leaving = servers[0]
-            leaving.process.send_signal(signal.SIGTERM)
+def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_are_answered(start: Start) -> None:
+    servers = replicas(start, "--notice-seconds", "600")
+    addresses = [server.program.address for server in servers]
+    with Client(addresses, timeout=30) as client:
+        while not busy(servers, 0) or any(server.answered == 0 for server in servers):
+            client.place(SEGMENTS)  # until all are connected
+        leaving = servers[0]
+        leaving.program.process.send_signal(signal.SIGTERM)
 
-            def spared() -> bool:
-                """Whether ten calls go to the others, as soon as the notice has reached the client."""
-                count = leaving.counted("mmpos_requests_total")
-                for _ in range(10):
-                    client.place(SEGMENTS)
-                return leaving.counted("mmpos_requests_total") == count
+        def spared() -> bool:
+            """Whether ten calls go to the others, as soon as the notice has reached the client."""
+            count = leaving.answered
+            for _ in range(10):
+                client.place(SEGMENTS)
+            return leaving.answered == count
 
-            assert eventually(spared)
-            before = [server.counted("mmpos_requests_total") for server in servers]
-            found = [client.place(SEGMENTS, start=number) for number in range(40)]
-            after = [server.counted("mmpos_requests_total") for server in servers]
-        assert numbers(found, 0) == list(range(40))
-        gone, *others = (a - b for a, b in zip(after, before, strict=True))
-        # Their turns begin anew whenever a connection changes, so the halves need not be equal.
-        assert (gone, sum(others), min(others) > 0) == (0, 40, True)
-        leaving.process.send_signal(signal.SIGTERM)  # at once
-        assert leaving.process.wait(60) == 0
+        assert eventually(spared)
+        before = [server.answered for server in servers]
+        found = [client.place(SEGMENTS, start=number) for number in range(40)]
+        after = [server.answered for server in servers]
+    assert numbers(found, 0) == list(range(40))
+    gone, *others = (a - b for a, b in zip(after, before, strict=True))
+    # Their turns begin anew whenever a connection changes, so the halves need not be equal.
+    assert (gone, sum(others), min(others) > 0) == (0, 40, True)
+    leaving.program.process.send_signal(signal.SIGTERM)  # at once
+    assert leaving.program.process.wait(60) == 0

@@ -34,12 +34,12 @@ def opened(key: str, offset: int = 0, byte_size: int = 256) -> Region:
 
 
 def descriptors() -> int:
-    """How many are open on objects of these tests; others of the process come and go."""
-    found = 0
+    """Count the descriptors that are open on objects of these tests; others of the process come and go."""
+    count = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # that of the listing itself
-            found += os.readlink(link).startswith(str(FOLDER / PREFIX))
-    return found
+            count += os.readlink(link).startswith(str(FOLDER / PREFIX))
+    return count
 
 
 def shrink(key: str, size: int = 100) -> None:

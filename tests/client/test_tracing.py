@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+from clients import opened
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
 from opentelemetry.sdk.trace import TracerProvider
@@ -27,16 +28,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
-from mmpos.client import AsyncClient, Client
+from mmpos.client import Client
 from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import load
-from mmpos_server.logs import Logs
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.tracing import Tracing, configured
 
@@ -65,14 +66,7 @@ ERRORS = {
     "busy": ServiceOverloadedError("max_in_flight: got 1 taken of 1", 1.0),
     "bug": KeyError("why"),
 }
-METHOD = Method(
-    "mmpos.rpc.v1.PositionService",
-    "Place",
-    pb.PlaceRequest,
-    pb.PlaceResponse,
-    queried(run, "positions"),
-    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, queried(run, "positions")),
-)
+METHOD = place_method(run)
 
 
 @pytest.fixture
@@ -119,7 +113,7 @@ def spans(kept: InMemorySpanExporter, count: int) -> list[Any]:
     return found
 
 
-def tree(found: list[Any], span: Any) -> tuple[Any, ...]:
+def tree(found: list[Any], span: Any) -> tuple[object, ...]:
     """Name, attributes and children of a span."""
     below = [each for each in found if each.parent is not None and each.parent.span_id == span.context.span_id]
     assert all(span.start_time <= each.start_time <= each.end_time <= span.end_time for each in below)
@@ -127,11 +121,11 @@ def tree(found: list[Any], span: Any) -> tuple[Any, ...]:
     return (span.name, attributes, *(tree(found, each) for each in below))
 
 
-def leaves(*names: str) -> list[tuple[str, dict[str, Any]]]:
+def leaves(*names: str) -> list[tuple[str, dict[str, object]]]:
     return [(name, {}) for name in names]
 
 
-CALL: dict[str, Any] = {
+CALL: dict[str, object] = {
     "rpc.system.name": "grpc",
     "rpc.method": NAME,
     "mmpos.request_id": "me",
@@ -142,7 +136,7 @@ CALL: dict[str, Any] = {
 def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
     place(channel, "echo").result()
     found = spans(kept, 5)
-    told: dict[str, Any] = {
+    told: dict[str, object] = {
         "rpc.response.status_code": "OK",
         "mmpos.documents": 1,
         "mmpos.tokens": 2,
@@ -168,7 +162,7 @@ def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
     assert place(channel, profile).exception().code().name == status
     found = spans(kept, 3)
     sizes = {"mmpos.request_bytes": 4 + len(profile), "mmpos.response_bytes": 0}
-    told: dict[str, Any] = {"rpc.response.status_code": status, **sizes, **({"error.type": status} if fault else {})}
+    told: dict[str, object] = {"rpc.response.status_code": status, **sizes, **({"error.type": status} if fault else {})}
     assert tree(found, found[0]) == (NAME, CALL | told, *leaves("decode", "read"))
     assert found[0].status.status_code == (trace.StatusCode.ERROR if fault else trace.StatusCode.UNSET)
 
@@ -179,7 +173,7 @@ def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kep
     assert waiting.wait(60)
     call.cancel()
     found = spans(kept, 3)
-    told: dict[str, Any] = {
+    told: dict[str, object] = {
         "rpc.response.status_code": "CANCELLED",
         "mmpos.request_bytes": 8,
         "mmpos.response_bytes": 0,
@@ -231,16 +225,11 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
     address, query = start(methods=None), PositionsQuery(SEGMENTS)
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
 
-    async def asked() -> None:
-        async with AsyncClient(address, timeout=60) as client:
-            await client.query(query)
-            _ = [each async for each in client.stream([query], errors="return")]
-
     with tracer.start_as_current_span("caller") as caller:
-        with Client(address, timeout=60) as client:
-            client.query(query)
-            list(client.stream([query], errors="return"))
-        asyncio.run(asked())
+        for kind in ("sync", "async"):
+            with opened(kind, address, timeout=60) as client:
+                client.query(query)
+                list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:
         client.query(query)
     # A call has four stages, and an item besides itself.
@@ -289,7 +278,7 @@ def test_lines_of_the_log_name_no_span_where_the_environment_turns_spans_off(
         ("unknown", {}),
     ],
 )
-def test_a_peer_is_an_address_and_a_port(peer: str, attributes: dict[str, Any]) -> None:
+def test_a_peer_is_an_address_and_a_port(peer: str, attributes: dict[str, object]) -> None:
     assert tracing_module._peer(peer) == attributes
 
 

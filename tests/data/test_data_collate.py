@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator, collate_packed, collate_padded
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
+from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
 from mmpos_bench.data import labelled
 
@@ -161,10 +162,10 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
 
 
 @settings(deadline=None)
-@given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(["zigzag", "contiguous"]), st.booleans())
-def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Any, packed: bool) -> None:
+@given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
+def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
     examples = examples_of(documents)
-    collate = collate_packed if packed else collate_padded
+    collate = collate_packed if packed or layout.endswith("sequence") else collate_padded
     whole = collate(examples, multiple_of=2 * world_size)
     shifted = [IGNORE_INDEX] * whole.labels.numel()
     for start, stop in zip(whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist(), strict=True):
@@ -182,33 +183,11 @@ def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, 
         tokens, features_here = (tensor.tolist() for tensor in shard.image_tokens())
         rows |= {index[token]: row for token, row in zip(tokens, features_here, strict=True)}
         assert shard.input_ids.shape[:-1] == whole.input_ids.shape[:-1]
-        assert shard.cu_seqlens.tolist() == [n // world_size for n in whole.cu_seqlens.tolist()]
+        assert shard.cu_seqlens.tolist() == [sum(i < end for i in index) for end in whole.cu_seqlens.tolist()]
         assert (shard.shifted, shard.world_size) == (True, world_size)
     assert found == want
     pairs = zip(spans, features, strict=True)
     assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
-
-
-@settings(deadline=None)
-@given(some_documents, st.sampled_from([2, 3]), st.sampled_from(["zigzag-sequence", "contiguous-sequence"]))
-def test_packed_shards_of_the_whole_sequence_are_the_whole(documents: Any, world_size: int, layout: Any) -> None:
-    whole = collate_packed(examples_of(documents), multiple_of=2 * world_size)
-    shifted = flat(whole.shift_labels())
-    shifted.pop("spans"), shifted.pop("features")
-    want_rows = dict(zip(*(tensor.tolist() for tensor in whole.image_tokens()), strict=True))
-    found: dict[str, Any] = {name: [None] * whole.labels.numel() for name in shifted}
-    rows: dict[int, int] = {}
-    for rank in range(world_size):
-        shard = whole.shard(rank, world_size, layout)
-        index = whole.positions.shard_indices(rank, world_size, layout).tolist()
-        for name in shifted:
-            for i, value in zip(index, flat(shard)[name], strict=True):
-                found[name][i] = value
-        tokens, features = (tensor.tolist() for tensor in shard.image_tokens())
-        rows |= {index[token]: row for token, row in zip(tokens, features, strict=True)}
-        ends = whole.cu_seqlens.tolist()
-        assert shard.cu_seqlens.tolist() == [sum(i < end for i in index) for end in ends]
-    assert (found, rows) == (shifted, want_rows)
 
 
 @pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])
@@ -389,21 +368,15 @@ def test_workers_collate_as_the_main_process_does(method: str) -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     packed = PackedCollator(multiple_of=4, length=64)
-    loader: Any = DataLoader(packs, batch_size=None, collate_fn=packed, num_workers=1, multiprocessing_context=method)  # type: ignore[arg-type]
-    for got, pack in zip(loader, packs, strict=True):
-        assert same(got, packed(pack))
-    padded = PaddedCollator("left")
+    padded = PaddedCollator("left", multiple_of=8)
+    pairs = [examples[:2], examples[2:4], examples[4:]]
+    cases: list[tuple[Any, int | None, Any, Any]] = [(packs, None, packed, packs), (examples, 2, padded, pairs)]
+    for data, batch_size, collate, groups in cases:
+        batches = DataLoader(data, batch_size, collate_fn=collate, num_workers=1, multiprocessing_context=method)
+        for got, group in zip(batches, groups, strict=True):
+            assert same(got, collate(group))
     assert same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
     assert same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
-
-
-def test_padded_collators_work_in_workers_too() -> None:
-    examples = with_photos()
-    padded = PaddedCollator("left", multiple_of=8)
-    loader: Any = DataLoader(examples, batch_size=2, collate_fn=padded, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
-    first, second = loader
-    assert same(first, padded(examples[:2]))
-    assert same(second, padded(examples[2:]))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ Seen = list[tuple[int, Any]]
 
 
 def see(reader: Reader, readers: int = 1) -> Seen:
-    """What several readers see that split a shard, in its order."""
+    """Records of a shard in its order, read by several readers that split it."""
     found: Seen = []
     for first in range(readers):
         for location, raw in reader.records(first, readers):
@@ -42,7 +42,7 @@ def see(reader: Reader, readers: int = 1) -> Seen:
 
 
 def seen_by_all(path: Path) -> Seen:
-    """What one, two and three readers see, which must be the same."""
+    """Records of a shard as one, two and three readers see them, which must be the same."""
     (reader,) = shards(path)
     alone = see(reader)
     assert see(reader, 2) == alone
@@ -68,7 +68,7 @@ def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
 
 
 def whole(records: int, path: Path, prefix: str = "") -> Seen:
-    """What an archive of these members holds."""
+    """Records of an archive of these members."""
     content = dict(members(records, prefix))
     keys = [f"{prefix}{i}" for i in range(records)]
     return [

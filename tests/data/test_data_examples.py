@@ -27,7 +27,7 @@ class Pieces:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
 
 
-def example(*pieces: tuple[Any, bool], **options: bool) -> Example:
+def example(*pieces: tuple[object, bool], **options: bool) -> Example:
     return Preprocess(Pieces(), BUILDER, **options)({"pieces": pieces}, HERE)
 
 
@@ -96,7 +96,7 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
 
 def test_a_server_that_is_away_is_no_fault_of_the_record() -> None:
     class Away:
-        def build(self, parts: Any) -> Any:
+        def build(self, parts: object) -> Any:
             raise ServiceUnavailableError("nobody")
 
     with pytest.raises(ServiceUnavailableError):

@@ -21,19 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder
-from mmpos.data.examples import Document, Location, Preprocess, RecordError
-from mmpos.data.formats import (
-    FORMATS,
-    MMC4,
-    Chat,
-    ChatTemplate,
-    Energon,
-    HFImages,
-    LLaVA,
-    Obelics,
-    Pairs,
-    Turn,
-)
+from mmpos.data.examples import Document, Format, Location, Preprocess, RecordError
+from mmpos.data.formats import FORMATS, MMC4, Chat, ChatTemplate, Energon, HFImages, LLaVA, Obelics, Pairs, Turn
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
 
@@ -52,7 +41,7 @@ def pieces(document: Document) -> list[Any]:
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
-def said(read: Callable[..., Any], record: Any) -> str:
+def said(read: Callable[..., Any], record: object) -> str:
     with pytest.raises(RecordError) as caught:
         read(record, HERE)
     return str(caught.value)
@@ -61,18 +50,18 @@ def said(read: Callable[..., Any], record: Any) -> str:
 # Where images come from
 
 
-def read(images: Images, reference: Any) -> Any:
+def read(images: Images, reference: object) -> Any:
     return images.resolve("r: image", reference)
 
 
-def refused(images: Images, reference: Any) -> str:
+def refused(images: Images, reference: object) -> str:
     with pytest.raises(RecordError) as caught:
         images.resolve("r: image", reference)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("data", [PNG, bytearray(PNG), memoryview(PNG)])
-def test_bytes_are_images(data: Any) -> None:
+def test_bytes_are_images(data: object) -> None:
     assert read(Images(), data) == PNG
     assert read(Images(), {"bytes": data, "path": "elsewhere.png"}) == PNG
 
@@ -205,7 +194,7 @@ def test_decoded_images_pass_and_parts_of_one_become_levels() -> None:
         ({"bytes": None, "path": 5}, "image.path: got 5, want text"),
     ],
 )
-def test_what_refers_to_no_image_is_refused(reference: Any, message: str) -> None:
+def test_what_refers_to_no_image_is_refused(reference: object, message: str) -> None:
     assert refused(Images(), reference).endswith(message)
 
 
@@ -252,7 +241,7 @@ def test_wrong_options_are_refused() -> None:
         ({"id": "a7", "__key__": "000017"}, "a7"),
     ],
 )
-def test_the_key_is_the_records_own_or_its_location(ids: dict[str, Any], key: str) -> None:
+def test_the_key_is_the_records_own_or_its_location(ids: dict[str, object], key: str) -> None:
     assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
 
 
@@ -265,7 +254,7 @@ def test_the_key_is_the_records_own_or_its_location(ids: dict[str, Any], key: st
         ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
     ],
 )
-def test_a_key_must_be_one(ids: dict[str, Any], message: str) -> None:
+def test_a_key_must_be_one(ids: dict[str, object], message: str) -> None:
     assert said(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
 
 
@@ -434,7 +423,7 @@ def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
         (np.array([struct(PNG)], object), np.array(["a"]), [PNG, "a"]),
     ],
 )
-def test_hugging_face_columns_hold_one_or_lists(image: Any, text: Any, want: list[Any]) -> None:
+def test_hugging_face_columns_hold_one_or_lists(image: object, text: object, want: list[object]) -> None:
     assert pieces(HFImages(images=LOCAL)({"image": image, "text": text}, HERE)) == want
     assert pieces(HFImages("photo", "caption", LOCAL)({"photo": image, "caption": text}, HERE)) == want
 
@@ -457,9 +446,10 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
 # What is said of a wrong record
 
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
+PART = "want text, a tensor, the bytes of a file, or a struct of bytes and path"
 
 
-def changed(record: Mapping[str, Any], path: tuple[str | int, ...], value: Any) -> Any:
+def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
     """The record with another value in one place."""
     copy: Any = deepcopy(record)
     inner = copy
@@ -473,30 +463,46 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("read", "record", "message"),
     [
-        ([], "got [], want a mapping of names to values"),
-        ({}, "images: got nothing, want a list"),
-        ({"images": []}, "texts: got nothing, want a list"),
-        ({"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
-        ({"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
-        ({"images": "a.png", "texts": []}, "images: got 'a.png', want a list"),
-        ({"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
-        ({"images": [None, 5], "texts": ["a", None]}, f"images[1]: got 5, {NO_REFERENCE}"),
-        ({"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
-        ({"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
-        ({"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
-        (changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
-        (changed(OBELICS_RECORD, ("metadata",), "{}"), "metadata: got {}, want a list"),
-        (changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
+        (Obelics(), [], "got [], want a mapping of names to values"),
+        (Obelics(), {}, "images: got nothing, want a list"),
+        (Obelics(), {"images": []}, "texts: got nothing, want a list"),
+        (Obelics(), {"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
+        (Obelics(), {"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
+        (Obelics(), {"images": "a.png", "texts": []}, "images: got 'a.png', want a list"),
+        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
+        (Obelics(), {"images": [None, 5], "texts": ["a", None]}, f"images[1]: got 5, {NO_REFERENCE}"),
+        (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
+        (Obelics(), {"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
+        (Obelics(), {"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "{}"), "metadata: got {}, want a list"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
         (
+            Obelics(),
             changed(OBELICS_RECORD, ("general_metadata",), "3"),
             "general_metadata: got 3, want an object as JSON in text",
         ),
+        (Energon(), {"sequence": "text"}, "sequence: got 'text', want a list"),
+        (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
+        (Energon(), {"sequence": [None]}, f"sequence[0]: got nothing, {PART}"),
+        (Energon(), {"sequence": [torch.zeros(3)]}, "sequence[0]: got a tensor of shape (3,), want an image"),
+        (Energon(), {"sequence": [""]}, "sequence: got no image and no text, want at least one"),
+        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
+        (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
+        (HFImages(), {}, "image: got columns [], want a column of this name"),
+        (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
+        (HFImages(), {"image": struct(PNG), "text": 5}, "text: got 5, want text"),
+        (HFImages(), {"image": 5, "text": "a"}, f"image: got 5, {NO_REFERENCE}"),
+        (HFImages(), {"image": struct(None), "text": "a"}, "image: got neither bytes nor path, want one of them"),
+        (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
+        (HFImages(), {"image": [None], "text": "a"}, f"image[0]: got nothing, {NO_REFERENCE}"),
+        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
     ],
 )
-def test_obelics_says_what_is_wrong(record: Any, message: str) -> None:
-    assert said(Obelics(), record) == f"shard-3.jsonl[17]: {message}"
+def test_a_format_says_what_is_wrong(read: Format, record: object, message: str) -> None:
+    assert said(read, record) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
@@ -528,13 +534,13 @@ def test_text_that_is_not_unicode_is_refused() -> None:
         (("similarity_matrix", 1), 1.0, "similarity_matrix[1]: got 1.0, want a list"),
     ],
 )
-def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     found = said(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
     assert found.startswith(f"shard-3.jsonl[17]: {message}")
 
 
 @pytest.mark.parametrize("index", [3, -1, 1.0, True, None, "0"])
-def test_mmc4_wants_the_index_of_a_sentence(index: Any) -> None:
+def test_mmc4_wants_the_index_of_a_sentence(index: object) -> None:
     record = changed(MMC4_RECORD, ("image_info", 0, "matched_text_index"), index)
     got = "nothing" if index is None else repr(index)
     want = f"image_info[0].matched_text_index: got {got}, want an index of text_list, which has 3"
@@ -578,7 +584,7 @@ KINDS = "want one of text, refusal, input_text, output_text, image_url, input_im
         ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want none, but what was said in content"),
     ],
 )  # fmt: skip
-def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert said(Chat(), changed(CHAT_RECORD, path, value)) == f"c1 (shard-3.jsonl[17]): {message}"
 
 
@@ -611,41 +617,8 @@ LLAVA_RECORD = {
         (("image",), "tea.jpg", f"image: got the path 'tea.jpg', want a file that exists inside {PHOTOS}"),
     ],
 )  # fmt: skip
-def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: Any, message: str) -> None:
+def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert said(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
-
-
-@pytest.mark.parametrize(
-    ("sequence", "message"),
-    [
-        ("text", "sequence: got 'text', want a list"),
-        (["a", 5], "sequence[1]: got 5, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
-        ([None], "sequence[0]: got nothing, want text, a tensor, the bytes of a file, or a struct of bytes and path"),
-        ([torch.zeros(3)], "sequence[0]: got a tensor of shape (3,), want an image"),
-        ([""], "sequence: got no image and no text, want at least one"),
-    ],
-)
-def test_energon_says_what_is_wrong(sequence: Any, message: str) -> None:
-    assert said(Energon(), {"sequence": sequence}) == f"shard-3.jsonl[17]: {message}"
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
-        ({"image": None}, "text: got columns ['image'], want a column of this name"),
-        ({}, "image: got columns [], want a column of this name"),
-        ({"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
-        ({"image": struct(PNG), "text": 5}, "text: got 5, want text"),
-        ({"image": 5, "text": "a"}, f"image: got 5, {NO_REFERENCE}"),
-        ({"image": struct(None), "text": "a"}, "image: got neither bytes nor path, want one of them"),
-        ({"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
-        ({"image": [None], "text": "a"}, f"image[0]: got nothing, {NO_REFERENCE}"),
-        ({"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
-    ],
-)
-def test_hugging_face_columns_say_what_is_wrong(record: Any, message: str) -> None:
-    assert said(HFImages(), record) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize(
@@ -666,7 +639,7 @@ def test_hugging_face_columns_say_what_is_wrong(record: Any, message: str) -> No
         ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
     ],
 )
-def test_pairs_say_what_is_wrong(members: dict[str, Any], message: str) -> None:
+def test_pairs_say_what_is_wrong(members: dict[str, object], message: str) -> None:
     found = said(Pairs(), {"__key__": "000017", **members})
     assert found.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
@@ -732,7 +705,7 @@ VALUES = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """Every place in a record."""
     steps: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]

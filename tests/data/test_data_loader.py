@@ -83,8 +83,8 @@ def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> Batc
     return BatchDataset(shards, batching=batching, **given | options)
 
 
-def plain(value: Any) -> Any:
-    """What a batch holds, to the last byte."""
+def plain(value: object) -> Any:
+    """Content of a batch, to the last byte."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
     if isinstance(value, np.ndarray):
@@ -159,7 +159,7 @@ def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> N
 def test_an_epoch_has_its_own_order_and_always_the_same() -> None:
     readers = [Numbers(f"s{i}", 10) for i in range(4)]
 
-    def order(**options: Any) -> list[str]:
+    def order(**options: object) -> list[str]:
         return keys(data(readers, Batcher(3), collate=PaddedCollator(), **options))
 
     straight = [f"s{i}/{j}" for i in range(4) for j in range(10)]
@@ -211,7 +211,7 @@ def test_set_epoch_reaches_workers_that_live_on() -> None:
 def test_workers_together_give_every_record_once_and_always_the_same(
     corpus: list[Reader], method: str, tmp_path: Path
 ) -> None:
-    def run(workers: int, **options: Any) -> list[Any]:
+    def run(workers: int, **options: object) -> list[Any]:
         dataset = data(corpus, on_error="skip", quarantine=tmp_path / method, **options)
         context = method if workers else None
         loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
@@ -569,7 +569,7 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 def _rank(rank: int, folder: Path) -> None:
-    """What a process of torch.distributed reads."""
+    """Read as a process of torch.distributed, and write down the keys and the error of a dataset made too early."""
     early = data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     found = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
@@ -597,12 +597,7 @@ def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) ->
 _MEMORY = """
 import resource, sys
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data.collate import PackedCollator
-from mmpos.data.examples import Preprocess
-from mmpos.data.formats import HFImages
-from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
-from mmpos.data.readers import shards
+from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Pairs, Preprocess, shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(
     shards(sys.argv[1:]), Preprocess(HFImages(), builder), Packer(1000, buffer=32), PackedCollator(), shuffle=64
@@ -628,7 +623,7 @@ def test_memory_of_ten_thousand_records_is_flat(kind: str, tmp_path: Path) -> No
             (write_jsonl if kind == "jsonl" else write_tar)(path, part)
         paths.append(str(path))
     format_ = "Pairs" if kind == "tar" else "HFImages"
-    arguments = [sys.executable, "-c", _MEMORY.replace("HFImages", format_), *paths]
+    arguments = [sys.executable, "-c", _MEMORY.replace("HFImages()", f"{format_}()"), *paths]
     seen, early, late = map(int, subprocess.check_output(arguments, timeout=300).split())
     assert seen == 10_000
     assert late - early < 16 * 1024, "KiB"

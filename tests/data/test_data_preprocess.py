@@ -214,7 +214,7 @@ def test_an_input_that_was_touched_or_copied_is_the_same(tmp_path: Path) -> None
 def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (path,) = corpus(tmp_path, 1, 2)
 
-    def meddling(record: Mapping[str, Any], location: Location) -> Any:
+    def meddling(record: Mapping[str, object], location: Location) -> Any:
         if location.index == 1:
             correct(path)
         return PAGES(record, location)
@@ -381,7 +381,7 @@ def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: 
         ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     readers = shards(corpus(tmp_path, 1, 1))
     given: dict[str, Any] = {"readers": readers, "folder": Path("out"), "preprocess": PAGES} | change
     with pytest.raises(InvalidInputError) as refused:
@@ -600,7 +600,7 @@ def test_a_missing_extra_is_one_line_that_names_it(tmp_path: Path, engine: str, 
 def test_an_interrupted_command_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupt(*arguments: Any, **options: Any) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     corpus(tmp_path, 1, 1)
@@ -693,7 +693,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
 
 
 def everything(terminal: int) -> Iterator[str]:
-    """What is written to a terminal until its last writer ends, which Linux tells by an error."""
+    """Output on a terminal until its last writer ends, which Linux tells by an error."""
     with suppress(OSError):
         while data := os.read(terminal, 2**16):
             yield data.decode(errors="replace")

@@ -22,13 +22,7 @@ import torch
 from torch.utils.data import DataLoader
 from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.client import Client
-from mmpos.data.collate import PackedCollator
-from mmpos.data.examples import Preprocess
-from mmpos.data.formats import HFImages
-from mmpos.data.loader import BatchDataset
-from mmpos.data.packing import Packer
-from mmpos.data.quarantine import read_quarantine
-from mmpos.data.readers import shards
+from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Preprocess, read_quarantine, shards
 
 def update(digest, value):
     if dataclasses.is_dataclass(value):

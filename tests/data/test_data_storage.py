@@ -23,7 +23,7 @@ from mmpos.schemes import SCHEMES, RopeTie
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 
-def example(key: str, parts: list[Any], scheme: str = "rope-tie", dtype: str = "uint8") -> Example:
+def example(key: str, parts: list[object], scheme: str = "rope-tie", dtype: str = "uint8") -> Example:
     images = ImageProcessor("pillow", patch_size=4, min_pixels=64, dtype=dtype)
     sequence = SequenceBuilder(images=images, scheme=scheme).build(parts)
     return Example(key, sequence, np.where(sequence.token_type_ids == 0, sequence.input_ids, -100))

@@ -61,7 +61,7 @@ def embeddings(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).normal(size=(*shape, 48))).to(dtype)
 
 
-def by_hand(attention: SelfAttention, x: Tensor, encoding: Any, positions: list[int], causal: bool) -> Any:
+def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: list[int], causal: bool) -> Any:
     """One batch row by loops over heads and tokens in numpy, with the encoding's own table, bias or rotation."""
     value: Any = x.detach().double().numpy()
     if hasattr(encoding, "table"):
@@ -289,7 +289,7 @@ def test_corrected_a_table_of_angles_goes_along_the_sequence_and_not_along_the_b
     angles = encoding.angles(range(seq))
     cos, sin = np.cos(angles), np.sin(angles)
 
-    def layer(x: Any, cos: Any, sin: Any) -> Any:
+    def layer(x: Any, cos: object, sin: object) -> Any:
         a, b = x[..., :4], x[..., 4:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 

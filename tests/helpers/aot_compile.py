@@ -1,6 +1,7 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py in a process without Triton's interpreter: ``python aot_compile.py "table integer half"``.
+Run by test_rotary_aot.py and test_rotary_store_aot.py in a process without Triton's interpreter: ``python
+aot_compile.py "table integer half"``, and ``python aot_compile.py "store: plain"`` for the kernel that stores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.rotate import rotary_kernel
+from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
@@ -36,74 +37,60 @@ TYPES = {
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 CASES: dict[str, dict[str, Any]] = {
-    "table integer half": {"mode": reference.TABLE_INTEGER},
+    "table integer half": {},
     "table fractional half": {"mode": reference.TABLE_FRACTIONAL},
     "dense integer half": {"mode": reference.DENSE_INTEGER},
     "dense fixed half": {"mode": reference.DENSE_FIXED},
-    "table integer adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True},
+    "table integer adjacent": {"adjacent": True},
     "table fractional adjacent": {"mode": reference.TABLE_FRACTIONAL, "adjacent": True},
     "dense integer adjacent": {"mode": reference.DENSE_INTEGER, "adjacent": True},
-    "head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40},
-    "head_dim 80 adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 40, "adjacent": True},
-    "partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "block": 32},
-    "partial adjacent": {"mode": reference.TABLE_INTEGER, "pairs": 16, "rest": 96, "block": 64, "adjacent": True},
-    "norm half": {"mode": reference.TABLE_INTEGER, "weights": "qk"},
-    "norm adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk"},
+    "head_dim 80 half": {"pairs": 40},
+    "head_dim 80 adjacent": {"pairs": 40, "adjacent": True},
+    "partial half": {"pairs": 32, "rest": 64, "block": 32},
+    "partial adjacent": {"pairs": 16, "rest": 96, "block": 64, "adjacent": True},
+    "norm half": {"weights": "qk"},
+    "norm adjacent": {"adjacent": True, "weights": "qk"},
     "norm fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk"},
-    "norm half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1, "weights": "qk"},
-    "norm of q half": {"mode": reference.TABLE_INTEGER, "weights": "q"},
-    "norm head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk"},
-    "norm partial half": {"mode": reference.TABLE_INTEGER, "pairs": 32, "rest": 64, "weights": "qk"},
-    "norm partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-    },
-    "backward half": {"mode": reference.TABLE_INTEGER, "weights": "qk", "backward": True},
-    "backward adjacent": {"mode": reference.TABLE_INTEGER, "adjacent": True, "weights": "qk", "backward": True},
+    "norm half, few tokens": {"block": 4, "warps": 1, "weights": "qk"},
+    "norm of q half": {"weights": "q"},
+    "norm head_dim 80 half": {"pairs": 40, "weights": "qk"},
+    "norm partial half": {"pairs": 32, "rest": 64, "weights": "qk"},
+    "norm partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk"},
+    "backward half": {"weights": "qk", "backward": True},
+    "backward adjacent": {"adjacent": True, "weights": "qk", "backward": True},
     "backward fractional half": {"mode": reference.TABLE_FRACTIONAL, "weights": "qk", "backward": True},
-    "backward half, few tokens": {
-        "mode": reference.TABLE_INTEGER,
-        "block": 4,
-        "warps": 1,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward of q half": {"mode": reference.TABLE_INTEGER, "weights": "q", "backward": True},
-    "backward head_dim 80 half": {"mode": reference.TABLE_INTEGER, "pairs": 40, "weights": "qk", "backward": True},
-    "backward partial half": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 32,
-        "rest": 64,
-        "weights": "qk",
-        "backward": True,
-    },
-    "backward partial adjacent": {
-        "mode": reference.TABLE_INTEGER,
-        "pairs": 16,
-        "rest": 96,
-        "adjacent": True,
-        "weights": "qk",
-        "backward": True,
-    },
-    "table integer half, few tokens": {"mode": reference.TABLE_INTEGER, "block": 4, "warps": 1},
+    "backward half, few tokens": {"block": 4, "warps": 1, "weights": "qk", "backward": True},
+    "backward of q half": {"weights": "q", "backward": True},
+    "backward head_dim 80 half": {"pairs": 40, "weights": "qk", "backward": True},
+    "backward partial half": {"pairs": 32, "rest": 64, "weights": "qk", "backward": True},
+    "backward partial adjacent": {"pairs": 16, "rest": 96, "adjacent": True, "weights": "qk", "backward": True},
+    "table integer half, few tokens": {"block": 4, "warps": 1},
     "table fractional adjacent, few tokens": {
         "mode": reference.TABLE_FRACTIONAL,
         "adjacent": True,
         "block": 4,
         "warps": 1,
     },
-    "table integer half, fused": {"mode": reference.TABLE_INTEGER, "fusion": True},
-    "table integer half, one token": {
-        "mode": reference.TABLE_INTEGER,
-        "ones": ("tokens", "seq", "segments", "row_stride"),
-    },
+    "table integer half, fused": {"fusion": True},
+    "table integer half, one token": {"ones": ("tokens", "seq", "segments", "row_stride")},
     "table fractional half, one token": {"mode": reference.TABLE_FRACTIONAL, "ones": ("tokens", "seq", "segments")},
     "dense fixed half, one head": {
         "mode": reference.DENSE_FIXED,
         "ones": ("q_heads", "k_heads", "q.head", "row_stride"),
+    },
+    "store: plain": {"store": True},
+    "store: fractional": {"store": True, "mode": reference.TABLE_FRACTIONAL},
+    "store: norm": {"store": True, "weights": "qk"},
+    "store: norm adjacent": {"store": True, "adjacent": True, "weights": "qk"},
+    "store: head_dim 80": {"store": True, "pairs": 40, "values": 80},
+    "store: partial": {"store": True, "pairs": 32, "rest": 64, "block": 32},
+    "store: norm partial": {"store": True, "pairs": 32, "rest": 64, "weights": "qk"},
+    "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
+    "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
+    "store: other values": {"store": True, "values": 64},
+    "store: one of each": {
+        "store": True,
+        "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
     },
 }
 
@@ -111,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compiled(
     arch: int,
     *,
-    mode: int,
+    mode: int = reference.TABLE_INTEGER,
     adjacent: bool = False,
     pairs: int = 64,
     rest: int = 0,
@@ -121,23 +108,25 @@ def compiled(
     ones: tuple[str, ...] = (),
     weights: str = "",
     backward: bool = False,
+    store: bool = False,
+    values: int = 128,
+    return_k: bool = False,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
-    constants = {
-        "CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent),
-        "ANGLES": angles(mode),
-        "COPY_REST": True,
-        "BLOCK": block,
-    }
+    constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "ANGLES": angles(mode), "BLOCK": block}
+    if store:
+        constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
+    else:
+        constants |= {"COPY_REST": True}
     # Without weights the arguments of the norm are no parameters.
     missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
-    missing += [] if weights else ["eps", "offset"]
-    kernel = backward_kernel if backward else rotary_kernel
+    missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
+    kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
     return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion)
 
 
 def angles(mode: int) -> Angles:
-    """How two axes are turned, exactly and forward."""
+    """Make the angles of two axes, exact and forward."""
     from_table = mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     fractional = mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED)
     return Angles(axes=2, from_table=from_table, fractional=fractional, as_hf=False, conjugate=False, scaled=False)
@@ -170,12 +159,12 @@ def compiled_for(
 
 def loops(ptx: str) -> list[str]:
     """The instructions of every loop, from its label to the branch back there."""
-    found = []
+    bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
         if back:
-            found.append(ptx[at.end() : at.end() + back[-1].end()])
-    return found
+            bodies.append(ptx[at.end() : at.end() + back[-1].end()])
+    return bodies
 
 
 def facts(kernel: Any) -> dict[str, int]:
@@ -186,10 +175,10 @@ def facts(kernel: Any) -> dict[str, int]:
         file.flush()
         usage = _output("cuobjdump", "--dump-resource-usage", file.name)
         machine = _output("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if resources is None:
         raise ValueError(usage)
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, resources.groups())
     return {
         "registers": registers,
         "stack": stack,
@@ -212,14 +201,14 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def all_facts(names: list[str], compiled: Any = compiled, cases: dict[str, Any] = CASES) -> dict[str, dict[str, int]]:
+def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
     """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
-    found = {}
+    by_case = {}
     for name in names:
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
-            found[f"{case}, sm_{each}"] = facts(compiled(each, **cases[case]))
-    return found
+            by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))
+    return by_case
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 
 BAD = ("INTERNAL", "UNKNOWN")
 CORE = ("Error parsing '", "Compression bit set but no encoding configured")
-"""How the transport begins to say that metadata of its own is wrong, such as grpc-encoding: always with INTERNAL, which
-the protocol asks for, and before a server knows of the call. It costs nothing and leaves no trace, so it is counted as
-a refusal."""
+"""Beginnings of the transport's own errors, for wrong metadata such as grpc-encoding: always with INTERNAL, which the
+protocol asks for, and before a server knows of the call. It costs nothing and leaves no trace, so it is counted as a
+refusal."""
 
 HEALTH = "/grpc.health.v1.Health/Check"
 PLACE = "/mmpos.rpc.v1.PositionService/Place"
@@ -59,7 +59,7 @@ UNARY = {
 
 @dataclass
 class Tally:
-    """What came of attacks.
+    """Counts of the requests of attacks, and of how they ended.
 
     Args:
         requests: that were sent.
@@ -93,7 +93,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the server listens."""
+    """The addresses on which the server listens."""
 
     address: str
     http_port: int
@@ -236,7 +236,7 @@ class Wire:
         self.h2.send_data(stream, framed[:room], end_stream=end and not missing and len(framed) <= room)
 
     async def statuses(self, calls: int, seconds: float = 1.0) -> list[str]:
-        """How these calls ended, as far as they do in time."""
+        """Wait for the ends of these calls, as far as they come in time."""
         found: list[str] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

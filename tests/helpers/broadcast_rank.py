@@ -19,7 +19,7 @@ DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Grid(3, 3
 
 
 def tables() -> list[tuple[int, PositionTable]]:
-    """Who has each table, and the table: of every size, in this order."""
+    """List tables of every size, each with the rank that has it, in the order of the broadcasts."""
     whole = SegmentTable.from_documents(DOCUMENTS)
     return [
         (0, place(whole, "rope-tie", [5, 0, 2**30])),
@@ -37,13 +37,13 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     alone: Any = dist.new_group([1])
-    found: dict[str, PositionTable] = {}
+    received: dict[str, PositionTable] = {}
     for i, (src, table) in enumerate(tables()):
         got = broadcast_table(table if rank == src else None, src, device="cpu" if i % 2 else None)
         assert (got is table) == (rank == src)
-        found[f"{i}"] = got
+        received[f"{i}"] = got
     if rank == 1:
-        found["alone"] = broadcast_table(tables()[0][1], 1, alone)
+        received["alone"] = broadcast_table(tables()[0][1], 1, alone)
     refused: list[tuple[Any, Any]] = (
         [(1, None), (1, alone), (2, None), (0.0, None)] if rank == 0 else [(1, None), (0, alone)]
     )
@@ -55,7 +55,7 @@ def main(rank: int, folder: Path) -> None:
             said.append(str(error))
     fields = {
         f"{key} {name}": getattr(table, name)
-        for key, table in found.items()
+        for key, table in received.items()
         for name in ("table", "documents", "num_tokens", "fractional", "scheme")
     }
     np.savez(folder / f"{rank}.npz", said=np.array(said), **fields)

@@ -40,10 +40,10 @@ def _trained(images: tuple[str, ...]) -> str:
     return str(tokenizer.to_str())
 
 
-def chat_tokenizer(images: Sequence[str] = OURS, **told: Any) -> Any:
+def chat_tokenizer(images: Sequence[str] = OURS, **changes: Any) -> Any:
     """A new one; tokens 0 to 4 are <s>, </s>, <pad>, <|user|>, <|assistant|>, then come those of images."""
     import transformers
 
     kind: Any = transformers.PreTrainedTokenizerFast
-    options = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "padding_side": "right", **told}
+    options = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "padding_side": "right", **changes}
     return kind(tokenizer_object=Tokenizer.from_str(_trained(tuple(images))), **options)

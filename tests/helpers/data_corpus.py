@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,9 +81,9 @@ class OddError(Exception):
         super().__init__(f"status {status}")
 
 
-def end_process(record: Any, location: Any) -> Any:
+def end_process(record: object, location: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_oddly(record: Any, location: Any) -> Any:
+def fail_oddly(record: object, location: object) -> NoReturn:
     raise OddError(status=404)

@@ -76,7 +76,7 @@ async def once(target: Target, seed: str, name: str, number: int, tally: Tally) 
 
 
 def attacker(target: Target, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
-    """What a process does."""
+    """Attack from a process of its own."""
     return asyncio.run(rounds(target, seed, names, end, first))
 
 
@@ -85,7 +85,7 @@ def attacker(target: Target, seed: str, names: Sequence[str], end: float, first:
 
 @dataclass
 class Witness:
-    """What others saw meanwhile.
+    """Observations of others during the attacks.
 
     Args:
         health: milliseconds of each answer to health; one that failed counts as infinite.
@@ -197,14 +197,14 @@ def serving(*, defaults: bool = False, environment: dict[str, str] | None = None
 
 
 def exceeding(after: dict[str, float], before: dict[str, float], memory_percent: float = 0.0) -> list[str]:
-    """What is more than it was, memory by more than so much of it."""
+    """List what has grown, memory by more than this percentage."""
     most = {**before, "MiB": round(before["MiB"] * (1 + memory_percent / 100), 1), "threads": before["threads"] + LAZY}
     return [f"{count} {name} in the end, want <= {most[name]}" for name, count in after.items() if count > most[name]]
 
 
 @dataclass
 class Verdict:
-    """What came of it all; ``faults`` says what must not be.
+    """The outcome of a whole run; ``faults`` lists what must not be.
 
     Args:
         tally: of the attackers.
@@ -223,7 +223,7 @@ class Verdict:
     alive: bool
 
     def faults(self, health_ms: float, memory_percent: float) -> list[str]:
-        """What must not be, in words."""
+        """List what must not be, in words."""
         found = [f"{count} {bad}, first {self.tally.samples[bad]}" for bad, count in self.tally.bad.most_common()]
         if self.tracebacks:
             found.append(f"{len(self.tracebacks)} tracebacks in the log, first {self.tracebacks[0][-2000:]}")

@@ -110,7 +110,7 @@ def _made(path: Path) -> list[tuple[str, str]]:
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """What the classes set, by model type, as far as mmpos reads it."""
+    """Collect the defaults of the classes, by model type, as far as mmpos reads them."""
     rotating = {config.model_type: config for config in rotations() if config.model_type}
     rotating |= {model: CONFIG_MAPPING[model] for model in WITHOUT_MODULE}
     rows = {model: _rotation(config) for model, config in rotating.items() if model not in OTHER_ROTATIONS}
@@ -150,7 +150,7 @@ def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """What a class puts under a config inside that leaves it out."""
+    """Collect the defaults that a class puts under a config inside that leaves them out."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
     if not defaults or config.model_type == "fun_asr_nano":  # which refuses what does not fit its other parts
@@ -168,14 +168,14 @@ def _rotation(config: Any) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in default.values()):
         return row | {"rope_theta": None, "rope_parameters": default}
     try:
-        told = config(rope_parameters={"rope_type": "default"}).rope_parameters
+        parameters = config(rope_parameters={"rope_type": "default"}).rope_parameters
     except KeyError:  # its class asks for more
-        told = default
-    row["rope_theta"] = told.get("rope_theta", default.get("rope_theta"))
-    if told.get("partial_rotary_factor") is not None:
-        row["partial_rotary_factor"] = told["partial_rotary_factor"]
-    plain = default.get("rope_type") in PLAIN and told is not default
-    if not plain or {**default, "rope_type": "default"} != {**told, "rope_type": "default"}:
+        parameters = default
+    row["rope_theta"] = parameters.get("rope_theta", default.get("rope_theta"))
+    if parameters.get("partial_rotary_factor") is not None:
+        row["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    plain = default.get("rope_type") in PLAIN and parameters is not default
+    if not plain or {**default, "rope_type": "default"} != {**parameters, "rope_type": "default"}:
         row["rope_parameters"] = dict(default)
         if config(rope_theta=2.0).rope_parameters.get("rope_theta") == 2.0:  # one beside them
             row["rope_theta"] = row["rope_parameters"].pop("rope_theta")

@@ -26,11 +26,11 @@ def _integer(value: int, bits: int) -> bytes:
     most = (1 << bits) - 1
     if value < most:
         return bytes([value])
-    found, value = [most], value - most
+    parts, value = [most], value - most
     while value >= 128:
-        found.append(value % 128 + 128)
+        parts.append(value % 128 + 128)
         value //= 128
-    return bytes([*found, value])
+    return bytes([*parts, value])
 
 
 class Connection:
@@ -150,14 +150,14 @@ class Connection:
         Raises:
             ConnectionError: the connection ended before.
         """
-        found = b""
+        received = b""
         while (frame := self.receive()) is not None:
             kind, flags, of, payload = frame
             if of == stream:
-                found += payload
+                received += payload
                 if kind == _RESET or flags & _END_STREAM:
-                    return found
-        raise ConnectionError(f"closed after {found!r}")
+                    return received
+        raise ConnectionError(f"closed after {received!r}")
 
     def closed(self) -> bool:
         """Wait until the server closes the connection."""
@@ -172,8 +172,8 @@ class Connection:
             if not more:
                 return None
             self._read += more
-        found, self._read = self._read[:size], self._read[size:]
-        return found
+        part, self._read = self._read[:size], self._read[size:]
+        return part
 
 
 def closed_at_once(address: str) -> bool:

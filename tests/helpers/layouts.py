@@ -73,7 +73,7 @@ class Layout:
 
 
 class Answer(NamedTuple):
-    """What get_rope_index returns: ids (3, batch, seq) and deltas (batch,)."""
+    """The result of get_rope_index: ids (3, batch, seq) and deltas (batch,)."""
 
     ids: Array
     deltas: Array

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hostile_images import encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -16,6 +18,9 @@ from shared_objects import PREFIX
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 REQUESTS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "InfoService/GetInfo": (info_pb2.GetInfoRequest, info_pb2.GetInfoResponse),
@@ -32,7 +37,7 @@ STREAMS: Mapping[str, tuple[type[Any], type[Any]]] = {
 }
 """Likewise of every stream."""
 
-Fields = dict[str, Any]
+Fields = dict[str, object]
 
 OBJECT = f"/{PREFIX}object"
 """Key of the shared memory object that messages name: zeros, if there is one."""
@@ -42,12 +47,8 @@ _NAMES = st.sampled_from(
 )
 _EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
-_NEEDED = {
-    "query",
-    "q",
-    "positions",
-    "input_ids",
-}  # without them all else is idle; missing ones have tests of their own
+# Without these all else is idle; missing ones have tests of their own.
+_NEEDED = {"query", "q", "positions", "input_ids"}
 
 
 def messages(kind: type[Any]) -> st.SearchStrategy[Any]:
@@ -63,19 +64,19 @@ def _fields(descriptor: Descriptor) -> st.SearchStrategy[Fields]:
         optional={field.name: _value(field) for field in alone if field.name not in _NEEDED},
     )
     choices = [st.one_of(st.just({}), *map(_only, oneof.fields)) for oneof in oneofs]
-    return st.tuples(plain, *choices).map(lambda found: {k: v for fields in found for k, v in fields.items()})
+    return st.tuples(plain, *choices).map(lambda drawn: {k: v for fields in drawn for k, v in fields.items()})
 
 
 def _only(field: FieldDescriptor) -> st.SearchStrategy[Fields]:
     return st.fixed_dictionaries({field.name: _value(field)})
 
 
-def _value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:
     one = _scalar(field)
     return st.lists(one, max_size=4) if field.is_repeated else one
 
 
-def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+def _scalar(field: FieldDescriptor) -> st.SearchStrategy[object]:
     if field.message_type is not None:
         return _fields(field.message_type)
     if field.enum_type is not None:
@@ -99,20 +100,18 @@ def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 _small = st.integers(1, 6)
 
 
-def _one_of(*values: Any) -> st.SearchStrategy[Any]:
-    """One of these, such as the numbers of an enum."""
-    return st.sampled_from(values)
+def _one_of(*numbers: int) -> st.SearchStrategy[Any]:
+    """Draw one of these numbers of an enum, of which each enum has a type of its own."""
+    return st.sampled_from(numbers)
 
 
 @functools.cache
 def picture(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
-    """The bytes of a small image file."""
-    file = io.BytesIO()
-    Image.new("RGB", size, (10, 200, 30)).save(file, kind)
-    return file.getvalue()
+    """Make a small image file."""
+    return encoded(Image.new("RGB", size, (10, 200, 30)), kind)
 
 
-def tensor(values: Any, dtype: str = "int64") -> tensor_pb2.Tensor:
+def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
     """Numbers as a message."""
     array = np.asarray(values, dtype)
     number = tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
@@ -233,7 +232,7 @@ _parts_of_objects = st.builds(
 )
 
 
-def _tensors(message: Any) -> Iterator[tensor_pb2.Tensor]:
+def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
     """All tensors of a message."""
     if isinstance(message, tensor_pb2.Tensor):
         yield message
@@ -245,7 +244,7 @@ def _tensors(message: Any) -> Iterator[tensor_pb2.Tensor]:
 
 
 @st.composite
-def sharing(draw: st.DrawFn, requests: st.SearchStrategy[Any]) -> Any:
+def sharing(draw: st.DrawFn, requests: st.SearchStrategy[M]) -> M:
     """These requests; some of them with tensors in shared memory, there or back."""
     request = draw(requests)
     for message in _tensors(request):
@@ -253,7 +252,7 @@ def sharing(draw: st.DrawFn, requests: st.SearchStrategy[Any]) -> Any:
             message.shared.CopyFrom(draw(_parts_of_objects))
             message.shared.byte_size = len(message.data)
             message.ClearField("data")
-    holder = getattr(request, "query", request)
+    holder: Any = getattr(request, "query", request)
     if draw(st.booleans()):
         holder.output.CopyFrom(draw(_parts_of_objects))
     return request
@@ -272,20 +271,21 @@ LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
 # Examples of them.
 
 
-def for_each(strategy: Any, number: int, function: Callable[[Any], None]) -> None:
+def for_each(strategy: st.SearchStrategy[T], number: int, function: Callable[[T], object]) -> None:
     """Call the function with so many examples, the same ones in every run."""
     health = list(HealthCheck)
     chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
 
-    def once(example: Any) -> None:
+    @chosen
+    @given(strategy)
+    def once(example: T) -> None:
         function(example)
 
-    decorate: Any = given(strategy)
-    chosen(decorate(once))()
+    once()
 
 
 def corpus(method: str, number: int) -> list[bytes]:
     """Messages that are mostly right, to be broken."""
-    found: list[bytes] = []
-    for_each(LIKELY[method], number, lambda request: found.append(request.SerializeToString()))
-    return found
+    requests: list[bytes] = []
+    for_each(LIKELY[method], number, lambda request: requests.append(request.SerializeToString()))
+    return requests

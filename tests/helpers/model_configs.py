@@ -18,7 +18,7 @@ CONFIGS: Any = CONFIG_MAPPING
 TEXT = 5
 """A token of text."""
 GLM_TEXT = {"head_dim": 128, "partial_rotary_factor": 0.5}
-"""What the released checkpoints say, and the defaults of the class do not."""
+"""Settings of the released checkpoints that the defaults of the class lack."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "glm4v": {"text_config": GLM_TEXT},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Sequence
 
 import numpy as np
+from hostile_images import encoded
 from PIL import Image
 
 _LARGEST = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"
@@ -51,23 +51,17 @@ def files() -> list[bytes]:
     deep = Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
     frames = [color.rotate(90 * turn) for turn in range(3)]
     return [
-        _file(color, "JPEG"),
-        _file(color, "JPEG", progressive=True, exif=upright),
-        _file(color.convert("L"), "JPEG", quality=10),
-        _file(color.convert("CMYK"), "JPEG"),
-        _file(color, "PNG"),
-        _file(color.convert("P"), "PNG", transparency=3),
-        _file(color.convert("1"), "PNG"),
-        _file(deep, "PNG"),
-        _file(Image.fromarray(noise), "PNG", optimize=True),
-        _file(color, "WEBP"),
-        _file(Image.fromarray(noise), "WEBP", lossless=True),
-        _file(color, "GIF"),
-        _file(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        encoded(color, "JPEG"),
+        encoded(color, "JPEG", progressive=True, exif=upright),
+        encoded(color.convert("L"), "JPEG", quality=10),
+        encoded(color.convert("CMYK"), "JPEG"),
+        encoded(color, "PNG"),
+        encoded(color.convert("P"), "PNG", transparency=3),
+        encoded(color.convert("1"), "PNG"),
+        encoded(deep, "PNG"),
+        encoded(Image.fromarray(noise), "PNG", optimize=True),
+        encoded(color, "WEBP"),
+        encoded(Image.fromarray(noise), "WEBP", lossless=True),
+        encoded(color, "GIF"),
+        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
     ]
-
-
-def _file(image: Image.Image, kind: str, **options: object) -> bytes:
-    target = io.BytesIO()
-    image.save(target, kind, **options)
-    return target.getvalue()

@@ -1,9 +1,9 @@
-"""What the tests of the Open Inference Protocol share: servers, and requests by the real client."""
+"""Parts that the tests of the Open Inference Protocol share: servers, and requests by the real client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -13,6 +13,9 @@ import tritonclient.grpc as triton
 from mmpos_server.config import ServerConfig
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.methods import SERVICE
+
+TritonClient: TypeAlias = triton.InferenceServerClient
+Infer: TypeAlias = "grpc.UnaryUnaryMultiCallable[pb.ModelInferRequest, pb.ModelInferResponse]"
 
 DATATYPES = {
     "int64": "INT64",
@@ -39,7 +42,7 @@ def config(**tables: Any) -> ServerConfig:
     )
 
 
-def given(name: str, values: Any, datatype: str | None = None) -> Any:
+def given(name: str, values: object, datatype: str | None = None) -> Any:
     """An input of this name: numbers, or bytes."""
     array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
     tensor = triton.InferInput(
@@ -54,14 +57,16 @@ def wanted(names: Iterable[str] | None) -> list[Any] | None:
     return None if names is None else [triton.InferRequestedOutput(name) for name in names]
 
 
-def ask(client: Any, model: str, inputs: dict[str, Any], outputs: Sequence[str] | None = None, **options: Any) -> Any:
+def ask(
+    client: TritonClient, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
+) -> Any:
     """The arrays of an answer, by name."""
     tensors = [given(name, values) for name, values in inputs.items()]
     result = client.infer(model, tensors, outputs=wanted(outputs), **options)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 
-def stub(channel: grpc.Channel) -> Any:
+def stub(channel: grpc.Channel) -> Infer:
     """ModelInfer with messages as no client writes them."""
     kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
     return channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)
@@ -71,12 +76,11 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     """Status and message of a call that fails."""
     with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
         call()
-    error: Any = raised.value
+    error = raised.value
     if isinstance(error, grpc.RpcError):
-        failed: Any = error
-        return failed.code().name, failed.details()
+        return error.code().name, error.details() or ""
     return error.status().removeprefix("StatusCode."), error.message()
 
 
-def _is_bytes(values: Any) -> bool:
+def _is_bytes(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, bytes) for value in values)

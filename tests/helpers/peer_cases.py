@@ -13,7 +13,7 @@ from tolerance import LIBRARY, gamma, unit
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where tensors lie: a GPU runs the kernel, a CPU the extension or plain torch."""
+"""The device of all tensors: a GPU runs the kernel, a CPU the extension or plain torch."""
 
 SIDE = sqrt(2) * LIBRARY * unit(torch.float32) + gamma(3)
 """Error of one rotation in float32, of the length of its pair: of cos and sin of a library, and three roundings."""
@@ -75,7 +75,7 @@ def float32_angles(ids: Tensor, dim: int, theta: float) -> Tensor:
 
 
 def channels(width: int, adjacent: bool) -> tuple[slice, slice]:
-    """Where the first and the second channel of each pair lie."""
+    """Give the first and the second channel of each pair."""
     return (slice(0, width, 2), slice(1, width, 2)) if adjacent else (slice(width // 2), slice(width // 2, width))
 
 

@@ -1,4 +1,4 @@
-"""What tests ask of pictures: the words of an SVG, the pixels of a PNG, and tables to draw."""
+"""Readers of pictures: the words of an SVG, the pixels of a PNG, and tables to draw."""
 
 from __future__ import annotations
 

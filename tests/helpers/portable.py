@@ -55,11 +55,11 @@ SETTINGS: dict[str, dict[str, str]] = {
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Processes that compute while inside."""
-    found = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
-        for process in found:
+        for process in processes:
             process.kill()
             process.wait()
 

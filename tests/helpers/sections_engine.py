@@ -1,4 +1,4 @@
-"""What engines with contiguous M-RoPE sections compute, written from reading vLLM 0.33 and SGLang 0.5.23."""
+"""The rotation of engines with contiguous M-RoPE sections, written from reading vLLM 0.33 and SGLang 0.5.23."""
 
 from __future__ import annotations
 

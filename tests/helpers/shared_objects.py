@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mmpos.rpc.v1 import tensor_pb2
 
 FOLDER = Path("/dev/shm")
-"""Where Linux keeps them."""
+"""The folder in which Linux keeps them."""
 
 PREFIX = f"mmpos-test-{os.getpid()}-"
 """Of the names of all objects of this process of tests."""
@@ -34,7 +34,7 @@ def shared(data: bytes, name: str = "object") -> Iterator[str]:
 
 
 def content(key: str) -> bytes:
-    """What an object holds."""
+    """Read all bytes of an object."""
     return (FOLDER / key[1:]).read_bytes()
 
 

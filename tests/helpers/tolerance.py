@@ -85,7 +85,9 @@ def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
     return max(2 * gamma(4) * (1 + m) / s for m, s in zip(mean, std, strict=True))
 
 
-def rounding(run: Callable[[], Any], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None) -> list[float]:
+def rounding(
+    run: Callable[[], Tensor | Iterable[Tensor]], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None
+) -> list[float]:
     """Bound of what some kernels give against what others give: kernels that sum in another order, or fuse operations.
 
     A rounded sum of n products is the exact sum of numbers that were moved: by a share of γₙ at most [1, 3.1], and of
@@ -106,40 +108,40 @@ def rounding(run: Callable[[], Any], tensors: Iterable[Tensor], length: int = 0,
     n = max(length, *(side for _, tensor in kept for side in tensor.shape))
     share = sqrt(n) * unit(dtype or kept[0][1].dtype)
     generator, right = torch.Generator().manual_seed(0), listed(run())
-    found = [0.0] * len(right)
+    moves = [0.0] * len(right)
     for _ in range(8):
         for data, tensor in kept:
             sign = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
             data.copy_(tensor * (1 + share * sign))
         moved = [float((x - y).abs().max()) for x, y in zip(listed(run()), right, strict=True)]
-        found = [max(pair) for pair in zip(found, moved, strict=True)]
+        moves = [max(pair) for pair in zip(moves, moved, strict=True)]
     for data, tensor in kept:
         data.copy_(tensor)
-    return [2 * (moved + share * float(x.abs().max())) for moved, x in zip(found, right, strict=True)]
+    return [2 * (moved + share * float(x.abs().max())) for moved, x in zip(moves, right, strict=True)]
 
 
-def listed(found: Any) -> list[Tensor]:
-    """Copies of tensors, of which one may come alone."""
-    return [x.detach().clone() for x in ([found] if isinstance(found, Tensor) else found)]
+def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Copy tensors, of which one may come alone."""
+    return [x.detach().clone() for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
 
 
-def printed(text: str) -> Any:
+def printed(text: str) -> object:
     """A number as a source prints it: good to half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     assert isinstance(exponent, int)
     return pytest.approx(float(text), rel=0, abs=(0.5 + 1e-9) * 10.0**exponent)
 
 
-def assert_within(found: Any, expected: Any, bound: Any) -> None:
-    """Check that every number is within a bound of the one expected; found may be an array or a sequence of arrays."""
-    if isinstance(found, list | tuple) and not isinstance(found[0], float):
-        bounds = bound if isinstance(bound, list) else [bound] * len(found)
-        for each in zip(found, expected, bounds, strict=True):
+def assert_within(actual: Any, expected: Any, bound: Any) -> None:
+    """Check that every number is within a bound of the one expected; either may be an array or a sequence of arrays."""
+    if isinstance(actual, list | tuple) and not isinstance(actual[0], float):
+        bounds = bound if isinstance(bound, list) else [bound] * len(actual)
+        for each in zip(actual, expected, bounds, strict=True):
             assert_within(*each)
         return
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-    got, want, most = (doubles(x) for x in (found, expected, bound[0] if isinstance(bound, list) else bound))
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
+    got, want, most = (doubles(x) for x in (actual, expected, bound[0] if isinstance(bound, list) else bound))
     assert got.shape == want.shape
     apart = np.abs(got - want)
     wrong = ~(apart <= most)  # so that NaN is wrong

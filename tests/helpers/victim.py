@@ -32,12 +32,12 @@ STATUSES = {
     error_pb2.ERROR_CODE_LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
     error_pb2.ERROR_CODE_INTERNAL: "INTERNAL",
 }
-"""What the code of an item would be as the status of a call."""
+"""The code of an item as the status of a call."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
+    """The answer to a call.
 
     Args:
         status: name of the gRPC status.
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call cost the server: seconds of all its threads, and MiB above what it held before."""
+    """The cost of a call to the server: seconds of all its threads, and MiB above what it held before."""
 
     seconds: float
     memory: float
@@ -92,14 +92,14 @@ class Victim:
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
         """All answers to these items, and how the stream ended."""
-        found: list[bytes] = []
+        answers: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
             for answer in call(iter(requests), timeout=120):
-                found.append(answer)
+                answers.append(answer)
         except grpc.RpcError as error:
-            return found, _failed(error)
-        return found, Answer("OK")
+            return answers, _failed(error)
+        return answers, Answer("OK")
 
     def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
         """The answer, and its cost."""
@@ -120,8 +120,8 @@ class Victim:
 
 
 def _failed(error: grpc.RpcError) -> Answer:
-    found: Any = error
-    return Answer(found.code().name, found.details() or "")
+    call: Any = error  # of which the stubs know nothing
+    return Answer(call.code().name, call.details() or "")
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""What mmpos.integrations.vllm asks of vLLM, and no more: modules to import in its place where it is not installed."""
+"""A stand-in for vLLM with all that mmpos.integrations.vllm asks of it, and no more, where it is not installed."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -49,24 +50,24 @@ class Model(nn.Module):
 
     shared = MRotaryEmbedding(16, 16, 64, 1e4, True, torch.float32, [0, 4, 4])
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
         self.language_model = nn.ModuleList([nn.Module(), nn.Module()])
         for layer in self.language_model:
             layer.rotary_emb = self.shared
 
-    def load_weights(self, weights: Any) -> dict[str, Tensor]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return dict(weights)
 
 
 class Info:
-    """What a processor knows; here its config alone."""
+    """The knowledge of a processor; here its config alone."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: object = None) -> None:
         self.config = config
 
-    def get_hf_config(self) -> Any:
+    def get_hf_config(self) -> object:
         return self.config
 
     def get_supported_mm_limits(self) -> dict[str, None]:
@@ -79,11 +80,11 @@ class Processor:
     def __init__(self, info: Info) -> None:
         self.info = info
 
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+    def apply(self, inputs: object, timing_ctx: object) -> dict[str, object]:
         return {"mm_placeholders": inputs, "timing": timing_ctx}
 
 
-def register_processor(processor: Any, *, info: Any, dummy_inputs: Any) -> Any:
+def register_processor(processor: type, *, info: type, dummy_inputs: type) -> Callable[[Any], Any]:
     def wrapper(model: Any) -> Any:
         model.factories = (processor, info, dummy_inputs)
         return model
@@ -102,7 +103,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
             f"{name}DummyInputsBuilder": object,
         }
         rooms[room] = classes
-    found: dict[str, dict[str, Any]] = {
+    modules: dict[str, dict[str, object]] = {
         "vllm": {"ModelRegistry": registry},
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
@@ -110,7 +111,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
         "vllm.model_executor.models": {room: SimpleNamespace(**classes) for room, classes in rooms.items()},
         "vllm.multimodal": {"MULTIMODAL_REGISTRY": SimpleNamespace(register_processor=register_processor)},
     }
-    for module, names in found.items():
+    for module, names in modules.items():
         made = ModuleType(module)
         made.__dict__.update(names)
         monkeypatch.setitem(sys.modules, module, made)

@@ -1,4 +1,4 @@
-"""What tests of servers wait for, and where these may listen."""
+"""Waits for conditions of servers, and ports and environments for these."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
     """Whether something becomes so in time."""
     end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
+    while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
-    return found
+    return holds
 
 
 def without_torch(folder: Path) -> dict[str, str]:
@@ -26,7 +26,7 @@ def without_torch(folder: Path) -> dict[str, str]:
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port

@@ -21,7 +21,6 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize
 from mmpos.images.decode import bare_gif, bare_jpeg, bare_png
 from mmpos.images.headers import read_header
-from mmpos.support import native
 
 MANY = 4 * 2**20
 PROCESSOR = ImageProcessor("pillow", patch_size=4, spatial_merge_size=1, min_pixels=0)
@@ -31,12 +30,6 @@ CROWDED: dict[str, Callable[[int], bytes]] = {
     "PNG": hostile.png_of_chunks,
     "WebP": hostile.webp_of_chunks,
 }
-
-
-@pytest.fixture(params=["extension", "Python"])
-def _walker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "Python":
-        monkeypatch.setattr(native, "core", None)
 
 
 def steps(work: Callable[[], object]) -> int:
@@ -55,7 +48,7 @@ def steps(work: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.usefixtures("_walker")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", CROWDED)
 def test_a_file_of_nothing_but_parts_is_refused(kind: str) -> None:
     with pytest.raises(LimitExceededError, match=f"got a {kind} of more than 65536 chunks, want at most so many"):
@@ -65,7 +58,7 @@ def test_a_file_of_nothing_but_parts_is_refused(kind: str) -> None:
     np.testing.assert_array_equal(PROCESSOR.process(data).patches, PROCESSOR.process(CROWDED[kind](0)).patches)
 
 
-@pytest.mark.usefixtures("_walker")
+@pytest.mark.usefixtures("way")
 def test_padding_costs_python_no_steps() -> None:
     data = hostile.padded_jpeg(MANY)
     assert steps(lambda: PROCESSOR.inspect(data)) < 1000
@@ -82,7 +75,7 @@ def test_notes_and_cut_pixels_cost_the_decoder_no_steps() -> None:
     assert bare_png(whole[: start - 8] + pieces + whole[end + 4 :]) == bare_png(whole)
 
 
-@pytest.mark.usefixtures("_walker")
+@pytest.mark.usefixtures("way")
 def test_scans_are_counted_before_they_are_decoded() -> None:
     assert read_header(hostile.jpeg_of_scans(100)).scans == 100
     assert PROCESSOR.process(hostile.jpeg_of_scans(100)).source_size == ImageSize(8, 8)

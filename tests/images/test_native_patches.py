@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from mmpos.errors import InvalidInputError
 from mmpos.images import ImageProcessor
 from mmpos.images.patches import levels, patchify, pixel_values, values_of_pixels
 from mmpos.support import native
+from mmpos.support.checks import Array
 
 SCALE, SHIFT = np.array([0.01, 0.017, 0.02], np.float32), np.array([-1.5, -0.3, 2], np.float32)
 compiled = pytest.mark.skipif(native.core is None, reason="the extension was not built")
 
 
-def random(*shape: int) -> Any:
+def random(*shape: int) -> npt.NDArray[np.uint8]:
     """Levels of every sort."""
     return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 
 
-def by_loops(pixels: Any, patch: int, merge: int, order: str) -> Any:
+def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
     """Patches, one after the other: those of a block of merge x merge first, where they are merged."""
     block = merge if order == "merged" else 1
     rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
@@ -36,15 +37,15 @@ def by_loops(pixels: Any, patch: int, merge: int, order: str) -> Any:
     return np.stack([pixels[y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y, x in places])
 
 
-def in_planes(patches: Any, frames: int) -> Any:
+def in_planes(patches: Array, frames: int) -> Array:
     """A plane per colour, each told for every frame, and every sample by the formula."""
     planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 
 
-def strided(sort: str, height: int, width: int) -> Any:
+def strided(sort: str, height: int, width: int) -> npt.NDArray[np.uint8]:
     """Pixels whose rows or columns do not follow each other in memory."""
-    makers: dict[str, Callable[[], Any]] = {
+    makers: dict[str, Callable[[], npt.NDArray[np.uint8]]] = {
         "every other row": lambda: random(2 * height, width, 3)[::2],
         "rows of a wider image": lambda: random(height, width + 5, 3)[:, 2:-3],
         "upside down": lambda: random(height, width, 3)[::-1],
@@ -110,6 +111,7 @@ def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: s
     for dtype in ("uint8", "float32"):
         with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
         as_bytes = ImageProcessor("pillow", order="merged").process(image)
+        assert as_bytes.patches is not None
         for frames in (1, 2):
             got = with_frames.process(image, temporal_patch_size=frames)
             want = with_frames.pixel_values(as_bytes.patches, temporal_patch_size=frames)
@@ -119,11 +121,11 @@ def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: s
         with_frames.process(image, temporal_patch_size=0)
 
 
-def written(*shape: int) -> Any:
+def written(*shape: int) -> Array:
     return np.zeros(shape, np.uint8)
 
 
-def read_only(array: Any) -> Any:
+def read_only(array: Array) -> Array:
     array.flags.writeable = False
     return array
 
@@ -170,7 +172,9 @@ def test_pixels_that_fit_are_cut_in_c(patch: int) -> None:
         (([1, 2], 2, 1, None, 0), written(6, 2, 2, 3)),
     ],
 )
-def test_what_does_not_fit_is_declined_and_nothing_is_written(arguments: tuple[Any, ...], out: Any) -> None:
+def test_what_does_not_fit_is_declined_and_nothing_is_written(
+    arguments: tuple[Array, int, int, Array | None, int], out: Array
+) -> None:
     assert native.core is not None
     pixels, patch, block, table, frames = arguments
     assert native.core.patches(pixels, patch, block, table, frames, out) is False

@@ -56,7 +56,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": {"head_dim": 128},
     "qwen4_exp_text": {"partial_rotary_factor": 0.25},
 }
-"""What checkpoints say where the defaults of the class make no rotation."""
+"""Fields of checkpoints where the defaults of the class make no rotation."""
 
 STRAY: dict[str, Any] = {
     "embed_dim": 512,
@@ -110,21 +110,21 @@ def config_class(model: str) -> Any:
     return next((config for config in rotations() if config.model_type == model), None) or CONFIGS[model]
 
 
-def module_of(config: Any) -> Any:
+def module_of(config: object) -> Any:
     return rotations()[type(config)](config)
 
 
-def layer_types(module: Any) -> list[Any]:
+def layer_types(module: object) -> list[Any]:
     """Those that a module tells apart, or None for all."""
     types = getattr(module, "rope_type", None)
     return sorted(types) if isinstance(types, dict) and types else [None]
 
 
-def buffer(module: Any, name: str, layer_type: str | None) -> Any:
+def buffer(module: object, name: str, layer_type: str | None) -> Any:
     return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
 
 
-def ours(config: Any, layer_type: str | None = None) -> Rotary | str:
+def ours(config: object, layer_type: str | None = None) -> Rotary | str:
     """The rotation that is read, or the words of the refusal."""
     try:
         return Rotary.from_hf_config(config, layer_type=layer_type)
@@ -132,7 +132,7 @@ def ours(config: Any, layer_type: str | None = None) -> Rotary | str:
         return str(error)
 
 
-def as_json(config: dict[str, Any]) -> dict[str, Any]:
+def as_json(config: dict[str, object]) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(json.dumps(config, default=str))
     return told
 
@@ -164,7 +164,7 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     return module(torch.zeros(1), IDS[:1], **kind), 1
 
 
-def turning_function(module: Any, config: Any) -> Any:
+def turning_function(module: object, config: object) -> Any:
     code = sys.modules[type(module).__module__]
     if hasattr(module, "compute_axial_rope_parameters") and hasattr(code, "apply_rotary_pos_emb_vision"):
         return code.apply_rotary_pos_emb_vision
@@ -198,7 +198,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
-    """How far scores of two float32 implementations may be apart.
+    """Bound between scores of two float32 implementations.
 
     An angle is a frequency of some eight operations times an id; cos, sin and products round as often again. That is
     an error of each turned channel, and a score is a sum over pairs of channels, of q and of k.
@@ -265,7 +265,7 @@ def with_fields_left_out(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield full | {"rope_parameters": rope | {name: less}}
 
 
-def with_other_values(full: dict[str, Any], least: dict[str, Any], declared: Any) -> Iterator[dict[str, Any]]:
+def with_other_values(full: dict[str, object], least: dict[str, object], declared: Any) -> Iterator[dict[str, Any]]:
     """The config with one number changed or null, and with fields that may mean nothing to it."""
     words = ("base", "dim", "embd", "head", "hidden_size", "position", "rope", "rotary", "theta", "width")
     for name, value in full.items():
@@ -299,7 +299,7 @@ def with_other_scaling(full: dict[str, Any], least: dict[str, Any], pairs: int) 
         yield least | {"rope_scaling": {"type": other_name, **SCALED["longrope"], **lists}}
 
 
-def same_frequencies(rotary: Rotary, module: Any, layer_type: str | None) -> bool:
+def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> bool:
     """Whether a rotation has the frequencies of a module, in whatever order, its sections and its attention factor."""
     sections = getattr(module, "mrope_section", None)
     if isinstance(sections, list) and rotary.mrope_section is not None and sections != list(rotary.mrope_section):
@@ -315,7 +315,7 @@ def same_frequencies(rotary: Rotary, module: Any, layer_type: str | None) -> boo
 
 
 def judge(told: dict[str, Any], layer_type: str | None) -> str | None:
-    """What is wrong with the reading of a config, as object or as mapping; None if nothing is."""
+    """Compare the readings of a config, as object and as mapping, with its module: the difference, or None."""
     model = told["model_type"]
     try:
         config = config_class(model)(**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
@@ -366,7 +366,7 @@ def test_other_rotations_are_refused_by_name(model: str) -> None:
 # Configs of whole models.
 
 
-def language_model(config: Any) -> Any:
+def language_model(config: object) -> Any:
     for name in ("thinker_config", "text_config"):
         config = getattr(config, name, config)
     return config
@@ -399,7 +399,7 @@ def test_a_whole_config_gives_the_rotation_of_its_language_model(model: str) -> 
         assert ours({"model_type": model}, layer_type) == (rotary if model in TEXT_AT_TOP else want)
 
 
-def with_parts_left_out(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def with_parts_left_out(full: dict[str, object]) -> Iterator[dict[str, Any]]:
     """The whole config without one field, of itself or of a part."""
     for name, value in full.items():
         if name != "model_type":

@@ -91,8 +91,7 @@ def test_other_models_built_like_llama_turn_likewise(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
 def test_tables_device_positions_and_dense_ids_give_the_same_bits(scheme: str) -> None:
-    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows(scheme)
-    patched(model)
+    model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows(scheme)
     forms = [table, DevicePositions.from_table(table), as_ids(table)]
     with torch.no_grad():
         want, *others = [model(input_ids, mm_position_ids=ids).logits for ids in forms]
@@ -146,7 +145,7 @@ def test_any_number_of_axes_and_any_allocation() -> None:
     ],
     ids=["linear", "yarn", "llama3", "dynamic", "longrope"],
 )
-def test_scaled_models_keep_the_bits_of_text(rope: dict[str, Any], scaling: type) -> None:
+def test_scaled_models_keep_the_bits_of_text(rope: dict[str, object], scaling: type) -> None:
     model = model_of("llama", rope_parameters={"rope_theta": 5e5, **rope})
     input_ids, rotary = tokens(1, 300), rotary_of(model, precision="hf")
     assert isinstance(rotary.scaling, scaling)
@@ -195,8 +194,7 @@ def test_loss_and_gradients_are_those_of_cos_and_sin_by_hand(name: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_turn_again_by_the_same_positions(reentrant: bool, way: str) -> None:
-    model, input_ids, table = model_of("qwen3"), tokens(2, 24), two_rows()
-    patched(model, way)
+    model, input_ids, table = patched(model_of("qwen3"), way), tokens(2, 24), two_rows()
     loss, *want = gradients(model, input_ids, mm_position_ids=table)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.train()

@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
-    CONFIGS,
-    WAYS,
-    model_of,
-    patched,
-    rotary_of,
-    text,
-    tokens,
-    two_rows,
-)
+from hf_models import CONFIGS, WAYS, model_of, patched, rotary_of, text, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
 from transformers import DynamicCache
@@ -61,6 +52,8 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
         model(input_ids, mm_position_ids=table, use_cache=True)
     with pytest.raises(InvalidInputError, match=r"attention_mask: got shape \(1, 9\) beside packed documents"):
         model(input_ids, mm_position_ids=table, attention_mask=torch.ones(1, 9))
+    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
+        model(input_ids, mm_position_ids=table, past_key_values=DynamicCache())
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     document = torch.tensor([0] * 4 + [1] * 5)
     own = (causal & (document[:, None] == document))[None, None]
@@ -71,8 +64,7 @@ def test_packed_documents_are_refused_what_would_let_them_see_each_other() -> No
 
 
 def test_a_slice_that_holds_one_document_is_one_document() -> None:
-    model, table, input_ids = model_of("llama"), text(4, 5), tokens(1, 9)
-    patched(model)
+    model, table, input_ids = patched(model_of("llama")), text(4, 5), tokens(1, 9)
     with torch.no_grad():
         want = model(input_ids[:, 4:], mm_position_ids=text(5)).logits
         part = table.slice(4, 9)  # the first document stays, empty
@@ -84,17 +76,9 @@ def test_a_slice_that_holds_one_document_is_one_document() -> None:
     assert_within(torch.cat((first.logits, rest.logits), dim=1), want, bound)
 
 
-def test_packed_documents_are_not_put_into_a_cache() -> None:
-    model, table = model_of("llama"), text(4, 5)
-    patched(model)
-    with pytest.raises(UnsupportedError, match=r"past_key_values: got a cache beside packed documents"):
-        model(tokens(1, 9), mm_position_ids=table, past_key_values=DynamicCache())
-
-
 @pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])
 def test_device_positions_of_packed_documents_want_to_know_where_these_end(lengths: tuple[int, int]) -> None:
-    model, table, input_ids = model_of("llama"), text(*lengths), tokens(1, sum(lengths))
-    patched(model)
+    model, table, input_ids = patched(model_of("llama")), text(*lengths), tokens(1, sum(lengths))
     packed = DevicePositions.from_table(table)
     restart = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():

@@ -115,15 +115,21 @@ def test_training_compiles(monkeypatch: Any) -> None:
 # The kernel, in its interpreter where there is no GPU.
 
 
-def test_the_kernel_takes_the_place_of_the_models_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[tuple[int, ...]] = []
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of q in each launch of the kernel."""
+    shapes: list[tuple[int, ...]] = []
     original = kernel.launch
 
     def launch(q: Tensor, *args: Any, **kwargs: Any) -> None:
-        launches.append(tuple(q.shape))
+        shapes.append(tuple(q.shape))
         original(q, *args, **kwargs)
 
     monkeypatch.setattr(kernel, "launch", launch)
+    return shapes
+
+
+def test_the_kernel_takes_the_place_of_the_models_rotation(launches: list[tuple[int, ...]]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, input_ids = model_of("llama", num_hidden_layers=1).to(device), tokens(1, 5).to(device)
     other = model_of("llama", num_hidden_layers=1).to(device)
@@ -163,15 +169,7 @@ def test_the_kernel_has_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
     assert_within(got, want, bound)
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_the_reference_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[int] = []
-    original = kernel.launch
-
-    def launch(*args: Any, **kwargs: Any) -> None:
-        launches.append(1)
-        original(*args, **kwargs)
-
-    monkeypatch.setattr(kernel, "launch", launch)
+def test_auto_is_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:
     model, input_ids, table = patched("auto"), tokens(2, 24), two_rows()
     model(input_ids, mm_position_ids=table)
     assert not launches

@@ -31,7 +31,7 @@ def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
 
 @cache
 def one_by_one(scheme: str = "rope-tie", name: str = "llama") -> list[list[int]]:
-    """What each prompt alone goes on with, every token from a full forward without a cache or padding."""
+    """Tokens after each prompt alone, every one from a full forward without a cache or padding."""
     (input_ids, mask, _), table = prompts(scheme), place(SEGMENTS, scheme)
     return [gone_on(patched(name), input_ids[row, mask[row].bool()], table, row) for row in range(2)]
 

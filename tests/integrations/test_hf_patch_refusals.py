@@ -1,4 +1,4 @@
-"""What patch and patched models refuse, and in which words."""
+"""Refusals of patch and of patched models, in their words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
-    WAYS,
-    model_of,
-    patched,
-    rotary_of,
-    text,
-    tokens,
-    two_rows,
-)
+from hf_models import WAYS, model_of, patched, rotary_of, text, tokens, two_rows
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from mmpos import InvalidInputError, SegmentTable, Text, UnsupportedError, place
@@ -127,32 +119,28 @@ def test_layer_types_want_a_rotary_each() -> None:
     ],
     ids=range(9),
 )
-def test_ids_that_do_not_fit_the_call_are_refused(ids: Any, why: str) -> None:
-    model = model_of("llama")
-    patched(model)
+def test_ids_that_do_not_fit_the_call_are_refused(ids: object, why: str) -> None:
+    model = patched(model_of("llama"))
     with pytest.raises(InvalidInputError, match=f"mm_position_ids: {why}"):
         model(tokens(2, 24), mm_position_ids=ids)
 
 
 def test_a_table_in_place_of_position_ids_is_refused() -> None:
-    model = model_of("llama")
-    patched(model)
+    model = patched(model_of("llama"))
     for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
         with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it as mm_position_ids"):
             model(tokens(2, 24), position_ids=table)
 
 
 def test_positions_need_tokens() -> None:
-    model = model_of("llama")
-    patched(model)
+    model = patched(model_of("llama"))
     for call in (model, model.generate):
         with pytest.raises(InvalidInputError, match="mm_position_ids: got neither input_ids nor inputs_embeds"):
             call(mm_position_ids=two_rows())
 
 
 def test_a_model_that_loses_arguments_says_so() -> None:
-    model = model_of("llama")
-    patched(model)
+    model = patched(model_of("llama"))
     for layer in model.model.layers:
         layer.register_forward_pre_hook(
             lambda layer, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "mm_rotations"}),

@@ -1,4 +1,4 @@
-"""What a patch leaves on a model: nothing after unpatch, between calls, or between copies."""
+"""State of a patched model: nothing stays after unpatch, between calls, or between copies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import (
-    WAYS,
-    config_of,
-    model_of,
-    patched,
-    rotary_of,
-    text,
-    tokens,
-    two_rows,
-)
+from hf_models import WAYS, config_of, model_of, patched, rotary_of, text, tokens, two_rows
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -99,8 +90,7 @@ def test_a_failed_call_leaves_nothing_to_the_next(way: str) -> None:
 
 
 def test_threads_that_share_a_model_do_not_share_positions() -> None:
-    model, input_ids = model_of("llama"), tokens(2, 24)
-    patched(model)
+    model, input_ids = patched(model_of("llama")), tokens(2, 24)
     tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 8
 
     @torch.no_grad()
@@ -115,8 +105,7 @@ def test_threads_that_share_a_model_do_not_share_positions() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_patched_and_lead_their_own_life(copied: Callable[[Any], Any], way: str) -> None:
-    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
-    patched(model, way)
+    model, input_ids, table = patched(model_of("llama"), way), tokens(2, 24), two_rows()
     want = model(input_ids, mm_position_ids=table).logits
     other = copied(model)
     assert torch.equal(other(input_ids, mm_position_ids=table).logits, want)
@@ -130,8 +119,7 @@ def test_copies_are_patched_and_lead_their_own_life(copied: Callable[[Any], Any]
 
 
 def test_a_model_without_its_head_and_one_with_another() -> None:
-    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
-    patched(model)
+    model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows()
     want = model.model(input_ids, mm_position_ids=table).last_hidden_state
     unpatch(model)
     patch(model.model, rotary_of(model))

@@ -153,7 +153,7 @@ def test_text_with_markers_of_its_own_gets_no_others() -> None:
         (None, ["A", 3], r"^text\[1\]: got int, want a text$"),
     ],
 )
-def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> None:
+def test_what_does_not_fit_is_named(images: object, text: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         processor()(images, text)
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_named(images: Any, text: Any, message: str) -> Non
         ({"add_generation_prompt": True}, r"^add_generation_prompt: got True with text, want a chat"),
     ],
 )
-def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         processor()(text=["A", "sixteen:"], **options)
 
@@ -314,7 +314,7 @@ def said(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def seen(image: Any) -> dict[str, Any]:
+def seen(image: object) -> dict[str, Any]:
     return {"type": "image", "image": image}
 
 
@@ -445,7 +445,7 @@ def test_templates_see_all_that_messages_say_and_write_all_special_tokens() -> N
         ),
     ],
 )
-def test_what_is_no_chat_is_named(conversation: Any, message: str) -> None:
+def test_what_is_no_chat_is_named(conversation: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         processor().apply_chat_template(conversation, tokenize=True)
 
@@ -515,7 +515,7 @@ def test_the_mask_of_the_assistant_covers_the_answer() -> None:
         ),
     ],
 )
-def test_blocks_that_have_no_place_are_named(content: Any, error: type[Exception], message: str) -> None:
+def test_blocks_that_have_no_place_are_named(content: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=rf"^conversation\[1\]\[0\]\.{message}"):
         processor()(text=[chat(said("A")), chat(content)])
 

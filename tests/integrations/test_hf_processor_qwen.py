@@ -96,7 +96,7 @@ TOLD: dict[str, tuple[float, list[Any]]] = {
 WORDS = ["What", "is", "this", "A", "cat", "looks", "at", "you", "and", "a", "cup", "of", "coffee", "stands", "it"]
 
 
-def drawn(random: np.random.Generator, options: dict[str, tuple[float, list[Any]]]) -> dict[str, Any]:
+def drawn(random: np.random.Generator, options: dict[str, tuple[float, list[object]]]) -> dict[str, Any]:
     """Some of the options, each with one of its values."""
     return {
         name: values[random.integers(len(values))]
@@ -144,12 +144,12 @@ def tried(processor: Any, images: Any, texts: list[str], told: dict[str, Any]) -
         return error
 
 
-def listed(value: Any) -> Any:
+def listed(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def outcome(got: Any, want: Any) -> str:
-    """How two batches, or errors, compare; "equal" if they do in every key, with its type."""
+    """Compare two batches, or errors; "equal" if they are in every key, with its type."""
     if isinstance(got, ValueError):
         if isinstance(want, ValueError):
             return "both refuse"

@@ -70,7 +70,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def same(found: Tensor, expected: Any) -> None:
+def same(found: Tensor, expected: object) -> None:
     assert_within(found, expected, rotations(expected, OF_ANGLES))
 
 
@@ -381,7 +381,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def float32_phase(ids: int, theta: float) -> float:
-    """How far an angle in float32 may be off, in rad, at the fastest pair of ids below this.
+    """Error of an angle in float32 at most, in rad, at the fastest pair of ids below this.
 
     The product is rounded once, 2⁻²⁴ of the angle. Its frequency is a power, whose exponent is rounded once and counts
     ln(theta)-fold, whose own error is 2 ulp at most, and which is inverted; scalings round up to four times more.

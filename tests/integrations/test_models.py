@@ -172,7 +172,7 @@ def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
     return {**told, **instead}
 
 
-def ernie_with(section: Any) -> dict[str, Any]:
+def ernie_with(section: object) -> dict[str, Any]:
     """The mapping of a config of ERNIE-4.5-VL with another mrope_section."""
     told = without("ernie4_5_vl_moe")
     told["text_config"]["rope_parameters"]["mrope_section"] = section
@@ -233,7 +233,7 @@ def ernie_with(section: Any) -> dict[str, Any]:
         (ernie_with(7), "mrope_section: got 7, want a sequence of numbers"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_by_the_field(config: dict[str, Any], message: str) -> None:
+def test_a_config_that_does_not_fit_is_refused_by_the_field(config: dict[str, object], message: str) -> None:
     with pytest.raises(mmpos.MmposError) as caught:
         mmpos.from_hf_config(config)
     assert str(caught.value).startswith(message)

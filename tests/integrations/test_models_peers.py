@@ -38,7 +38,7 @@ def classes(module: Any) -> list[Any]:
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
-def rotation_of(module: Any, vision: bool) -> Any:
+def rotation_of(module: object, vision: bool) -> Any:
     """The rotary embedding of the language model, or of the encoder."""
     names = {value.__name__: value for value in classes(module) if value.__name__.endswith("RotaryEmbedding")}
     (found,) = (value for name, value in names.items() if ("Vision" in name) == vision)

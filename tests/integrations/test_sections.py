@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -194,7 +193,7 @@ def test_a_cache_keeps_its_dtype_and_is_shared_by_the_modules_of_a_model() -> No
         ("mrope_section", None, "model: got no module with cos_sin_cache and mrope_section, want at least one"),
     ],
 )
-def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: Any, message: str) -> None:
+def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: object, message: str) -> None:
     module = engine(SECTIONS)
     setattr(module, field, value)
     before = module.cos_sin_cache

@@ -1,11 +1,12 @@
-"""What a processor hands to SGLang, and what SGLang makes of it: its steps give the ids of the table.
+"""Positions that a processor hands to SGLang: the steps of SGLang give the ids of the table.
 
 The formulas are those of SGLang 0.5.23, written from reading it; tests of its own code run where it is installed.
 """
 
 import os
 import re
-from types import SimpleNamespace
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_the_limit_is_checked_with_what_may_be_generated() -> None:
         mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
 
 
-def item(*offsets: tuple[int, int], **grids: Any) -> SimpleNamespace:
+def item(*offsets: tuple[int, int], **grids: object) -> SimpleNamespace:
     return SimpleNamespace(offsets=list(offsets) or None, **grids)
 
 
@@ -147,7 +148,7 @@ def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
         ),
     ],
 )
-def test_items_that_do_not_fit_are_refused(items: list[Any], error: type[Exception], message: str) -> None:
+def test_items_that_do_not_fit_are_refused(items: list[object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         item_segments(20, items)
 
@@ -159,6 +160,13 @@ def test_sides_that_do_not_merge_are_refused() -> None:
         item_segments(20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
 
 
+def assert_turned(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
+    """Check that these are q and k as mmpos turns them, with their channels in this order, bit for bit."""
+    for found, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
+        assert want is not None
+        assert torch.equal(found.view(want.shape), want[..., channels])
+
+
 def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     mrope = pytest.importorskip("sglang.srt.layers.rotary_embedding.mrope", exc_type=ImportError)
@@ -168,45 +176,40 @@ def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.Monke
     channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     got = module.forward_native(prompt, q[..., channels].flatten(1), k[..., channels].flatten(1))
-    for found, want in zip(got, apply_rotary(q, k, PLACED, SECTIONS.rotary), strict=True):
-        assert want is not None
-        assert torch.equal(found.view(want.shape), want[..., channels])
+    assert_turned(got, q, k, SECTIONS.rotary, channels)
     module._ensure_cos_sin_cache_length(300)
     longer = Sections(SECTIONS.rotary, len(module.cos_sin_cache), permuted=True).cos_sin_cache()
     assert len(longer) > 300
     assert torch.equal(module.cos_sin_cache, longer)
 
 
-def test_its_own_kernel_is_mmpos_bit_for_bit_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """SGLang's kernels, for Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    kernels = pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
+    return pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
+
+
+def test_its_own_kernel_is_mmpos_bit_for_bit_in_the_interpreter(kernels: ModuleType) -> None:
     q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
     channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
     got = q[..., channels].flatten(1).contiguous(), k[..., channels].flatten(1).contiguous()
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     section = list(SECTIONS.mrope_section)
     kernels.triton_mrope_fused(*got, SECTIONS.cos_sin_cache(), prompt, section, 64, 64, False, False, True, None)
-    for found, want in zip(got, apply_rotary(q, k, PLACED, SECTIONS.rotary), strict=True):
-        assert want is not None
-        assert torch.equal(found.view(want.shape), want[..., channels])
+    assert_turned(got, q, k, SECTIONS.rotary, channels)
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
 def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
-    pairing: Any, monkeypatch: pytest.MonkeyPatch
+    pairing: Any, kernels: ModuleType
 ) -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    kernels = pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
     rotary = Rotary(head_dim=64, pairing=pairing)
     cache = torch.cat(mmpos.rotary.cos_sin(rotary, torch.arange(256).expand(2, -1)), dim=1)  # type: ignore[arg-type]
     q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
     got = q.flatten(1).clone(), k.flatten(1).clone()
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     kernels.triton_ernie45_rope_fused_inplace(*got, cache, prompt, [16, 16, 0], 64, 64, pairing == "half")
-    for found, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
-        assert want is not None
-        assert torch.equal(found.view(want.shape), want)
+    assert_turned(got, q, k, rotary, torch.arange(64))

@@ -54,12 +54,12 @@ def batch(seed: int) -> tuple[list[list[Text | Grid]], random.Random]:
 
 
 def inputs(document: list[Text | Grid]) -> SimpleNamespace:
-    """What SGLang holds of a request's positions."""
+    """Positions of a request as SGLang holds them."""
     prompt, delta = mrope_positions(mmpos.place(SegmentTable.from_documents([document])), SECTIONS)
     return SimpleNamespace(mrope_positions=prompt, mrope_position_delta=delta, mrope_position_delta_repeated_cache=None)
 
 
-def forward(name: str, held: list[SimpleNamespace], lengths: list[int], **scheduled: Any) -> Tensor:
+def forward(name: str, held: list[SimpleNamespace], lengths: list[int], **scheduled: object) -> Tensor:
     """The ids that a ForwardBatch makes of a step."""
     ids = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths))
     step = SimpleNamespace(multimodal_inputs=held, reqs=[SimpleNamespace(session=None)] * len(held), **scheduled)

@@ -137,7 +137,7 @@ def test_a_little_training_already_helps() -> None:
 
 
 def ask_all(model: TinyVLM, chats: list[Shown], *, see: bool = True) -> list[str]:
-    """What the model says, proved to be the same with and without a cache, and with positions of a server."""
+    """Answers of the model, proved to be the same with and without a cache, and with positions of a server."""
     batch = ask(processor(), chats, see=see)
     said = model.answer(batch)
     assert_likeliest(model, batch, said)

@@ -225,7 +225,7 @@ def test_heads_of_a_tensor_parallel_rank_come_back_as_they_went(mesh: DeviceMesh
     ],
     ids=["columns", "untold", "float", "tokens", "rows", "axes"],
 )  # fmt: skip
-def test_positions_that_do_not_fit_are_named(positions: Any, message: str) -> None:
+def test_positions_that_do_not_fit_are_named(positions: object, message: str) -> None:
     q = normal(2, 12, 4, 16)
     with pytest.raises(InvalidInputError) as caught:
         RoPE(Rotary(head_dim=16))(q, q, positions)
@@ -314,7 +314,7 @@ def test_shards_of_all_ranks_are_rows_of_one_tensor() -> None:
 class Recorder(nn.Module):
     """A model that gives back what it was called with."""
 
-    def forward(self, tokens: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def forward(self, tokens: Tensor, **kwargs: object) -> dict[str, Any]:
         return kwargs
 
 
@@ -346,7 +346,7 @@ def test_positions_of_images_take_the_place_of_those_of_text() -> None:
     ],
     ids=["sort", "shape", "rank", "twice"],
 )  # fmt: skip
-def test_what_cannot_be_delivered_is_named(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_delivered_is_named(given: dict[str, object], message: str) -> None:
     model = Recorder()
     deliver_positions(model, rank=2)
     with pytest.raises(InvalidInputError) as caught:
@@ -383,7 +383,7 @@ def test_rows_and_ranks_that_do_not_fit_are_named(call: Callable[[], Any], messa
 
 @dataclass
 class Fields:
-    """What every RoPE.Config of torchtitan has."""
+    """Fields of every RoPE.Config of torchtitan."""
 
     dim: int = 64
     theta: float = 500000.0
@@ -400,7 +400,7 @@ class Fields:
     mrope_section: tuple[int, ...] = (12, 10, 10)
 
 
-def config(*names: str, **values: Any) -> Any:
+def config(*names: str, **values: object) -> Any:
     """A config whose class has these qualified names, the last that of the base."""
     kind: type = Fields
     for name in reversed(names):
@@ -452,7 +452,7 @@ def test_graphs_are_whole_for_every_sort_of_positions(tokens: tuple[int, ...]) -
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What went wrong in each scenario, on each of two ranks."""
+    """Errors of each scenario, on each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).parents[1] / "helpers" / "torchtitan_ranks.py"
     started = [subprocess.Popen([sys.executable, "-W", "error", script, str(rank), folder]) for rank in range(2)]

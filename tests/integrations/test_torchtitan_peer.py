@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_torchtitan import normal, with_gradients
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounded, rounding
 from torch import Tensor
 
@@ -63,18 +64,6 @@ def mrope() -> Any:
     return module.MRoPE
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def of(rotated: Any, q: Tensor, k: Tensor) -> list[Tensor]:
-    """Rotated q and k, and the gradients of a weighted sum of both."""
-    q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
-    q_out, k_out = rotated(q, k)
-    weights = [normal(*x.shape, seed=9).to(x.dtype) for x in (q_out, k_out)]
-    return [q_out, k_out, *torch.autograd.grad([q_out, k_out], [q, k], weights)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])
 @pytest.mark.parametrize("pairing", sorted(FORMATS))
@@ -91,8 +80,8 @@ def test_torchtitans_rotation_with_our_cache_is_ours(pairing: Any, positions: An
         assert k_out is not None
         return q_out.view_as(q), k_out.view_as(k)
 
-    found = of(lambda q, k: FORMATS[pairing].apply_rotary_emb(q, k, cache), q, k)
-    expected = of(ours, q, k)
+    found = with_gradients(lambda q, k: FORMATS[pairing].apply_rotary_emb(q, k, cache), q, k)
+    expected = with_gradients(ours, q, k)
     assert_within(found, expected, [rounded(x, rotations(x)) for x in expected])
 
 
@@ -123,7 +112,7 @@ def test_the_sections_of_mrope_are_read() -> None:
     assert_within(found, expected, cos_sin(64.0, FREQUENCY + 1))
 
 
-def models(name: str, **rotary: Any) -> tuple[Any, Any]:
+def models(name: str, **rotary: object) -> tuple[Any, Any]:
     """A small model as torchtitan has it, and with our module, with the same weights."""
     torch.manual_seed(0)
     stock, config = (MODELS[name]["debugmodel"](attn_backend="flex") for _ in range(2))

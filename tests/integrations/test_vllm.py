@@ -18,7 +18,6 @@ from mmpos.integrations.vllm import (
     check_apart,
     mrope_input_positions,
     request_segments,
-    window_positions,
 )
 from mmpos.integrations.vllm.settings import IDS_PER_TOKEN
 from mmpos.positions.place import ids_consumed
@@ -95,25 +94,8 @@ def test_requests_have_the_ids_of_their_documents_whatever_the_order_of_features
     draw = random.Random(2)
     for _ in range(100):
         document, features = drawn(draw)
-        want = place(SegmentTable.from_documents([document]), "rope-tie")
-        got = ids(want.num_tokens, features)
-        assert got == (want.dense(axes=(0, 0, 1)).tolist(), int(want.deltas[0]))
-
-
-def test_vllms_steps_of_a_request_are_windows_of_its_table() -> None:
-    """Inside the prompt vLLM slices, after it adds delta to the index of the token, be it generated or a draft."""
-    draw = random.Random(4)
-    for _ in range(100):
-        document, features = drawn(draw)
-        table = place(SegmentTable.from_documents([document]), "rope-tie")
-        tokens = table.num_tokens
-        prompt, delta = mrope_input_positions(
-            [0] * tokens, features, scheme="rope-tie", sections=TWO, spatial_merge_size=2
-        )
-        computed, scheduled = draw.randint(0, tokens + 5), draw.randint(1, tokens + 5)
-        after = torch.arange(max(computed, tokens), max(computed + scheduled, tokens)) + delta
-        step = torch.cat([prompt[:, computed : computed + scheduled], after.expand(3, -1)], dim=1)
-        assert step.tolist() == window_positions(table, TWO, [0], [computed], [scheduled]).tolist()
+        want = ids_of(document)
+        assert ids(len(want[0][0]), features) == want
 
 
 def test_frames_among_timestamps_are_grids_of_their_own() -> None:
@@ -140,7 +122,7 @@ def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
         (1.0, "rope-tie", UnsupportedError),
     ],
 )
-def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: Any, error: type[Exception]) -> None:
+def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: object, error: type[Exception]) -> None:
     video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=seconds)
     with pytest.raises(ValueError, match="got") as refusal:  # caught by engines, which go on with other requests
         ids(5, [video], scheme)
@@ -209,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("features", "message"), REFUSED)
-def test_features_that_do_not_fit_are_named(features: list[Any], message: str) -> None:
+def test_features_that_do_not_fit_are_named(features: list[object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ids(20, features)
 

@@ -135,7 +135,7 @@ def _distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     del library
 
 
-def served(folder: Path, architecture: str, **mmpos_config: Any) -> tuple[VllmConfig, Any]:
+def served(folder: Path, architecture: str, **mmpos_config: object) -> tuple[VllmConfig, Any]:
     config = {"architectures": [architecture], **CONFIGS[architecture], **TOKENS, "mmpos": mmpos_config}
     (folder / "config.json").write_text(json.dumps(config))
     model = ModelConfig(

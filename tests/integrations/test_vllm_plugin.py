@@ -53,7 +53,7 @@ def test_a_served_model_checks_itself() -> None:
             ServedModel(*given)
 
 
-def rope(**values: Any) -> dict[str, Any]:
+def rope(**values: object) -> dict[str, Any]:
     return {"rope_scaling": {"type": "mrope", **values}}
 
 

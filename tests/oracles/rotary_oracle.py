@@ -49,7 +49,7 @@ def frequencies(rotary: Rotary) -> list[Any]:
     """The frequency of each pair in rad per position; scaled ones, which test_frequencies judges, are taken over."""
     if rotary.scaling is not None or rotary.inv_freq is not None:
         return [mp.mpf(float(value)) for value in rotary.inv_freq_array]
-    found = []
+    exact = []
     axes = pair_axes(rotary)
     pairs, seen = len(axes), [0] * rotary.axes
     for j, axis in enumerate(axes):
@@ -59,9 +59,9 @@ def frequencies(rotary: Rotary) -> list[Any]:
         elif rotary.allocation == "pixtral":
             exponent = Fraction(2 * seen[axis] + axis, pairs)
         theta = rotary.theta if isinstance(rotary.theta, float) else rotary.theta[axis]
-        found.append(mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator))
+        exact.append(mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator))
         seen[axis] += 1
-    return found
+    return exact
 
 
 def phases(ids: Ids, rotary: Rotary) -> Real:
@@ -140,13 +140,11 @@ def assert_rotated(
     before = thd(x, layout)
     truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
     room = torch.from_numpy(slack * lengths(before, rotary))
-    found = torch.from_numpy(thd(got, layout))
+    flat = torch.from_numpy(thd(got, layout))
     # Rounding is monotone: what lies within room of the truth rounds to between these two.
     low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
-    wrong = ~((found >= low) & (found <= high))
-    assert not wrong.any(), (
-        f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {found[wrong][0]}, want {truth[wrong][0]}"
-    )
+    wrong = ~((flat >= low) & (flat <= high))
+    assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
 
 
 # Positions: every view of a table, and tables of any ids whatever.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""Where caches lie: kernels run in Triton's interpreter where there is no GPU."""
+"""The device of caches: kernels run in Triton's interpreter where there is no GPU."""
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
 """Bits of a NaN that nothing computes, by dtype: what an untouched cell holds."""

@@ -59,16 +59,16 @@ class Request:
         return [self.contents[i % len(self.contents)] for i in range(grids)]
 
     def tokens(self) -> list[tuple[Any, ...]]:
-        """What decides the key and value of every token, by a plain loop."""
-        found: list[tuple[Any, ...]] = []
+        """List all that decides the key and value of every token, by a plain loop."""
+        contents: list[tuple[Any, ...]] = []
         positions = place_document(self.document, self.case.name, self.start, **self.case.params).ids
         hashes, ids = iter(self.hashes()), self.ids()
         for part in self.document:
             shape = () if isinstance(part, Text) else (*part.extents, part.row_separator, next(hashes))
             for place_in_grid in range(tokens_of(part)):
                 here = (place_in_grid, *shape) if shape else ()
-                found.append((positions[len(found)], ids[len(found)], here))
-        return found
+                contents.append((positions[len(contents)], ids[len(contents)], here))
+        return contents
 
     def keys(self, block_size: int) -> list[bytes]:
         (keys,) = block_keys(

@@ -82,14 +82,14 @@ Rule = Callable[[int, int, int], tuple[list[Id], int]]
 """From the next id of text, height and width to the ids of a grid and the next id of text after it."""
 
 
-def walked(given: Prompt, merge: int, rule: Rule) -> tuple[list[Id], int]:
+def walked(prompt: Prompt, merge: int, rule: Rule) -> tuple[list[Id], int]:
     """Three ids per token, and the next one less the number of tokens: text counts on, grids follow the rule."""
     ids: list[Id] = []
     cursor = 0
-    images, videos = iter(given.images), iter([grid for grid in given.videos for _ in range(grid[0])])
+    images, videos = iter(prompt.images), iter([grid for grid in prompt.videos for _ in range(grid[0])])
     at = 0
-    while at < len(given.tokens):
-        token = given.tokens[at]
+    while at < len(prompt.tokens):
+        token = prompt.tokens[at]
         if token not in (IMAGE, VIDEO):
             ids.append((cursor,) * 3)
             cursor, at = cursor + 1, at + 1
@@ -110,8 +110,8 @@ def vanilla(cursor: int, height: int, width: int) -> tuple[list[Id], int]:
 
 
 def mrope(cursor: int, height: int, width: int) -> tuple[list[Id], int]:
-    found: list[Id] = [(cursor, cursor + i, cursor + j) for i, j in rasters(height, width)]
-    return found, 1 + max(int(value) for position in found for value in position)
+    ids: list[Id] = [(cursor, cursor + i, cursor + j) for i, j in rasters(height, width)]
+    return ids, 1 + max(int(value) for position in ids for value in position)
 
 
 def reset(cursor: int, height: int, width: int) -> tuple[list[Id], int]:
@@ -127,8 +127,8 @@ def videorope(cursor: int, height: int, width: int) -> tuple[list[Id], int]:
 
 def v2pe(stride: Fraction) -> Rule:
     def rule(cursor: int, height: int, width: int) -> tuple[list[Id], int]:
-        found: list[Id] = [(cursor - 1 + stride * (k + 1),) * 3 for k in range(height * width)]
-        return found, math.ceil(found[-1][0]) + 1
+        ids: list[Id] = [(cursor - 1 + stride * (k + 1),) * 3 for k in range(height * width)]
+        return ids, math.ceil(ids[-1][0]) + 1
 
     return rule
 
@@ -182,12 +182,12 @@ def test_designs_of_multimodal_ropes(design: str) -> None:
 
 def test_ids_that_multimodal_ropes_spells_out() -> None:
     """Five tokens, an image of 2×2 between its marks, two tokens, and what follows: ids of the image, and deltas."""
-    given = table_of([CANONICAL], 2)
-    quarter = place(given, V2PE(stride=64))
+    table = table_of([CANONICAL], 2)
+    quarter = place(table, V2PE(stride=64))
     assert quarter.dense()[:, 6:10].tolist() == [[5.25, 5.5, 5.75, 6.0]]
     assert quarter.deltas.tolist() == [-9]
-    assert place(given, "mrope-interleave-reset").dense()[:, 6:10].tolist() == [[6] * 4, [0, 0, 1, 1], [0, 1, 0, 1]]
-    assert place(given, "mrope").dense()[:, 6:10].tolist() == [[6] * 4, [6, 6, 7, 7], [6, 7, 6, 7]]
+    assert place(table, "mrope-interleave-reset").dense()[:, 6:10].tolist() == [[6] * 4, [0, 0, 1, 1], [0, 1, 0, 1]]
+    assert place(table, "mrope").dense()[:, 6:10].tolist() == [[6] * 4, [6, 6, 7, 7], [6, 7, 6, 7]]
 
 
 def test_prompts_without_grids_have_the_ids_of_text() -> None:
@@ -325,11 +325,11 @@ def test_vllms_ids_of_paddleocrs_prompts(name: str) -> None:
 def test_vllms_ids_of_random_requests() -> None:
     random = Random(7)
     for _ in range(60):
-        given = random_prompt(random, 2)._replace(videos=[])
-        given.tokens[:] = [token for token in given.tokens if token != VIDEO]
-        starts = [i for i, token in enumerate(given.tokens) if token == IMAGE and given.tokens[i - 1] != IMAGE]
-        ids, delta = requested(given.tokens, starts, [[side // 2 for side in grid[1:]] for grid in given.images])
-        want, want_delta = walked(given, 2, mrope)
+        drawn = random_prompt(random, 2)._replace(videos=[])
+        drawn.tokens[:] = [token for token in drawn.tokens if token != VIDEO]
+        starts = [i for i, token in enumerate(drawn.tokens) if token == IMAGE and drawn.tokens[i - 1] != IMAGE]
+        ids, delta = requested(drawn.tokens, starts, [[side // 2 for side in grid[1:]] for grid in drawn.images])
+        want, want_delta = walked(drawn, 2, mrope)
         assert (ids.T.tolist(), delta) == ([list(map(int, position)) for position in want], want_delta)
 
 
@@ -338,11 +338,11 @@ def test_sglangs_steps_over_text() -> None:
     prefixes, extended = [0, 100, 3], [5, 2048, 1]
     lengths = [prefix + more for prefix, more in zip(prefixes, extended, strict=True)]
     positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "mrope")
-    found = window_positions(positions, SECTIONS, range(3), prefixes, extended)
+    ids = window_positions(positions, SECTIONS, range(3), prefixes, extended)
     want = torch.cat([torch.arange(start, stop) for start, stop in zip(prefixes, lengths, strict=True)])
-    assert found.dtype == torch.int64
-    assert found.is_contiguous()
-    assert torch.equal(found, want.expand(3, -1))
+    assert ids.dtype == torch.int64
+    assert ids.is_contiguous()
+    assert torch.equal(ids, want.expand(3, -1))
     prompts = place(SegmentTable.from_documents([[Text(1)], [Text(5)], [Text(4000)]]), "mrope")
     decoded = window_positions(prompts, SECTIONS, range(3), [0, 16, 4095], [1, 1, 1])
     assert decoded.tolist() == [[0, 16, 4095]] * 3

@@ -348,19 +348,19 @@ def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None
     documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Text(1), Grid(1, 2)]]
     whole = place(SegmentTable.from_documents(documents), scheme)
     parts = [place(SegmentTable.from_documents(some), scheme) for some in (documents[:2], [], documents[2:])]
-    found = PositionTable.concatenate(parts)
-    assert (found.table == whole.table).all()
-    assert (found.documents == whole.documents).all()
-    assert repr(found) == repr(whole)
+    joined = PositionTable.concatenate(parts)
+    assert (joined.table == whole.table).all()
+    assert (joined.documents == whole.documents).all()
+    assert repr(joined) == repr(whole)
 
 
 def test_concatenation_keeps_views_and_names_every_scheme() -> None:
     one = place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).slice(4, 8)
     two = place(SegmentTable.from_documents([[Text(2)]]), "rope-tie-v2").pad(4, "left")
-    found = PositionTable.concatenate([one, two])
-    assert (found.dense() == np.concatenate([one.dense(), two.dense()], axis=1)).all()
-    assert (found.scheme, found.cu_seqlens.tolist()) == ("rope-tie + rope-tie-v2", [0, 4, 8])
-    assert found.next_positions.tolist() == [*one.next_positions, *two.next_positions]
+    joined = PositionTable.concatenate([one, two])
+    assert (joined.dense() == np.concatenate([one.dense(), two.dense()], axis=1)).all()
+    assert (joined.scheme, joined.cu_seqlens.tolist()) == ("rope-tie + rope-tie-v2", [0, 4, 8])
+    assert joined.next_positions.tolist() == [*one.next_positions, *two.next_positions]
 
 
 @pytest.mark.parametrize(

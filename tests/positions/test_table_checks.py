@@ -44,11 +44,11 @@ def test_what_place_and_the_views_make_passes(scheme: str) -> None:
     placed = place(GRIDS if scheme == "grid-2d" else SEGMENTS, scheme)
     views = [placed, placed.slice(1, 5), placed.slice(4, 4), placed.take([], []), placed.pad(20, "left")]
     for view in views:
-        found = again(view)
-        assert (found.table == view.table).all()
-        assert (found.documents == view.documents).all()
-        assert (found.dense() == view.dense()).all()
-        assert repr(found) == repr(view)
+        checked = again(view)
+        assert (checked.table == view.table).all()
+        assert (checked.documents == view.documents).all()
+        assert (checked.dense() == view.dense()).all()
+        assert repr(checked) == repr(view)
 
 
 def test_no_documents_pass() -> None:
@@ -143,14 +143,14 @@ def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
     table = PLACED.table.copy()
     table.flat[where] = value
     try:
-        found = again(PLACED, table=table)
+        checked = again(PLACED, table=table)
     except (InvalidInputError, LimitExceededError):
         return
-    ids, denominators = found.rationals()
+    ids, denominators = checked.rationals()
     assert (denominators == 1).all()
     assert ids.min() >= -(2**31)
     assert ids.max() < 2**31
-    assert (found.dense(dtype=np.int64) == ids).all()
+    assert (checked.dense(dtype=np.int64) == ids).all()
 
 
 @given(
@@ -159,8 +159,8 @@ def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
 def test_whatever_passes_goes_on_within_int32(row: int, by: int, near: int) -> None:
     value = max(-(2**63), min(near + by, 2**63 - 1))
     try:
-        found = again(PLACED, **document(row, 1, value))
-        more = [found.decode(2), found.window([1], [3], [4])]
+        checked = again(PLACED, **document(row, 1, value))
+        more = [checked.decode(2), checked.window([1], [3], [4])]
     except (InvalidInputError, LimitExceededError):
         return
     for grown in more:

@@ -37,12 +37,12 @@ def blocks(name: str, axes: int, last: int) -> list[Block]:
     documents: list[Document] = [[Grid.from_thw((1,) * (3 - axes) + sides), Text(1)] for sides in SIDES[axes]]
     positions = place(SegmentTable.from_documents(documents), FAMILY[name](axes=axes), last + 1)
     ids, cuts = exact(positions), positions.cu_seqlens.tolist()
-    found = []
+    grids = []
     for sides, begin, end in zip(SIDES[axes], cuts, cuts[1:], strict=False):
         following = ids[end - 1]
         assert following == (following[0],) * axes
-        found.append(Block(sides, last, int(following[0]), ids[begin : end - 1]))
-    return found
+        grids.append(Block(sides, last, int(following[0]), ids[begin : end - 1]))
+    return grids
 
 
 @MEMBERS

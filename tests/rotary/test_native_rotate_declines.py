@@ -1,4 +1,4 @@
-"""What the rotation in C declines, flaw by flaw, with nothing written."""
+"""The rotation in C declines tensors flaw by flaw, with nothing written."""
 
 from __future__ import annotations
 

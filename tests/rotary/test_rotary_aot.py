@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+SCRIPT = Path(__file__).parents[1] / "helpers/aot_compile.py"
 
 
 def each_on_one(names: list[str]) -> list[str]:
@@ -63,11 +63,11 @@ NORM_REGISTERS = {"norm": 80, "backward": 128}
 """With norms 72 and 128 are seen: six and four programs of 128 threads share a multiprocessor."""
 
 
-def facts_of(names: list[str], cache: Path, script: str = "aot_compile.py") -> dict[str, dict[str, int]]:
-    """What a script counts, by case and architecture."""
+def facts_of(names: list[str], cache: Path) -> dict[str, dict[str, int]]:
+    """Compile these cases in a process of their own, and give its counts by case and architecture."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(HELPERS / script), *names]
+    command = [sys.executable, str(SCRIPT), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     facts: dict[str, dict[str, int]] = json.loads(found.stdout)
@@ -128,7 +128,7 @@ def assert_wide_and_exact(cases: dict[str, dict[str, int]]) -> None:
 
 
 def assert_fused(case: str, facts: dict[str, int]) -> None:
-    """What holds of norms and their gradients in every shape."""
+    """Check bounds that hold of norms and their gradients in every shape."""
     # Products and sums are rounded one by one; nothing is computed in float64.
     assert (facts["fma"], facts["float64"]) == (0, 0), case
     assert facts["divisions_64"] == (4 if "fractional" in case else 0), case

@@ -339,7 +339,7 @@ def text_of(model: str, **fields: Any) -> dict[str, Any]:
 
 
 UNKNOWN: dict[str, Any] = {"head_dim": 64, "rope_theta": 1e6, "rotary_dim": 64, "rope_interleave": False}
-"""What a config of an unknown model type must say, at the least."""
+"""The least that a config of an unknown model type must say."""
 
 
 def refused(config: Any, layer_type: str | None = None) -> str:

@@ -228,7 +228,7 @@ def separate(x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, 
 
 
 QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "qk", "half")}
-"""Which gradients of q, k, their weights a and b are wanted, and what is normalised; in the kernel without ``slow``."""
+"""Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ OTHER = ["one of each", "norm partial"]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts of all cases."""
     names = ["norm", *each_on_one([name for name in NAMES if name != "norm"] + OTHER)]
-    return facts_of(names, tmp_path_factory.mktemp("triton"), "aot_compile_store.py")
+    facts = facts_of([f"store: {name}" for name in names], tmp_path_factory.mktemp("triton"))
+    return {case.removeprefix("store: "): counts for case, counts in facts.items()}
 
 
 @pytest.mark.slow

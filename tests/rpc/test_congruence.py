@@ -1,11 +1,10 @@
-"""What a client gets is what the same call gives in process, errors included: results, types and words."""
+"""Clients give what the same calls give in process, errors included: results, types and words."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from importlib import resources
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import opened
 from message_strategies import for_each, places
 from PIL import Image
 from results import same
@@ -37,7 +37,7 @@ from mmpos import (
     Video,
     place,
 )
-from mmpos.client import AsyncClient, Client
+from mmpos.client import Client
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc.positions import get_query
 from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
@@ -79,23 +79,18 @@ LOCAL = {
 }
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
 
-Ask = Callable[..., Any]
 
-
+@dataclass(frozen=True)
 class Both:
     """Calls by the sync and by the async client, whose answers must be one."""
 
-    def __init__(self, address: str) -> None:
-        self.sync, self.address = Client(address, timeout=60), address
+    sync: Client
+    awaited: Any
 
-    def __call__(self, name: str, *arguments: Any, profile: str | None = None, **options: Any) -> Any:
-        async def there() -> Any:
-            async with AsyncClient(self.address, profile=profile, timeout=60) as client:
-                return await getattr(client, name)(*arguments, **options)
-
+    def __call__(self, name: str, *arguments: object, profile: str | None = None, **options: object) -> Any:
         here, other = (
-            _outcome(lambda: getattr(self.sync.with_options(profile=profile), name)(*arguments, **options)),
-            _outcome(lambda: asyncio.run(there())),
+            _outcome(partial(getattr(client.with_options(profile=profile), name), *arguments, **options))
+            for client in (self.sync, self.awaited)
         )
         same(here, other)
         if isinstance(here, MmposError):
@@ -104,15 +99,17 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path = tmp_path_factory.mktemp("config") / "server.toml"
-    with running(ServerConfig.read(PROFILES, path)) as address:
-        both = Both(address)
-        yield both
-        both.sync.close()
+    with (
+        running(ServerConfig.read(PROFILES, path)) as address,
+        opened("sync", address, timeout=60) as sync,
+        opened("async", address, timeout=60) as awaited,
+    ):
+        yield Both(sync, awaited)
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
+def _outcome(call: Callable[[], object]) -> object:
     try:
         return call()
     except MmposError as error:
@@ -190,39 +187,39 @@ WRONG = [
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries(ask: Ask, query: PositionsQuery) -> None:
+def test_queries(ask: Both, query: PositionsQuery) -> None:
     same(ask("query", query), query.run())
 
 
 @pytest.mark.parametrize("query", WRONG)
-def test_wrong_queries(ask: Ask, query: PositionsQuery) -> None:
+def test_wrong_queries(ask: Both, query: PositionsQuery) -> None:
     same(_outcome(lambda: ask("query", query)), _outcome(query.run))
 
 
-def test_random_queries(ask: Ask) -> None:
+def test_random_queries(ask: Both) -> None:
     def check(request: positions_pb2.PlaceRequest) -> None:
         query = get_query("query", request.query)
-        same(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))  # type: ignore[attr-defined]
+        same(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
 
     for_each(places(), 200, check)
 
 
-def test_places_with_views(ask: Ask) -> None:
+def test_places_with_views(ask: Both) -> None:
     same(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
 
 
-def test_a_wrong_table_of_segments(ask: Ask) -> None:
+def test_a_wrong_table_of_segments(ask: Both) -> None:
     wrong: Any = [[Text(1)]]
     same(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
 
 
-def test_streams_in_order_with_errors_in_their_places(ask: Ask) -> None:
+def test_streams_in_order_with_errors_in_their_places(ask: Both) -> None:
     queries = [*QUERIES, *WRONG]
-    found = list(ask.sync.stream(queries, errors="return"))  # type: ignore[attr-defined]
+    found = list(ask.sync.stream(queries, errors="return"))
     same(found, [_outcome(query.run) for query in queries])
 
 
-def test_the_profile_gives_scheme_placeholders_and_merging(ask: Ask) -> None:
+def test_the_profile_gives_scheme_placeholders_and_merging(ask: Both) -> None:
     found = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], [[1, 2, 4]])), profile="default")
     want = InputIds([1, 258, 258, 1], [[1, 2, 4]], image_token_id=258, spatial_merge_size=2)
     same(found, PositionsQuery(want).run())
@@ -273,22 +270,22 @@ WRONG_PARTS: list[Any] = [
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_sequences(ask: Ask, parts: Any) -> None:
+def test_sequences(ask: Both, parts: list[object]) -> None:
     same(ask("build", parts), LOCAL[None].build(parts))
 
 
-def test_sequences_with_a_scheme_and_a_start(ask: Ask) -> None:
+def test_sequences_with_a_scheme_and_a_start(ask: Both) -> None:
     want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
     same(ask("build", PARTS[0], scheme="mrope", start=5), want)
     same(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
 
 
 @pytest.mark.parametrize("parts", WRONG_PARTS)
-def test_wrong_sequences(ask: Ask, parts: Any) -> None:
+def test_wrong_sequences(ask: Both, parts: list[object]) -> None:
     same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
 
 
-def test_wrong_arguments_of_builds(ask: Ask) -> None:
+def test_wrong_arguments_of_builds(ask: Both) -> None:
     same(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
@@ -317,7 +314,7 @@ BROKEN: list[Any] = [
 ]
 
 
-def test_of_two_broken_parts_the_first_is_named(ask: Ask) -> None:
+def test_of_two_broken_parts_the_first_is_named(ask: Both) -> None:
     documents = [["a", one, "b", other] for one in BROKEN for other in BROKEN]
     documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
     want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
@@ -336,19 +333,19 @@ def test_of_two_broken_parts_the_first_is_named(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
-def test_sequences_with_row_separators(ask: Ask, scheme: str) -> None:
+def test_sequences_with_row_separators(ask: Both, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)
     for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
         want, asked = (partial(call, parts) for call in (local.build, partial(ask, "build")))
         same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
 
 
-def test_sequences_with_videos_of_known_grids(ask: Ask) -> None:
+def test_sequences_with_videos_of_known_grids(ask: Both) -> None:
     parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
     same(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
 
 
-def test_rows_as_pixtral_writes_them(ask: Ask) -> None:
+def test_rows_as_pixtral_writes_them(ask: Both) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)
         same(ask("build", parts, profile="pixtral"), want)
@@ -361,7 +358,7 @@ def test_rows_as_pixtral_writes_them(ask: Ask) -> None:
     same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
 
 
-def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> None:
+def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> None:
     names = ("begin_token_id", "end_token_id", "row_token_id", "last_row_token_id")
     found = [[getattr(profile, name) for name in names] for profile in ask("info").profiles]
     marked = [256, 257, None, None]
@@ -372,7 +369,7 @@ def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Ask) -> No
         ask("build", [Grid(100, 1)] * 501, profile="breaks")
 
 
-def test_a_batch_with_errors_in_their_places(ask: Ask) -> None:
+def test_a_batch_with_errors_in_their_places(ask: Both) -> None:
     documents = [*PARTS, *WRONG_PARTS]
     found = ask("build_batch", documents, errors="return")
     assert [type(item) for item in found[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
@@ -381,7 +378,7 @@ def test_a_batch_with_errors_in_their_places(ask: Ask) -> None:
     same(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
 
 
-def test_the_limits_of_a_profile_and_of_the_server(ask: Ask) -> None:
+def test_the_limits_of_a_profile_and_of_the_server(ask: Both) -> None:
     parts = ["x", PHOTO]
     same(
         _outcome(lambda: ask("build", parts, profile="halves")),
@@ -391,7 +388,7 @@ def test_the_limits_of_a_profile_and_of_the_server(ask: Ask) -> None:
         ask("place", SegmentTable.from_documents([[Text(100_001)]]))
 
 
-def test_patches_are_left_out_on_request_and_nothing_else_changes(ask: Ask) -> None:
+def test_patches_are_left_out_on_request_and_nothing_else_changes(ask: Both) -> None:
     want, found = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
     assert found.patches is None
     assert found.image_hashes == want.image_hashes
@@ -410,7 +407,7 @@ ROTARIES = [
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
-def test_tables_of_cos_and_sin(ask: Ask, rotary: Rotary, positions: Any) -> None:
+def test_tables_of_cos_and_sin(ask: Both, rotary: Rotary, positions: Any) -> None:
     layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
     for layout in layouts:
         call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
@@ -419,7 +416,7 @@ def test_tables_of_cos_and_sin(ask: Ask, rotary: Rotary, positions: Any) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rotations(ask: Ask, dtype: torch.dtype) -> None:
+def test_rotations(ask: Both, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(TABLE.num_tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 1))
     for options in ({}, {"conjugate": True}, {"layout": "thd"}):
@@ -435,19 +432,19 @@ def test_rotations(ask: Ask, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_profile_has_a_rotation_or_says_so(ask: Ask) -> None:
+def test_a_profile_has_a_rotation_or_says_so(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     same(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(InvalidInputError, match="rotary: got none, and profile 'default' has none"):
         ask("angles", None, positions)
 
 
-def test_errors_keep_their_types(ask: Ask) -> None:
+def test_errors_keep_their_types(ask: Both) -> None:
     with pytest.raises(UnsupportedError):
         ask("place", SegmentTable.from_documents([[Grid(2, 2, frames=2)]]))
 
 
-def test_a_table_from_the_wire_goes_on_like_any_other(ask: Ask) -> None:
+def test_a_table_from_the_wire_goes_on_like_any_other(ask: Both) -> None:
     found, want = ask("place", SEGMENTS), place(SEGMENTS)
     assert isinstance(found, PositionTable)
     same(found.decode(3).dense(), want.decode(3).dense())

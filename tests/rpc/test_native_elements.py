@@ -1,14 +1,13 @@
-"""What is in a message is counted before it is parsed: in C as in Python, and never otherwise than parsers read it."""
+"""Contents of messages are counted before parsing: in C as in Python, and never otherwise than parsers read them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from message_strategies import REQUESTS, for_each, messages
@@ -25,10 +24,10 @@ CORE = native.core
 
 ALL = 2**62
 PLACE, BUILD = positions_pb2.PlaceRequest, sequences_pb2.BuildRequest
-KINDS: Sequence[type[Any]] = [*(kind for kind, _ in REQUESTS.values()), inference_pb2.ModelInferRequest]
+KINDS: Sequence[type[Message]] = [*(kind for kind, _ in REQUESTS.values()), inference_pb2.ModelInferRequest]
 
 
-def both(kind: type[Any], raw: bytes, most: int) -> int:
+def both(kind: type[Message], raw: bytes, most: int) -> int:
     """The count of the extension, or -1, which must be that of Python."""
     schema = elements._schema(kind.DESCRIPTOR)
     count = CORE.elements(raw, schema, most)
@@ -51,7 +50,7 @@ def _varint(value: int) -> bytes:
 GROUP = b"\xa3\x06", b"\xa4\x06"
 """Field 100, which no message has, begins and ends."""
 
-COUNTS: dict[str, tuple[type[Any], bytes, int]] = {
+COUNTS: dict[str, tuple[type[Message], bytes, int]] = {
     "nothing": (PLACE, b"", 0),
     "a message": (PLACE, b"\x0a\0", 1),
     "the same message twice": (PLACE, b"\x0a\0\x0a\0", 2),
@@ -73,7 +72,7 @@ COUNTS: dict[str, tuple[type[Any], bytes, int]] = {
     "a length in six bytes": (PLACE, b"\xa2\x06\x81\x80\x80\x80\x80\0a", 1),
 }
 
-BROKEN: dict[str, tuple[type[Any], bytes]] = {
+BROKEN: dict[str, tuple[type[Message], bytes]] = {
     "a tag that is cut off": (PLACE, b"\x80"),
     "a tag in six bytes": (PLACE, b"\x8a\x80\x80\x80\x80\0\0"),
     "a tag beyond 32 bits": (PLACE, b"\xf8\xff\xff\xff\x1f\1"),
@@ -103,14 +102,14 @@ BROKEN: dict[str, tuple[type[Any], bytes]] = {
 
 
 @pytest.mark.parametrize(("kind", "raw", "count"), COUNTS.values(), ids=COUNTS)
-def test_fields_and_packed_numbers_are_counted(kind: type[Any], raw: bytes, count: int) -> None:
+def test_fields_and_packed_numbers_are_counted(kind: type[Message], raw: bytes, count: int) -> None:
     kind.FromString(raw)
     assert both(kind, raw, ALL) == count
     assert [both(kind, raw, most) for most in range(count + 2)] == [*range(1, count + 1), count, count]
 
 
 @pytest.mark.parametrize(("kind", "raw"), BROKEN.values(), ids=BROKEN)
-def test_what_parsers_refuse_is_no_message(way: str, kind: type[Any], raw: bytes) -> None:
+def test_what_parsers_refuse_is_no_message(way: str, kind: type[Message], raw: bytes) -> None:
     with pytest.raises(DecodeError):
         kind.FromString(raw)
     assert both(kind, raw, ALL) == -1
@@ -119,7 +118,7 @@ def test_what_parsers_refuse_is_no_message(way: str, kind: type[Any], raw: bytes
 
 
 def test_counting_ends_where_there_is_too_much(way: str) -> None:
-    """What comes after is not looked at: here it is broken."""
+    """Bytes after the count are not looked at: here they are broken."""
     raw = inside(1, content=b"\x0a\0" * 10) + b"\x0e"
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
@@ -134,7 +133,7 @@ def test_messages_are_as_many_as_their_parser_finds() -> None:
     assert both(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3
 
 
-def whole_messages(kind: type[Any]) -> list[bytes]:
+def whole_messages(kind: type[Message]) -> list[bytes]:
     """Messages that parsers read, with all kinds of fields."""
     if kind is inference_pb2.ModelInferRequest:  # maps have no strategy
         request = kind(model_name="rotate", id="7", raw_input_contents=[bytes(8), b""])
@@ -151,7 +150,7 @@ def whole_messages(kind: type[Any]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_parsers_read_is_counted_and_never_called_broken(kind: type[Any]) -> None:
+def test_what_parsers_read_is_counted_and_never_called_broken(kind: type[Message]) -> None:
     whole = whole_messages(kind)
     pieces = [*whole, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
     chance, seen = random.Random(kind.__name__), [0, 0]

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from google.protobuf.message import Message
 
 from mmpos import (
     SCHEMES,
@@ -46,6 +47,7 @@ from mmpos.rpc.queries import (
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import V2PE, Flatten, Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, Scheme, VideoRope
 
+M = TypeVar("M", bound=Message)
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
 TIMED = SegmentTable.from_documents(
     [[Text(1), Grid(2, 2, frames=3, seconds_per_frame=Fraction(2, 3)), Grid(1, 2, row_separator=True)]]
@@ -54,8 +56,8 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
 
-def travelled(message: Any) -> Any:
-    """The message after its bytes."""
+def travelled(message: M) -> M:
+    """Send a message through its bytes."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -151,7 +153,7 @@ def test_positions_to_rotate_by_travel() -> None:
     rotary.put_rotary_positions(message, ids)
     assert torch.equal(rotary.get_rotary_positions("positions", message), ids)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="positions: got list, want a PositionTable or a tensor of ids"):
-        rotary.put_rotary_positions(message, [[0, 1]])
+        rotary.put_rotary_positions(message, [[0, 1]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"])
@@ -216,33 +218,33 @@ def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given:
     assert [part.text for part in message.parts] == (["a"] if isinstance(given, list) else [])
 
 
-def query(**fields: Any) -> Callable[[], Any]:
+def query(**fields: Any) -> Callable[[], object]:
     return lambda: positions.get_query("query", positions_pb2.PositionsQuery(**fields))
 
 
-def tensor(**fields: Any) -> Callable[[], Any]:
+def tensor(**fields: Any) -> Callable[[], object]:
     return lambda: tensors.get_tensor("q", tensor_pb2.Tensor(**fields))
 
 
-def table(**fields: Any) -> Callable[[], Any]:
+def table(**fields: Any) -> Callable[[], object]:
     return lambda: positions.get_table("table", table_pb2.PositionTable(**fields))
 
 
-def segments(**fields: Any) -> Callable[[], Any]:
+def segments(**fields: Any) -> Callable[[], object]:
     return lambda: positions.get_segments("segments", table_pb2.SegmentTable(**fields))
 
 
-def part(**fields: Any) -> Callable[[], Any]:
+def part(**fields: Any) -> Callable[[], object]:
     return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
 
-def turning(**fields: Any) -> Callable[[], Any]:
+def turning(**fields: Any) -> Callable[[], object]:
     return lambda: rotary.get_rotary("rotary", rotary_pb2.Rotary(**fields))
 
 
 SPANS = positions_pb2.Spans(lengths=[4])
 SHARD = positions_pb2.Shard(world_size=1, layout=99)  # type: ignore[arg-type]
-REFUSED: list[tuple[Callable[[], Any], str]] = [
+REFUSED: list[tuple[Callable[[], object], str]] = [
     (query(), "query.source: got none, want one of segments, spans, input_ids"),
     (query(spans=SPANS, views=[{}]), "query.views[0]: got none, want one of take, window, decode, shard, pad"),
     (
@@ -315,7 +317,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
-def test_what_is_wrong_with_a_message_is_named(call: Callable[[], Any], message: str) -> None:
+def test_what_is_wrong_with_a_message_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
@@ -360,7 +362,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), ERRORS, ids=repr)
-def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code: Any) -> None:
+def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code: object) -> None:
     assert errors.to_status(error) == (status, "a")
     assert type(errors.from_status(status, "a")) is type(error)
     message = error_pb2.Error()
@@ -412,7 +414,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
         (lambda: InputIds([1]).segments(), "image_token_id: got None, want the id of image placeholders"),
     ],
 )
-def test_a_query_checks_itself(make: Callable[[], Any], message: str) -> None:
+def test_a_query_checks_itself(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         make()
     assert str(refused.value) == message

@@ -22,31 +22,31 @@ LONG = Layout(np.array([[1, 2, 3, *[VIDEO] * 20, 4]]), videos=[[5, 4, 4]])
 
 
 def by_engines(layout: Layout, timed: bool) -> Answer:
-    """What vLLM and SGLang do, without their floats: everything goes on at the highest id so far plus one."""
+    """Place as vLLM and SGLang do, without their floats: everything goes on at the highest id so far plus one."""
     ids, deltas = np.zeros((3, *layout.input_ids.shape), np.int64), []
     images, videos = iter(layout.images or []), iter(layout.videos or [])
     if layout.apart:
         videos = iter([[1, *sides] for frames, *sides in layout.videos or [] for _ in range(frames)])
     seconds = iter([1.0] * ids.size if layout.seconds is None else layout.seconds)
     for row, real in enumerate(layout.real):
-        found: list[list[int]] = []
+        vectors: list[list[int]] = []
         start = 0
         for kind, run in groupby(layout.kinds[row][real].tolist()):
             if kind == 0:
-                found += [[start + k] * 3 for k, _ in enumerate(run)]
-                start = found[-1][0] + 1
+                vectors += [[start + k] * 3 for k, _ in enumerate(run)]
+                start = vectors[-1][0] + 1
                 continue
             frames, height, width = next(images if kind == 1 else videos)
             apart = Fraction(next(seconds)).limit_denominator(10**6) * layout.rate if timed and kind == 2 else 1
-            found += [
+            vectors += [
                 [start + floor(t * apart), start + i, start + j]
                 for t in range(frames)
                 for i in range(height // layout.merge)
                 for j in range(width // layout.merge)
             ]
-            start = 1 + max(found[-1])  # the last token has the highest id of every axis
-        ids[:, row, real] = np.transpose(found)
-        deltas.append(start - len(found))
+            start = 1 + max(vectors[-1])  # the last token has the highest id of every axis
+        ids[:, row, real] = np.transpose(vectors)
+        deltas.append(start - len(vectors))
     return Answer(ids, np.array(deltas))
 
 

@@ -68,7 +68,7 @@ def write(made: Tokens, part: Text | Grid, token_id: int) -> None:
 
 
 def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
-    """What from_input_ids takes besides the ids."""
+    """The arguments of from_input_ids besides the ids."""
     return {
         "image_grid_thw": [grid for made in batch for grid in made.images] or None,
         "video_grid_thw": [grid for made in batch for grid in made.videos] or None,

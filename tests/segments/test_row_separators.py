@@ -171,8 +171,8 @@ some = st.lists(st.lists(st.integers(1, 3) | st.tuples(st.integers(1, 3), st.int
 
 
 def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
-    found = [[[7] * part if isinstance(part, int) else Grid(*part) for part in parts] for parts in documents]
-    return [example(*((part, True) for part in parts)) for parts in found]
+    contents = [[[7] * part if isinstance(part, int) else Grid(*part) for part in parts] for parts in documents]
+    return [example(*((part, True) for part in parts)) for parts in contents]
 
 
 @settings(settled, max_examples=8)
@@ -189,13 +189,13 @@ def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "
             for first, stop in one.sequence.image_spans.tolist()
         ]
         want = by_loops(lengths, sizes, side, spans)
-        found = dense(batch.mask_mod(bidirectional_images=True), batch)
+        mask = dense(batch.mask_mod(bidirectional_images=True), batch)
         if batch.packed:
-            assert torch.equal(found[0], want)
+            assert torch.equal(mask[0], want)
         else:
             rows = len(lengths)
             for row, each in enumerate(want.reshape(rows, sizes[0], rows, sizes[0])):
-                assert torch.equal(found[row], each[:, row])
+                assert torch.equal(mask[row], each[:, row])
 
 
 @settings(settled, max_examples=10)
@@ -285,10 +285,10 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
     sequences = [built(builder, document) for document in documents]
     ids, lengths = [one.input_ids for one in sequences], [one.input_ids.size for one in sequences]
     grids = np.concatenate([one.grid_thw for one in sequences]) * [1, merge, merge]
-    told: dict[str, Any] = {"spatial_merge_size": merge, "image_token_id": 256}
-    told |= {"row_token_id": row, "last_row_token_id": last_row}
+    options: dict[str, Any] = {"spatial_merge_size": merge, "image_token_id": 256}
+    options |= {"row_token_id": row, "last_row_token_id": last_row}
     if way == "p":
-        found = SegmentTable.from_input_ids(np.concatenate(ids), grids, cu_seqlens=np.cumsum([0, *lengths]), **told)
+        table = SegmentTable.from_input_ids(np.concatenate(ids), grids, cu_seqlens=np.cumsum([0, *lengths]), **options)
     else:
         width = max(lengths)
         sides = [(0, width - n) if way == "r" else (width - n, 0) for n in lengths]
@@ -296,25 +296,25 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
             np.stack([np.pad(row, side) for row, side in zip(values, sides, strict=True)])
             for values in (ids, [np.ones(n, np.int64) for n in lengths])
         )
-        found = SegmentTable.from_input_ids(padded, grids, attention_mask=mask, **told)
-    is_padding = found.kind == 2
-    assert found.kind[~is_padding].tolist() == [kind for one in sequences for kind in one.segments.kind]
+        table = SegmentTable.from_input_ids(padded, grids, attention_mask=mask, **options)
+    is_padding = table.kind == 2
+    assert table.kind[~is_padding].tolist() == [kind for one in sequences for kind in one.segments.kind]
     want = np.concatenate([one.segments.extents for one in sequences], axis=1)
-    np.testing.assert_array_equal(found.extents[:, ~is_padding], want)
-    separated = found.kind == 1 if row is not None else np.zeros(found.kind.size, np.bool_)
-    assert (np.zeros_like(separated) if found.row_separator is None else found.row_separator).tolist() == list(
+    np.testing.assert_array_equal(table.extents[:, ~is_padding], want)
+    separated = table.kind == 1 if row is not None else np.zeros(table.kind.size, np.bool_)
+    assert (np.zeros_like(separated) if table.row_separator is None else table.row_separator).tolist() == list(
         separated
     )
 
 
 def test_rows_of_images_and_videos_are_told_apart() -> None:
     ids = [1, 8, 8, 6, 1, 9, 5, 9, 6, 9, 5, 9, 6, 8, 6]
-    told: dict[str, Any] = {"image_token_id": 8, "video_token_id": 9, "row_token_id": 5, "last_row_token_id": 6}
-    found = SegmentTable.from_input_ids(ids, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True, **told)
+    options: dict[str, Any] = {"image_token_id": 8, "video_token_id": 9, "row_token_id": 5, "last_row_token_id": 6}
+    table = SegmentTable.from_input_ids(ids, [[1, 1, 2], [1, 1, 1]], [[2, 2, 1]], frames_apart=True, **options)
     one, two, three, four = (Grid(*sides, row_separator=True) for sides in ((1, 2), (2, 1), (2, 1), (1, 1)))
     want = SegmentTable.from_documents([[Text(1), one, Text(1), two, three, four]])
-    np.testing.assert_array_equal(found.extents, want.extents)
-    np.testing.assert_array_equal(found.row_separator, want.row_separator)
+    np.testing.assert_array_equal(table.extents, want.extents)
+    np.testing.assert_array_equal(table.row_separator, want.row_separator)
 
 
 @pytest.mark.parametrize(
@@ -363,15 +363,15 @@ def test_rows_that_do_not_fit_are_named(ids: list[int], grids: Any, message: str
 
 
 def test_rows_do_not_go_on_in_another_document() -> None:
-    told: dict[str, Any] = {"image_token_id": 8, "row_token_id": 5, "cu_seqlens": [0, 2, 4]}
+    options: dict[str, Any] = {"image_token_id": 8, "row_token_id": 5, "cu_seqlens": [0, 2, 4]}
     with pytest.raises(
         InvalidInputError, match=r"got placeholders at document 1, token 0, want those of row 1 of 1x2x1"
     ):
-        SegmentTable.from_input_ids([8, 5, 8, 5], [[1, 2, 1]], **told)
+        SegmentTable.from_input_ids([8, 5, 8, 5], [[1, 2, 1]], **options)
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("options", "message"),
     [
         ({"last_row_token_id": 6}, "last_row_token_id: got 6, want row_token_id, too"),
         ({"row_token_id": 8}, "row_token_id: got 8, want another than that of patches"),
@@ -379,9 +379,9 @@ def test_rows_do_not_go_on_in_another_document() -> None:
         ({"row_token_id": "5"}, "row_token_id: got '5', want an integer"),
     ],
 )
-def test_row_tokens_that_can_be_none_are_named(told: dict[str, Any], message: str) -> None:
+def test_row_tokens_that_can_be_none_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
-        SegmentTable.from_input_ids([8, 6], [[1, 1, 1]], image_token_id=8, **told)
+        SegmentTable.from_input_ids([8, 6], [[1, 1, 1]], image_token_id=8, **options)
 
 
 def test_rows_read_without_their_token_say_what_to_pass() -> None:

@@ -52,9 +52,9 @@ def test_every_part_knows_its_tokens() -> None:
 
 def test_the_segments_are_what_from_input_ids_finds() -> None:
     sequence = SequenceBuilder().build(["ab", Grid(2, 3), Grid(1, 2), "c", Grid(2, 2)])
-    found = SegmentTable.from_input_ids(sequence.input_ids, sequence.grid_thw, image_token_id=258)
-    assert (found.extents == sequence.segments.extents).all()
-    assert (place(found).table == sequence.positions.table).all()
+    segments = SegmentTable.from_input_ids(sequence.input_ids, sequence.grid_thw, image_token_id=258)
+    assert (segments.extents == sequence.segments.extents).all()
+    assert (place(segments).table == sequence.positions.table).all()
 
 
 def test_two_images_in_a_row_stand_apart_by_their_markers() -> None:

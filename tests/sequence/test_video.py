@@ -48,14 +48,14 @@ def test_a_video_is_its_frames_each_after_its_time() -> None:
 
 def test_a_video_is_what_its_parts_are_one_by_one() -> None:
     builder = SequenceBuilder(images=PROCESSOR)
-    found = builder.build(["a", Video(PIXELS, seconds_per_frame=Fraction(1, 3)), PIXELS[0]])
+    sequence = builder.build(["a", Video(PIXELS, seconds_per_frame=Fraction(1, 3)), PIXELS[0]])
     plain = ["<0.0 seconds>", PIXELS[0], "<0.3 seconds>", PIXELS[1], "<0.7 seconds>", PIXELS[2]]
     want = builder.build(["a", *plain, PIXELS[0]])
     for name in ("input_ids", "token_type_ids", "patches", "grid_thw", "image_spans"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
-    np.testing.assert_array_equal(found.positions.table, want.positions.table)
-    assert found.image_hashes == want.image_hashes
-    assert found.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
+        np.testing.assert_array_equal(getattr(sequence, name), getattr(want, name))
+    np.testing.assert_array_equal(sequence.positions.table, want.positions.table)
+    assert sequence.image_hashes == want.image_hashes
+    assert sequence.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -74,8 +74,8 @@ def test_frames_are_any_images() -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     want = builder.build([Video(PIXELS, times=range(3))])
     for frames in (tensor, list(PIXELS), iter(tensor)):
-        found = builder.build([Video(frames, times=torch.arange(3))])
-        np.testing.assert_array_equal(found.patches, want.patches)
+        sequence = builder.build([Video(frames, times=torch.arange(3))])
+        np.testing.assert_array_equal(sequence.patches, want.patches)
     sizes = builder.build([Video([ImageSize(16, 24)] * 3, times=range(3))])
     np.testing.assert_array_equal(sizes.input_ids, want.input_ids)
 
@@ -164,7 +164,7 @@ def test_a_video_shows_its_times_and_pickles() -> None:
 
 
 GRID = Grid(1, 1)
-WRONG: list[tuple[Callable[[], Any], str]] = [
+WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Video([GRID]), "Video: got neither of times and seconds_per_frame, want one of them"),
     (
         lambda: Video([GRID], times=[0], seconds_per_frame=1),
@@ -231,7 +231,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_video_is_named(call: Callable[[], Any], message: str) -> None:
+def test_what_is_no_video_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
 import tritonclient.grpc as triton
-from open_inference import config, stub
+from open_inference import Infer, TritonClient, config, stub
 
 from mmpos_server.testing import running
 
@@ -21,14 +20,14 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Any]:
+def client(address: str) -> Iterator[TritonClient]:
     """Triton's client of the server."""
     with triton.InferenceServerClient(address) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def infer(address: str) -> Iterator[Any]:
+def infer(address: str) -> Iterator[Infer]:
     """A call with messages as no client writes them."""
     with grpc.insecure_channel(address) as channel:
         yield stub(channel)

@@ -26,8 +26,8 @@ from waiting import eventually, free_port
 
 from mmpos.client import Client
 from mmpos_server.config import ServerConfig
-from mmpos_server.metrics import Metrics, ProcessMetrics
 from mmpos_server.options import app
+from mmpos_server.telemetry import Metrics, ProcessMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -85,7 +85,7 @@ def test_the_image_holds_what_the_package_is_built_from() -> None:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
-def test_a_manifest_has_the_fields_of_its_kind_and_no_others(manifest: dict[str, Any]) -> None:
+def test_a_manifest_has_the_fields_of_its_kind_and_no_others(manifest: dict[str, object]) -> None:
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**manifest, "spce": {}}, KUBERNETES, strict=True)

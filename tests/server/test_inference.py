@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from open_inference import ask, config, given
+from open_inference import TritonClient, ask, config, given
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from mmpos import Grid, SegmentTable, place
@@ -36,7 +36,7 @@ SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]
 
 
 def described(message: Any) -> dict[str, Any]:
-    """What a message type is on the wire and in code, nested types included."""
+    """Describe a message type on the wire and in code, nested types included."""
     found = {
         f"{message.full_name}.{field.name}": (
             field.number,
@@ -125,7 +125,7 @@ def test_both_clients_live_in_one_process(address: str, order: tuple[str, str]) 
 # Readiness.
 
 
-def test_what_is_there_lives_and_is_ready(client: Any) -> None:
+def test_what_is_there_lives_and_is_ready(client: TritonClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     ready = {
@@ -140,7 +140,7 @@ def test_what_is_there_lives_and_is_ready(client: Any) -> None:
     }
 
 
-def test_what_needs_torch_is_not_ready_without_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_torch_is_not_ready_without_it(client: TritonClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "device", lambda: "")
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
@@ -172,7 +172,7 @@ def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
 # Metadata.
 
 
-def test_the_server_tells_what_it_offers(client: Any) -> None:
+def test_the_server_tells_what_it_offers(client: TritonClient) -> None:
     told = client.get_server_metadata()
     offered = ["binary_tensor_data", "model_configuration", "parameters", "statistics"]
     assert (told.name, told.version, list(told.extensions)) == (
@@ -206,7 +206,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize(("model", "version"), TENSORS)
-def test_outputs_are_those_of_the_version(client: Any, model: str, version: str) -> None:
+def test_outputs_are_those_of_the_version(client: TritonClient, model: str, version: str) -> None:
     told = client.get_model_metadata(model, version)
     assert (told.name, told.platform, list(told.versions)) == (model, "mmpos", ["default", "halves", "flat"])
     assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in told.outputs] == TENSORS[model, version]
@@ -214,7 +214,7 @@ def test_outputs_are_those_of_the_version(client: Any, model: str, version: str)
 
 @pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
 @pytest.mark.parametrize("version", ["", "halves", "flat"])
-def test_configuration_and_metadata_say_the_same(client: Any, model: str, version: str) -> None:
+def test_configuration_and_metadata_say_the_same(client: TritonClient, model: str, version: str) -> None:
     told, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
     names = {value.number: value.name for value in model_config_pb2.DataType.DESCRIPTOR.values}
     for tensors, configured in ((told.inputs, config.input), (told.outputs, config.output)):
@@ -227,7 +227,7 @@ def test_configuration_and_metadata_say_the_same(client: Any, model: str, versio
     assert not config.model_transaction_policy.decoupled
 
 
-VALUES: dict[str, Any] = {
+VALUES: dict[str, object] = {
     "lengths": [4],
     "offsets": [1],
     "grid_thw": [[1, 1, 2]],
@@ -262,7 +262,7 @@ LEFT_OUT = {
         if (model, version) != ("sequences", "flat")
     ],
 )
-def test_models_take_and_give_what_metadata_tells(client: Any, model: str, version: str) -> None:
+def test_models_take_and_give_what_metadata_tells(client: TritonClient, model: str, version: str) -> None:
     told = client.get_model_metadata(model, version)
     if model == "rotate" and version:
         parameters = {"rotary": json.dumps({"head_dim": 16, "axes": 3 if version == "halves" else 2})}
@@ -287,7 +287,7 @@ def test_models_take_and_give_what_metadata_tells(client: Any, model: str, versi
 # Requests.
 
 
-def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: Any) -> None:
+def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonClient) -> None:
     image = {"lengths": [6], "offsets": [0], "grid_thw": [[1, 2, 3]]}
     for version, scheme in (("", "rope-tie"), ("default", "rope-tie"), ("flat", "grid-2d")):
         found = client.infer("positions", [given(name, values) for name, values in image.items()], version)
@@ -296,12 +296,12 @@ def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: Any) ->
         assert found.get_response().model_version == (version or "default")
 
 
-def test_the_id_of_a_request_comes_back(client: Any) -> None:
+def test_the_id_of_a_request_comes_back(client: TritonClient) -> None:
     assert client.infer("positions", [given("lengths", [1])], request_id="a b").get_response().id == "a b"
     assert client.infer("positions", [given("lengths", [1])]).get_response().id == ""
 
 
-def test_only_wanted_outputs_come_in_the_order_of_the_request(client: Any) -> None:
+def test_only_wanted_outputs_come_in_the_order_of_the_request(client: TritonClient) -> None:
     assert list(ask(client, "positions", SPANS, ["deltas", "position_ids"])) == ["deltas", "position_ids"]
 
 
@@ -376,7 +376,7 @@ def test_statistics_grow_by_what_was_done(monkeypatch: pytest.MonkeyPatch) -> No
         assert [entry.execution_count for entry in everything] == [1, 0, 0, 0, 2, 0, 0, 0, 0]
 
 
-def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: Any) -> None:
+def test_what_is_large_waits_for_a_thread_and_what_is_small_does_not(client: TritonClient) -> None:
     def waited(lengths: list[int], *outputs: str) -> bool:
         [before] = client.get_inference_statistics("positions", "flat").model_stats
         image = {"lengths": lengths, "offsets": [0] * len(lengths), "grid_thw": [[1, 1, n] for n in lengths]}

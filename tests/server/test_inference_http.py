@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
-from open_inference import config, stub
+from open_inference import Infer, TritonClient, config, stub
 from test_inference_refusals import MALFORMED
 from waiting import eventually, free_port, without_torch
 
 from mmpos import SegmentTable, place
+from mmpos_server.access import Tls
 from mmpos_server.app import Server
-from mmpos_server.certificates import Tls
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES
 from mmpos_server.inference.rest import MAX_JSON, MAX_LISTS, MAX_NUMBERS
@@ -56,13 +56,13 @@ def places() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def infer(places: tuple[str, int]) -> Iterator[Any]:
+def infer(places: tuple[str, int]) -> Iterator[Infer]:
     with grpc.insecure_channel(places[0]) as channel:
         yield stub(channel)
 
 
 @pytest.fixture
-def client(places: tuple[str, int]) -> Iterator[Any]:
+def client(places: tuple[str, int]) -> Iterator[TritonClient]:
     with triton.InferenceServerClient(f"127.0.0.1:{places[1]}") as client:
         yield client
 
@@ -100,7 +100,7 @@ def number(name: str, values: Any, datatype: str = "INT64") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["bytes", "JSON"])
-def test_positions_come_as_the_library_places_them(client: Any, binary: bool) -> None:
+def test_positions_come_as_the_library_places_them(client: TritonClient, binary: bool) -> None:
     outputs = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("position_ids", "deltas")]
     inputs = [given(name, values, binary=binary) for name, values in SPANS.items()]
     result = client.infer("positions", inputs, outputs=outputs, request_id="7", parameters={"scheme": "mrope"})
@@ -113,7 +113,7 @@ def test_positions_come_as_the_library_places_them(client: Any, binary: bool) ->
     assert [("data" in output, "parameters" in output) for output in response["outputs"]] == [(not binary, binary)] * 2
 
 
-def test_numbers_and_bytes_mix(client: Any) -> None:
+def test_numbers_and_bytes_mix(client: TritonClient) -> None:
     inputs = [given(name, values, binary=name == "offsets") for name, values in SPANS.items()]
     outputs = [triton.InferRequestedOutput("position_ids", binary_data=False), triton.InferRequestedOutput("deltas")]
     result = client.infer("positions", inputs, outputs=outputs)
@@ -122,7 +122,7 @@ def test_numbers_and_bytes_mix(client: Any) -> None:
     assert result.as_numpy("deltas").tolist() == wanted.deltas.tolist()
 
 
-def test_text_in_json_and_photographs_as_bytes_become_sequences(client: Any, infer: Any) -> None:
+def test_text_in_json_and_photographs_as_bytes_become_sequences(client: TritonClient, infer: Infer) -> None:
     parts = [given("parts", [b"A photo of ", PHOTO], binary=True), given("kinds", [b"text", b"image"], binary=False)]
     found = client.infer("sequences", parts)
     message = pb.ModelInferRequest(model_name="sequences")
@@ -138,7 +138,7 @@ def test_text_in_json_and_photographs_as_bytes_become_sequences(client: Any, inf
         )
 
 
-def test_rotations_of_halves_come_as_bytes(client: Any) -> None:
+def test_rotations_of_halves_come_as_bytes(client: TritonClient) -> None:
     q = np.random.default_rng(1).standard_normal((2, 1, 16)).astype(np.float16)
     inputs = [given("q", q, binary=True), given("position_ids", [[0, 0], [0, 0]], binary=False)]
     np.testing.assert_array_equal(client.infer("rotate", inputs).as_numpy("q"), q)
@@ -148,7 +148,7 @@ def test_rotations_of_halves_come_as_bytes(client: Any) -> None:
     assert raised.value.status() == "501"
 
 
-def test_the_server_and_its_models_are_told(client: Any, places: tuple[str, int]) -> None:
+def test_the_server_and_its_models_are_told(client: TritonClient, places: tuple[str, int]) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("positions")
@@ -183,7 +183,7 @@ def test_the_server_and_its_models_are_told(client: Any, places: tuple[str, int]
     assert ask(places[1], "GET", "/v2/models/x/ready")[:2] == (503, {"ready": False})
 
 
-def test_tensors_lie_in_shared_memory(client: Any) -> None:
+def test_tensors_lie_in_shared_memory(client: TritonClient) -> None:
     key = f"/mmpos-http-{os.getpid()}"
     handle = shm.create_shared_memory_region("a", key, 256)
     try:
@@ -220,7 +220,7 @@ def over_http(request: pb.ModelInferRequest) -> tuple[bytes, dict[str, str]]:
     raw = iter(request.raw_input_contents)
     inputs, behind = [], b""
     for tensor in request.inputs:
-        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        told: dict[str, object] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         if request.raw_input_contents:
             data = next(raw)
             told["parameters"] = {"binary_data_size": len(data)}
@@ -247,7 +247,7 @@ def test_what_is_malformed_is_refused_in_the_same_words(places: tuple[str, int],
     assert (code, told) == (400, {"error": message})
 
 
-SAME: dict[str, tuple[str, dict[str, Any]]] = {
+SAME: dict[str, tuple[str, dict[str, object]]] = {
     "an unknown model": ("x", {"inputs": []}),
     "an unknown parameter": ("positions", {"inputs": [number("lengths", [1])], "parameters": {"stride": 5}}),
     "a parameter of another kind": ("positions", {"inputs": [number("lengths", [1])], "parameters": {"strict": 1}}),
@@ -267,7 +267,7 @@ CODES = {"NOT_FOUND": 404, "INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 501, "RESOU
 
 @pytest.mark.parametrize(("model", "body"), SAME.values(), ids=SAME)
 def test_what_is_wrong_is_refused_in_the_same_words(
-    places: tuple[str, int], infer: Any, model: str, body: dict[str, Any]
+    places: tuple[str, int], infer: Infer, model: str, body: dict[str, Any]
 ) -> None:
     message = pb.ModelInferRequest(model_name=model)
     for tensor in body["inputs"]:
@@ -339,7 +339,9 @@ WRONG_DATA = {
 
 
 @pytest.mark.parametrize(("tensor", "message"), WRONG_DATA.values(), ids=WRONG_DATA)
-def test_numbers_that_no_tensor_has_are_refused(places: tuple[str, int], tensor: dict[str, Any], message: str) -> None:
+def test_numbers_that_no_tensor_has_are_refused(
+    places: tuple[str, int], tensor: dict[str, object], message: str
+) -> None:
     code, told, _ = ask(places[1], "POST", "/v2/models/positions/infer", {"inputs": [tensor]})
     assert (code, told) == (400, {"error": message})
 
@@ -370,7 +372,7 @@ def test_json_has_limits_of_its_own(places: tuple[str, int]) -> None:
         {"error": f"request: got {MAX_LISTS + 1} lists in JSON, want at most {MAX_LISTS}, or binary_data_size"},
     )
     tokens = MAX_NUMBERS // 2 + 1
-    body: dict[str, Any] = {"inputs": [number("lengths", [tokens])], "outputs": [{"name": "position_ids"}]}
+    body: dict[str, object] = {"inputs": [number("lengths", [tokens])], "outputs": [{"name": "position_ids"}]}
     assert ask(places[1], "POST", path, body)[:2] == (
         413,
         {"error": f"position_ids: got {2 * tokens} numbers as JSON, want at most {MAX_NUMBERS}, or binary_data"},
@@ -498,7 +500,7 @@ def counted(server: Server) -> dict[tuple[str, str], float]:
 def test_requests_are_counted_as_over_grpc() -> None:
     async def count() -> dict[tuple[str, str], float]:
         async with Running() as running:
-            bodies: list[Any] = [{"inputs": [LENGTHS]}, {"inputs": []}]
+            bodies: list[object] = [{"inputs": [LENGTHS]}, {"inputs": []}]
             for body in bodies:
                 await asyncio.to_thread(ask, running.port, "POST", "/v2/models/positions/infer", body)
             await asyncio.to_thread(ask, running.port, "GET", "/v2")

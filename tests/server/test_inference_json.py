@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from open_inference import config, refusal, stub
+from grpc_calls import ending
+from open_inference import Infer, config, refusal, stub
 
 from mmpos import SCHEMES
 from mmpos.rpc.positions import parameters
@@ -21,14 +23,14 @@ FAULTS = {"INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 
 
 @pytest.fixture(scope="module")
-def infer() -> Iterator[Any]:
+def infer() -> Iterator[Infer]:
     with running(config()) as address, grpc.insecure_channel(address) as channel:
         yield stub(channel)
 
 
 def request(model: str, **values: str | int) -> pb.ModelInferRequest:
     """A request of a model that is right but for its parameters."""
-    inputs: dict[str, dict[str, Any]] = {
+    inputs: dict[str, dict[str, object]] = {
         "positions": {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]},
         "rotate": {"q": np.ones((2, 1, 16), np.float32), "position_ids": [[0, 1], [0, 1]]},
         "sequences": {"parts": None},
@@ -116,7 +118,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
 
 @pytest.mark.parametrize(("model", "name", "text", "message"), WRONG.values(), ids=WRONG)
 def test_what_no_parameter_can_be_is_refused_by_name(
-    infer: Any, model: str, name: str, text: str, message: str
+    infer: Infer, model: str, name: str, text: str, message: str
 ) -> None:
     status, said = refusal(lambda: infer(request(model, **{name: text}), timeout=60))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
@@ -133,14 +135,14 @@ ODD = [
 """JSON of every kind, and what only resembles it."""
 
 HERE = "here it goes"
-VIEWS: list[dict[str, Any]] = [
+VIEWS: list[dict[str, object]] = [
     {"take": {"starts": [0], "stops": [4]}},
     {"window": {"documents": [0], "starts": [0], "lengths": [4]}},
     {"decode": {"steps": 1}},
     {"shard": {"rank": 0, "worldSize": 1, "layout": "SHARD_LAYOUT_ZIGZAG"}},
     {"pad": {"length": 12, "side": "SIDE_LEFT"}},
 ]
-SCALINGS: list[dict[str, Any]] = [
+SCALINGS: list[dict[str, object]] = [
     {"type": "linear", "factor": 2},
     {"type": "ntk", "factor": 2},
     {"type": "dynamic", "factor": 2, "original_max_position": 64},
@@ -149,14 +151,14 @@ SCALINGS: list[dict[str, Any]] = [
     {"type": "yarn", "factor": 2, "original_max_position": 64, "beta_fast": 32, "beta_slow": 1, "truncate": True},
     {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8, "original_max_position": 64},
 ]
-ROTARIES: list[dict[str, Any]] = [
+ROTARIES: list[dict[str, object]] = [
     {"theta": 1e4, "axes": 2, "allocation": "split", "pairing": "half", "rotary_dim": 16, "precision": "hf"},
     {"axes": 2, "allocation": "sections", "mrope_section": [4, 4]},
     {"axes": 2, "allocation": [0, 1] * 4, "inv_freq": [1.0] * 8},
     {"axes": 2, "allocation": "axial", "axes_dim": [8, 8], "theta": [1e4, 1e3]},
     *({"axes": 2, "scaling": scaling, "length": 128} for scaling in SCALINGS),
 ]
-RIGHT: dict[tuple[str, str], list[Any]] = {
+RIGHT: dict[tuple[str, str], list[object]] = {
     ("positions", "views"): [[view] for view in VIEWS],
     ("positions", "scheme"): [
         {"name": name, **dict.fromkeys(parameters(scheme), 1)} for name, scheme in SCHEMES.items()
@@ -167,7 +169,7 @@ RIGHT: dict[tuple[str, str], list[Any]] = {
 }
 
 
-def replaced(value: Any) -> Iterator[Any]:
+def replaced(value: object) -> Iterator[Any]:
     """The value with HERE in the place of each that is in it, one at a time, and of each key."""
     yield HERE
     if isinstance(value, list):
@@ -179,7 +181,7 @@ def replaced(value: Any) -> Iterator[Any]:
         yield {**value, HERE: 1}
 
 
-def sweep(infer: Callable[..., Any]) -> Counter[str]:
+def sweep(infer: Infer) -> Counter[str]:
     """Ask with every odd value at every place of what is right; how often each status came."""
     statuses: Counter[str] = Counter()
     quoted = json.dumps(HERE)
@@ -188,25 +190,21 @@ def sweep(infer: Callable[..., Any]) -> Counter[str]:
             for odd in ODD:
                 # A key is a text; others are tried in its place, too, and are no JSON at all.
                 text = template.replace(quoted, odd)
-                try:
-                    infer(request(model, **{name: text}), timeout=60)
-                    statuses["OK"] += 1
-                except grpc.RpcError as error:
-                    failed: Any = error
-                    assert failed.code().name in FAULTS, (name, text[:300])
-                    assert ": got " in failed.details(), (name, text[:300], failed.details())
-                    statuses[failed.code().name] += 1
+                status, details = ending(partial(infer, request(model, **{name: text}), timeout=60))
+                assert status in ("OK", *FAULTS), (name, text[:300])
+                assert status == "OK" or ": got " in details, (name, text[:300], details)
+                statuses[status] += 1
     return statuses
 
 
 @pytest.mark.slow
-def test_every_odd_value_at_every_place_is_answered_or_refused(infer: Any) -> None:
+def test_every_odd_value_at_every_place_is_answered_or_refused(infer: Infer) -> None:
     statuses = sweep(infer)
     assert {"OK", *FAULTS} >= set(statuses) >= {"OK", "INVALID_ARGUMENT"}
 
 
 @pytest.mark.parametrize("number", [0, -1, 1, 2**31, 2**62, 2**63 - 1, -(2**63)])
-def test_integers_of_any_size_are_answered_or_refused(infer: Any, number: int) -> None:
+def test_integers_of_any_size_are_answered_or_refused(infer: Infer, number: int) -> None:
     names = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
     for model, name in [*(("positions", name) for name in names), ("sequences", "start")]:
         made = request(model, **{name: number})
@@ -214,9 +212,6 @@ def test_integers_of_any_size_are_answered_or_refused(infer: Any, number: int) -
             del made.inputs[:], made.raw_input_contents[:]
             made.inputs.add(name="input_ids", datatype="INT64", shape=[3])
             made.raw_input_contents.append(np.arange(3).tobytes())
-        try:
-            infer(made, timeout=60)
-        except grpc.RpcError as error:
-            failed: Any = error
-            assert failed.code().name in FAULTS
-            assert ": got " in failed.details()
+        status, details = ending(partial(infer, made, timeout=60))
+        assert status in ("OK", *FAULTS)
+        assert status == "OK" or ": got " in details

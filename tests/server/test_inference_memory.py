@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
-from open_inference import ask, config, given, refusal
+from open_inference import TritonClient, ask, config, given, refusal
 from tritonclient.utils import serialize_byte_tensor
 
 from mmpos import SegmentTable, place
@@ -23,8 +23,11 @@ SEGMENTS = SegmentTable.from_spans([11], [3], [[1, 2, 3]])
 NUMBERS = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
 
 
+MakeRegion = Callable[..., object]
+
+
 @pytest.fixture(scope="module")
-def client() -> Iterator[Any]:
+def client() -> Iterator[TritonClient]:
     settings = config(limits={"shared_bytes": LIMIT})
     with (
         running(settings, shared_memory=SharedMemory("mmpos-test-")) as address,
@@ -34,12 +37,12 @@ def client() -> Iterator[Any]:
 
 
 @pytest.fixture
-def region(client: Any) -> Iterator[Callable[..., Any]]:
+def region(client: TritonClient) -> Iterator[MakeRegion]:
     """Make an object by the real client and register it under a name."""
     with ExitStack() as stack:
         stack.callback(client.unregister_system_shared_memory)
 
-        def make(name: str, byte_size: int, values: list[Any] | None = None, *, offset: int = 0) -> Any:
+        def make(name: str, byte_size: int, values: list[object] | None = None, *, offset: int = 0) -> object:
             key = f"/mmpos-test-{os.getpid()}-{name}"
             handle = shm.create_shared_memory_region(name, key, byte_size)
             stack.callback(shm.destroy_shared_memory_region, handle)
@@ -65,7 +68,7 @@ def kept(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
     return output
 
 
-def test_inputs_and_outputs_lie_in_regions(client: Any, region: Any) -> None:
+def test_inputs_and_outputs_lie_in_regions(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64, list(NUMBERS.values()))
     out = region("out", 256)
     inputs = [
@@ -95,7 +98,7 @@ def test_inputs_and_outputs_lie_in_regions(client: Any, region: Any) -> None:
     assert shm.get_contents_as_numpy(out, np.int32, [2], 0).tolist() == [0, 11]
 
 
-def test_a_region_begins_where_it_was_registered(client: Any, region: Any) -> None:
+def test_a_region_begins_where_it_was_registered(client: TritonClient, region: MakeRegion) -> None:
     handle = region("in", 64, [np.array([9, 7])], offset=8)
     result = client.infer("positions", [held("lengths", "INT64", [1], "in", 8)])
     assert result.as_numpy("cu_seqlens").tolist() == [0, 7]
@@ -104,7 +107,7 @@ def test_a_region_begins_where_it_was_registered(client: Any, region: Any) -> No
     assert result.as_numpy("cu_seqlens").tolist() == [0, 5]
 
 
-def test_parts_and_rotations_lie_in_regions_too(client: Any, region: Any) -> None:
+def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: MakeRegion) -> None:
     region("parts", 64, [serialize_byte_tensor(np.array([b"ab", b"c"], object))])
     parts = held("parts", "BYTES", [2], "parts", 11)
     found = client.infer("sequences", [parts], outputs=[triton.InferRequestedOutput("input_ids")])
@@ -117,11 +120,11 @@ def test_parts_and_rotations_lie_in_regions_too(client: Any, region: Any) -> Non
     np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
 
 
-def test_regions_are_told_and_forgotten(client: Any, region: Any) -> None:
+def test_regions_are_told_and_forgotten(client: TritonClient, region: MakeRegion) -> None:
     region("a", 64, offset=8)
     region("b", 32)
 
-    def told(name: str = "") -> dict[str, Any]:
+    def told(name: str = "") -> dict[str, object]:
         found = client.get_system_shared_memory_status(name).regions
         return {
             name: (status.name, status.key.rpartition("-")[2], status.offset, status.byte_size)
@@ -158,12 +161,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tensor", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_with_an_input_is_refused(client: Any, region: Any, tensor: Any, message: str) -> None:
+def test_what_is_wrong_with_an_input_is_refused(
+    client: TritonClient, region: MakeRegion, tensor: object, message: str
+) -> None:
     region("in", 64)
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_half_a_place_is_refused(client: Any, region: Any) -> None:
+def test_half_a_place_is_refused(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64)
     tensor = held("lengths", "INT64", [1], "in", 8)
     del tensor._get_tensor().parameters["shared_memory_byte_size"]
@@ -171,7 +176,7 @@ def test_half_a_place_is_refused(client: Any, region: Any) -> None:
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_contents_beside_a_place_are_refused(client: Any, region: Any) -> None:
+def test_contents_beside_a_place_are_refused(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64)
     tensor = held("lengths", "INT64", [1], "in", 8)
     tensor._get_tensor().contents.int64_contents.append(1)
@@ -179,13 +184,13 @@ def test_contents_beside_a_place_are_refused(client: Any, region: Any) -> None:
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_bytes_in_shared_memory_have_a_limit(client: Any, region: Any) -> None:
+def test_bytes_in_shared_memory_have_a_limit(client: TritonClient, region: MakeRegion) -> None:
     region("in", 2 * LIMIT)
     status, message = refusal(lambda: client.infer("positions", [held("lengths", "INT64", [513], "in", LIMIT + 8)]))
     assert (status, message.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "shared_bytes")
 
 
-def test_nothing_is_written_where_one_output_has_no_room(client: Any, region: Any) -> None:
+def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, region: MakeRegion) -> None:
     handle = region("out", 256, [np.full(64, 7, np.int32)])
     outputs = [kept("cu_seqlens", "out", 8), kept("position_ids", "out", 80, 16)]
     inputs = [given(name, values) for name, values in NUMBERS.items()]
@@ -205,11 +210,11 @@ def test_a_server_that_takes_none_says_so() -> None:
         assert client.get_system_shared_memory_status(as_json=True) == {}
 
 
-def test_a_server_that_takes_some_says_so(client: Any) -> None:
+def test_a_server_that_takes_some_says_so(client: TritonClient) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
 
 
-def test_no_memory_of_gpus_is_registered(client: Any) -> None:
+def test_no_memory_of_gpus_is_registered(client: TritonClient) -> None:
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("a")
     assert client.get_cuda_shared_memory_status(as_json=True) == {}

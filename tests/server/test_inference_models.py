@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from open_inference import ask, refusal
+from open_inference import Infer, TritonClient, ask, refusal
 from test_golden import GOLDEN, THREE_AXES
 
 from mmpos import Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, place
@@ -25,7 +24,7 @@ PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_byt
 # Positions.
 
 
-def test_golden_cases_placed_from_spans(client: Any) -> None:
+def test_golden_cases_placed_from_spans(client: TritonClient) -> None:
     for case in GOLDEN:
         axes = {"axes": 3} if case["scheme"] in THREE_AXES and case["axes"] == 3 else {}
         sizes = [part[1] if part[0] == "text" else int(np.prod(part[1:])) for part in case["document"]]
@@ -46,7 +45,7 @@ def test_golden_cases_placed_from_spans(client: Any) -> None:
             assert found["next_positions"].tolist() == [int(case["next_position"])]
 
 
-def same(found: dict[str, Any], wanted: PositionTable) -> None:
+def same(found: dict[str, object], wanted: PositionTable) -> None:
     """Whether an answer tells these positions, and in the types that it should."""
     arrays = {
         "position_ids": wanted.dense(),
@@ -61,7 +60,7 @@ def same(found: dict[str, Any], wanted: PositionTable) -> None:
         np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
 
 
-def test_random_batches_of_spans_and_of_ids(client: Any) -> None:
+def test_random_batches_of_spans_and_of_ids(client: TritonClient) -> None:
     random = np.random.default_rng(7)
     for _ in range(10):
         documents: list[list[Text | Grid]] = []
@@ -93,7 +92,7 @@ def test_random_batches_of_spans_and_of_ids(client: Any) -> None:
         same(ask(client, "positions", ids, parameters=parameters), wanted)
 
 
-def test_a_padded_batch_and_a_document_are_different_shapes(client: Any) -> None:
+def test_a_padded_batch_and_a_document_are_different_shapes(client: TritonClient) -> None:
     padded = ask(
         client,
         "positions",
@@ -110,7 +109,7 @@ def test_a_padded_batch_and_a_document_are_different_shapes(client: Any) -> None
     assert padded["cu_seqlens"].tolist() == [0, 4, 8]
 
 
-def test_views_are_those_of_our_own_protocol(client: Any) -> None:
+def test_views_are_those_of_our_own_protocol(client: TritonClient) -> None:
     wanted = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
     spans = {"lengths": [11, 4], "offsets": [3], "grid_thw": [[1, 2, 3]], "documents": [0]}
     views = [
@@ -130,7 +129,7 @@ def test_views_are_those_of_our_own_protocol(client: Any) -> None:
     same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
 
 
-def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Any) -> None:
+def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Infer) -> None:
     contents = {
         "input_ids": ("INT32", [4], pb.InferTensorContents(int_contents=[1, 5, 5, 1])),
         "image_grid_thw": ("INT64", [1, 3], pb.InferTensorContents(int64_contents=[1, 2, 1])),
@@ -150,7 +149,7 @@ def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Any) -> None:
     assert list(answer.raw_output_contents) == [wanted.astype("<i4").tobytes()]
 
 
-def test_a_named_version_tells_its_placeholder_and_its_merging(client: Any) -> None:
+def test_a_named_version_tells_its_placeholder_and_its_merging(client: TritonClient) -> None:
     ids = {"input_ids": [1, 258, 1], "image_grid_thw": [[1, 2, 2]]}
     wanted = place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), RopeTieFractional(axes=3))
     same(ask(client, "positions", ids, model_version="halves"), wanted)
@@ -161,7 +160,7 @@ def test_a_named_version_tells_its_placeholder_and_its_merging(client: Any) -> N
 # Sequences.
 
 
-def test_sequences_are_those_of_the_builder_packed(client: Any) -> None:
+def test_sequences_are_those_of_the_builder_packed(client: TritonClient) -> None:
     builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
     documents: list[list[str | bytes]] = [["A cup: ", PHOTO, " é"], ["b"], [PHOTO, "c", PHOTO]]
     parts = [part.encode() if isinstance(part, str) else part for document in documents for part in document]
@@ -190,7 +189,7 @@ def test_sequences_are_those_of_the_builder_packed(client: Any) -> None:
     same(found, positions)
 
 
-def test_parts_alone_are_the_texts_of_one_document(client: Any) -> None:
+def test_parts_alone_are_the_texts_of_one_document(client: TritonClient) -> None:
     found = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
     assert {name: array.tolist() for name, array in found.items()} == {
         "input_ids": list("abé".encode()),
@@ -200,7 +199,7 @@ def test_parts_alone_are_the_texts_of_one_document(client: Any) -> None:
     assert found["patches"].shape == (0, 14, 14, 3)
 
 
-def test_no_documents_are_a_batch(client: Any) -> None:
+def test_no_documents_are_a_batch(client: TritonClient) -> None:
     nothing = {"parts": np.empty(0, object), "parts_per_document": np.empty(0, np.int64)}
     found = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
     assert {name: array.shape for name, array in found.items()} == {
@@ -210,7 +209,7 @@ def test_no_documents_are_a_batch(client: Any) -> None:
     }
 
 
-def test_pixels_are_decoded_only_where_they_are_wanted(client: Any) -> None:
+def test_pixels_are_decoded_only_where_they_are_wanted(client: TritonClient) -> None:
     half = {"parts": [b"a", PHOTO[:1000]], "kinds": [b"text", b"image"]}
     assert ask(client, "sequences", half, ["grid_thw"])["grid_thw"].shape == (1, 3)
     status, message = refusal(lambda: ask(client, "sequences", half, ["patches"]))
@@ -225,7 +224,7 @@ TABLE = place(SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)]]), "ro
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
 @pytest.mark.parametrize("by", ["table", "ids"])
-def test_rotations_are_those_of_the_library(infer: Any, datatype: str, by: str) -> None:
+def test_rotations_are_those_of_the_library(infer: Infer, datatype: str, by: str) -> None:
     dtype = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[datatype]
     torch.manual_seed(3)
     tensors = {"q": torch.randn(7, 4, 16).to(dtype), "k": torch.randn(7, 2, 16).to(dtype)}
@@ -252,7 +251,7 @@ def test_rotations_are_those_of_the_library(infer: Any, datatype: str, by: str) 
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_rotation_that_is_written_out_of_a_batch(client: Any, layout: str) -> None:
+def test_a_rotation_that_is_written_out_of_a_batch(client: TritonClient, layout: str) -> None:
     rotary = Rotary(head_dim=8, theta=500.0, pairing="adjacent")
     positions = place(SegmentTable.from_documents([[Text(1), Grid(1, 2)], [Text(3)]]))
     q = np.random.default_rng(3).standard_normal((2, 3, 5, 8) if layout == "bshd" else (2, 5, 3, 8)).astype(np.float32)

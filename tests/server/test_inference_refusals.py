@@ -1,4 +1,4 @@
-"""What the models of the Open Inference Protocol refuse: by name, as the client's fault, before the work is done."""
+"""Refusals of the models of the Open Inference Protocol: by name, as the client's fault, before the work is done."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from open_inference import ask, config, given, refusal
+from open_inference import Infer, TritonClient, ask, config, given, refusal
 
 from mmpos import LimitExceededError, SegmentTable, Text, place
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import Request
@@ -26,7 +25,7 @@ LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "views"
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Any]:
+def small() -> Iterator[TritonClient]:
     """A client of a server with small limits."""
     with running(config(limits=LIMITS)) as address, triton.InferenceServerClient(address) as client:
         yield client
@@ -57,7 +56,7 @@ def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
     return request
 
 
-def parts(*elements: bytes, raw: bytes | None = None, **others: Any) -> pb.ModelInferRequest:
+def parts(*elements: bytes, raw: bytes | None = None, **others: object) -> pb.ModelInferRequest:
     """A request of "sequences" with raw parts."""
     request = pb.ModelInferRequest(model_name="sequences")
     request.inputs.add(name="parts", datatype="BYTES", shape=[len(elements)])
@@ -187,13 +186,13 @@ MALFORMED: dict[str, tuple[pb.ModelInferRequest, str]] = {
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_what_is_malformed_is_refused_by_name(infer: Any, request_: pb.ModelInferRequest, message: str) -> None:
+def test_what_is_malformed_is_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
 Q = np.zeros((2, 1, 16), np.float32)
 AMONG = "want position_ids, or table and table_documents, among them"
-WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+WRONG: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "both kinds": (
         "positions",
         {"lengths": [1], "input_ids": [1]},
@@ -280,13 +279,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("model", "inputs", "parameters", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_refused_by_name(
-    client: Any, model: str, inputs: dict[str, Any], parameters: dict[str, Any], message: str
+    client: TritonClient, model: str, inputs: dict[str, object], parameters: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(client, model, inputs, parameters=parameters))
     assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
-def test_what_is_not_known_is_not_found(client: Any) -> None:
+def test_what_is_not_known_is_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     asks: list[Callable[[str, str], object]] = [
@@ -300,7 +299,7 @@ def test_what_is_not_known_is_not_found(client: Any) -> None:
         assert refusal(partial(call, "positions", "1")) == ("NOT_FOUND", versions)
 
 
-def test_what_there_is_no_such_thing_of_is_unsupported(client: Any) -> None:
+def test_what_there_is_no_such_thing_of_is_unsupported(client: TritonClient) -> None:
     known = "want scheme or strict or views or image_token_id or video_token_id or spatial_merge_size or "
     known += "row_token_id or last_row_token_id"
     answers: dict[str, dict[str, Any]] = {
@@ -332,7 +331,7 @@ def test_what_there_is_no_such_thing_of_is_unsupported(client: Any) -> None:
     )
 
 
-def test_outputs_are_known_and_asked_for_once(client: Any) -> None:
+def test_outputs_are_known_and_asked_for_once(client: TritonClient) -> None:
     spans = {"lengths": [1]}
     names = "position_ids, next_positions, deltas, cu_seqlens, table, table_documents"
     assert refusal(lambda: ask(client, "positions", spans, ["ids"])) == (
@@ -349,7 +348,7 @@ def test_outputs_are_known_and_asked_for_once(client: Any) -> None:
     )
 
 
-BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+BEYOND: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     # Each has a mistake besides, which would be found by work that is not done.
     "documents of spans": ("positions", {"lengths": [0] * 4}, {}, "documents: got 4, want at most 3"),
     "documents of ids": ("positions", {"input_ids": [[1]] * 4}, {}, "documents: got 4, want at most 3"),
@@ -438,13 +437,13 @@ BEYOND: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("model", "inputs", "parameters", "message"), BEYOND.values(), ids=BEYOND)
 def test_what_is_beyond_a_limit_is_refused_by_its_name(
-    small: Any, model: str, inputs: dict[str, Any], parameters: dict[str, Any], message: str
+    small: TritonClient, model: str, inputs: dict[str, object], parameters: dict[str, object], message: str
 ) -> None:
     status, said = refusal(lambda: ask(small, model, inputs, parameters=parameters))
     assert (status, said[: len(message)]) == ("RESOURCE_EXHAUSTED", message)
 
 
-def test_outputs_are_weighed_if_they_are_wanted(small: Any) -> None:
+def test_outputs_are_weighed_if_they_are_wanted(small: TritonClient) -> None:
     spans, scheme = {"lengths": [10_000]}, {"scheme": '{"name": "rope-tie-v2", "axes": 3}'}
     assert ask(small, "positions", spans, ["cu_seqlens"], parameters=scheme)["cu_seqlens"].tolist() == [0, 10_000]
     status, message = refusal(partial(ask, small, "positions", spans, ["position_ids"], parameters=scheme))

@@ -90,7 +90,7 @@ def documents(rng: random.Random) -> SegmentTable:
 
 
 def request(kind: str, rng: random.Random) -> client_calls.Call[Any]:
-    """What a client would send, of any content."""
+    """Make the call of a client, of any content."""
     table, rotary = documents(rng), Rotary(head_dim=8)
     if kind == "Place":
         return client_calls.place(None, table, rng.choice(["rope-tie", "mrope", "none"]))
@@ -311,7 +311,7 @@ def test_the_file_in_the_documents_is_one_of_serve() -> None:
         ({"config": "/none.toml"}, "/none.toml: got No such file or directory, want a file that can be read"),
     ],
 )
-def test_wrong_arguments_are_refused_before_any_replica(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused_before_any_replica(arguments: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         app(arguments)
     assert str(raised.value) == said

@@ -1,4 +1,4 @@
-"""Who may call: tokens and their rotation, what is answered without one, and by which name a client is known."""
+"""Tokens and their rotation, the calls answered without one, and the name by which a client is known."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import grpc
 import pytest
 from certificates import make_certificate
 from google.protobuf import descriptor_pb2
+from grpc_calls import Unary
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from waiting import eventually
@@ -25,14 +26,13 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
 from mmpos_server import access
-from mmpos_server.access import OPEN, Tokens
+from mmpos_server.access import OPEN, Tls, Tokens
 from mmpos_server.admission import client_name
 from mmpos_server.app import Server
-from mmpos_server.certificates import Tls
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.launch import Options, supervise
 from mmpos_server.listening import Listen
-from mmpos_server.logs import Logs
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
@@ -187,7 +187,7 @@ def test_a_new_file_that_is_wrong_changes_nothing_and_is_said_once(
         [("x-token", f"Bearer {ALICE}")],
     ],
 )
-def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path, metadata: Any) -> None:
+def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path, metadata: object) -> None:
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         ask = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
         assert refusal(ask, b"", metadata=metadata) == UNAUTHENTICATED
@@ -374,10 +374,13 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
 
 
 class Context:
-    """What a name is made of."""
+    """Caller with an address, and perhaps a certificate."""
 
     def __init__(self, peer: str, **auth: list[bytes]) -> None:
         self._peer, self._auth = peer, auth
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
 
     def peer(self) -> str:
         return self._peer
@@ -419,11 +422,10 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(
     def ask(address: str, credentials: Any, metadata: Any = ()) -> str:
         with grpc.secure_channel(address, credentials) as channel:
             try:
-                info: Any = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
+                info: Unary = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
                 info(b"", metadata=metadata, timeout=60)
             except grpc.RpcError as error:
-                failed: Any = error
-                return str(failed.code().name)
+                return str(error.code().name)
             return "OK"
 
     with running(listen=Listen(tls=tls), logs=Logs("info")) as address:

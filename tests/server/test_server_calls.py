@@ -15,16 +15,19 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_calls import Stream
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos_server.call import Call
+from mmpos_server.admission import Call, Pool
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.logs import Logs
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
+
+Start = Callable[..., grpc.Channel]
 
 
 class Fake:
@@ -53,7 +56,7 @@ class Fake:
     async def many(self, rest: str, answer: pb.Positions, call: Call) -> None:
         answer.cu_seqlens.extend([1] * 2000)
 
-    async def wait(self, pool: Any, answer: pb.Positions, call: Call) -> None:
+    async def wait(self, pool: Pool, answer: pb.Positions, call: Call) -> None:
         await call.run(pool, self._wait, call)
         answer.cu_seqlens.append(1)
 
@@ -81,20 +84,12 @@ def fake() -> Fake:
 
 
 @pytest.fixture
-def serve(fake: Fake) -> Iterator[Callable[..., Any]]:
+def serve(fake: Fake) -> Iterator[Start]:
     """Start a server with the fake method and give a channel to it."""
-    run = queried(fake.run, "positions")
-    method = Method(
-        "mmpos.rpc.v1.PositionService",
-        "Place",
-        pb.PlaceRequest,
-        pb.PlaceResponse,
-        run,
-        streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, run),
-    )
+    method = place_method(fake.run)
     with ExitStack() as stack:
 
-        def start(logs: Logs | None = None, **tables: dict[str, int]) -> Any:
+        def start(logs: Logs | None = None, **tables: dict[str, int]) -> grpc.Channel:
             values = {**load().model_dump(), **tables}
             config = ServerConfig.model_validate(values)
             address = stack.enter_context(running(config, logs=logs, methods=lambda *_: [method], grace=2.0))
@@ -104,11 +99,11 @@ def serve(fake: Fake) -> Iterator[Callable[..., Any]]:
         fake.go.set()
 
 
-def place(channel: Any) -> Any:
+def place(channel: grpc.Channel) -> Any:
     return channel.unary_unary("/mmpos.rpc.v1.PositionService/Place", response_deserializer=pb.PlaceResponse.FromString)
 
 
-def stream(channel: Any) -> Any:
+def stream(channel: grpc.Channel) -> Any:
     return channel.stream_stream(
         "/mmpos.rpc.v1.PositionService/StreamPlace",
         pb.StreamPlaceRequest.SerializeToString,
@@ -132,7 +127,7 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
     return error.code().name, error.details(), dict(error.trailing_metadata())
 
 
-def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Any) -> None:
+def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Start) -> None:
     ask = place(serve())
     ids = []
     for sent in ([("x-request-id", "a.b:1")], [("x-request-id", "two words")], [("x-request-id", "x" * 129)], []):
@@ -144,7 +139,7 @@ def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: A
     assert len(set(ids)) == 4
 
 
-def test_an_answer_is_set_though_nothing_is_in_it(serve: Any) -> None:
+def test_an_answer_is_set_though_nothing_is_in_it(serve: Start) -> None:
     assert place(serve())(query("nothing")).HasField("positions")
 
 
@@ -158,13 +153,13 @@ def test_an_answer_is_set_though_nothing_is_in_it(serve: Any) -> None:
         (query("fail bug"), "INTERNAL", "internal error, request me"),
     ],
 )
-def test_errors_are_statuses(serve: Any, sent: bytes, status: str, details: str) -> None:
+def test_errors_are_statuses(serve: Start, sent: bytes, status: str, details: str) -> None:
     ask = place(serve())
     found = refusal(lambda: ask(sent, metadata=[("x-request-id", "me")]))
     assert found == (status, details, {"x-request-id": "me"})
 
 
-def test_requests_and_answers_beyond_their_limits_are_refused(serve: Any, fake: Fake) -> None:
+def test_requests_and_answers_beyond_their_limits_are_refused(serve: Start, fake: Fake) -> None:
     ask = place(serve(limits={"request_bytes": 2000, "response_bytes": 1024}))
     status, details, _ = refusal(lambda: ask(query("echo " + "1" * 3000)))
     assert (status, fake.names) == ("RESOURCE_EXHAUSTED", [])
@@ -176,7 +171,9 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Any, fake: 
     )
 
 
-def test_image_calls_beyond_their_places_are_refused_with_a_hint_and_cheap_calls_go_on(serve: Any, fake: Fake) -> None:
+def test_image_calls_beyond_their_places_are_refused_with_a_hint_and_cheap_calls_go_on(
+    serve: Start, fake: Fake
+) -> None:
     ask = place(serve(concurrency={"max_in_flight_images": 1, "max_in_flight": 2}))
     first = ask.future(query("wait image"))
     assert fake.begun.wait(60)
@@ -189,7 +186,7 @@ def test_image_calls_beyond_their_places_are_refused_with_a_hint_and_cheap_calls
     assert ask(query("wait image")).positions.cu_seqlens == [1]  # the place is free again
 
 
-def test_cheap_calls_beyond_their_places_are_refused_with_a_hint(serve: Any, fake: Fake) -> None:
+def test_cheap_calls_beyond_their_places_are_refused_with_a_hint(serve: Start, fake: Fake) -> None:
     ask = place(serve(concurrency={"max_in_flight": 2}))
     waiting = [ask.future(query("wait place")) for _ in range(2)]
     assert eventually(lambda: fake.names == ["wait place"] * 2)
@@ -200,7 +197,7 @@ def test_cheap_calls_beyond_their_places_are_refused_with_a_hint(serve: Any, fak
     assert [call.result(60).positions.cu_seqlens for call in waiting] == [[1], [1]]
 
 
-def test_bytes_of_requests_beyond_their_sum_are_refused(serve: Any, fake: Fake) -> None:
+def test_bytes_of_requests_beyond_their_sum_are_refused(serve: Start, fake: Fake) -> None:
     ask = place(serve(concurrency={"max_in_flight_bytes": 1024}))
     waiting = ask.future(query("wait place"))
     assert fake.begun.wait(60)
@@ -213,7 +210,7 @@ def test_bytes_of_requests_beyond_their_sum_are_refused(serve: Any, fake: Fake) 
     assert ask(query("echo " + "0" * 1020)).positions.cu_seqlens == [0]  # alone, it may come
 
 
-def test_a_deadline_stops_the_work_in_a_thread(serve: Any, fake: Fake) -> None:
+def test_a_deadline_stops_the_work_in_a_thread(serve: Start, fake: Fake) -> None:
     ask = place(serve())
     for seconds in (0.3, 3, 30):  # as long as it takes until work begins
         assert refusal(partial(ask, query("wait image"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
@@ -223,7 +220,7 @@ def test_a_deadline_stops_the_work_in_a_thread(serve: Any, fake: Fake) -> None:
     assert fake.stopped.wait(60)
 
 
-def test_a_client_that_goes_stops_the_work_in_a_thread(serve: Any, fake: Fake) -> None:
+def test_a_client_that_goes_stops_the_work_in_a_thread(serve: Start, fake: Fake) -> None:
     call = place(serve()).future(query("wait image"))
     assert fake.begun.wait(60)
     assert not fake.stopped.is_set()
@@ -231,7 +228,7 @@ def test_a_client_that_goes_stops_the_work_in_a_thread(serve: Any, fake: Fake) -
     assert fake.stopped.wait(60)
 
 
-def test_work_that_nobody_waits_for_any_more_never_begins(serve: Any, fake: Fake) -> None:
+def test_work_that_nobody_waits_for_any_more_never_begins(serve: Start, fake: Fake) -> None:
     ask = place(serve(pools={"image": 1}))
     first = ask.future(query("wait image"))
     assert fake.begun.wait(60)
@@ -242,7 +239,7 @@ def test_work_that_nobody_waits_for_any_more_never_begins(serve: Any, fake: Fake
     assert not fake.begun.wait(0.1)
 
 
-def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Any, fake: Fake) -> None:
+def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Start, fake: Fake) -> None:
     names = ("last 4", "last 2", "fail bug", "echo 4", "last 3")  # side by side, or none would ever end
     found = list(stream(serve())(items(*names), metadata=[("x-request-id", "me")]))
     assert [(answer.id, list(answer.positions.cu_seqlens), answer.error.message) for answer in found] == [
@@ -255,15 +252,16 @@ def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Any
     assert [answer.WhichOneof("outcome") for answer in found] == ["positions"] * 2 + ["error"] + ["positions"] * 2
 
 
-def test_an_item_without_a_query_fails_alone(serve: Any) -> None:
+def test_an_item_without_a_query_fails_alone(serve: Start) -> None:
     (answer,) = stream(serve())(iter([pb.StreamPlaceRequest(id=7)]))
     assert answer.id == 7
     assert (answer.error.code, answer.error.message) == (1, "query: got none, want a PositionsQuery")
 
 
-def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(serve: Any) -> None:
+def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(serve: Start) -> None:
     path = "/mmpos.rpc.v1.PositionService/StreamPlace"
-    call = serve().stream_stream(path)(iter([next(items("echo 1")).SerializeToString(), b"\xff\xff"]))
+    ask: Stream = serve().stream_stream(path)
+    call = ask(iter([next(items("echo 1")).SerializeToString(), b"\xff\xff"]))
     assert pb.StreamPlaceResponse.FromString(next(call)).positions.cu_seqlens == [1]
     status, details, _ = refusal(lambda: next(call))
     assert (status, details) == (
@@ -273,7 +271,7 @@ def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(ser
 
 
 @pytest.mark.parametrize("bound", [{"stream_window": 3}, {"stream_bytes": 14 + 12 + 12}])
-def test_a_stream_reads_no_further_than_its_window(serve: Any, fake: Fake, bound: dict[str, int]) -> None:
+def test_a_stream_reads_no_further_than_its_window(serve: Start, fake: Fake, bound: dict[str, int]) -> None:
     sent = list(items("wait place", *["echo 1"] * 9))
     assert [item.ByteSize() for item in sent[:3]] == [14, 12, 12]
     call = stream(serve(concurrency=bound))(iter(sent))
@@ -284,14 +282,14 @@ def test_a_stream_reads_no_further_than_its_window(serve: Any, fake: Fake, bound
     assert [answer.id for answer in call] == list(range(10))
 
 
-def test_a_stream_that_is_cancelled_cancels_its_items(serve: Any, fake: Fake) -> None:
+def test_a_stream_that_is_cancelled_cancels_its_items(serve: Start, fake: Fake) -> None:
     call = stream(serve())(items("wait image"))
     assert fake.begun.wait(60)
     call.cancel()
     assert fake.stopped.wait(60)
 
 
-def test_streams_beyond_their_number_are_refused(serve: Any, fake: Fake) -> None:
+def test_streams_beyond_their_number_are_refused(serve: Start, fake: Fake) -> None:
     ask = stream(serve(concurrency={"max_streams": 1}))
     first = ask(items("wait place"))
     assert fake.begun.wait(60)
@@ -302,7 +300,9 @@ def test_streams_beyond_their_number_are_refused(serve: Any, fake: Fake) -> None
     assert [answer.id for answer in first] == [0]
 
 
-def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_json_and_only_internal_errors_have_tracebacks(
+    serve: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     channel = serve(Logs("info"))
     named = [("x-request-id", "me")]
     place(channel)(query("echo 1"), metadata=named)
@@ -330,13 +330,13 @@ def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Any, caps
     assert lines[0]["peer"].startswith("ipv4:127.0.0.1:")
 
 
-def test_a_service_of_a_long_name_is_refused_in_few_words(serve: Any) -> None:
+def test_a_service_of_a_long_name_is_refused_in_few_words(serve: Start) -> None:
     ask = health_pb2_grpc.HealthStub(serve()).Check
     status, details, _ = refusal(lambda: ask(health_pb2.HealthCheckRequest(service="é" * 100_000), timeout=20))
     assert (status, details) == ("NOT_FOUND", f"service: got '{'é' * 300}', want one of this server")
 
 
-def test_a_server_lists_its_services(serve: Any) -> None:
+def test_a_server_lists_its_services(serve: Start) -> None:
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
     assert set(ProtoReflectionDescriptorDatabase(serve()).get_services()) == {
@@ -346,7 +346,7 @@ def test_a_server_lists_its_services(serve: Any) -> None:
     }
 
 
-def test_many_calls_at_once_are_all_answered(serve: Any) -> None:
+def test_many_calls_at_once_are_all_answered(serve: Start) -> None:
     ask = place(serve())
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda i: ask(query(f"echo {i}")).positions.cu_seqlens[0], range(300)))

@@ -1,4 +1,4 @@
-"""What one client may have at once and ask for in a second, while the others go on as if it were not there."""
+"""Limits of one client, at once and per second, while the others go on as if it were not there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
 from mmpos.rpc.queries import PositionsQuery
 from mmpos_server import admission as admission_module
-from mmpos_server.admission import Admission, Clients, Pool, Rate
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients, Pool, Rate
 from mmpos_server.config import ClientLimits, Concurrency, Pools, ServerConfig, load
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
@@ -41,7 +40,7 @@ def served(tmp_path: Path, **limits: float) -> Iterator[tuple[Client, Client]]:
 
 
 def refusal(call: Any, *args: Any) -> tuple[str, float]:
-    """What is said to a client that has or asks for too much, and when it may come back."""
+    """Return the refusal of a client that has or asks for too much, and when it may come back."""
     with pytest.raises(ServiceOverloadedError) as raised:
         call(*args)
     return str(raised.value), raised.value.retry_after

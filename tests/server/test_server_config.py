@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def mistake(file: Path, text: str) -> str:
-    """What is said of this file, without its name."""
+    """Return the error of this file, without its name."""
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         Profiles.from_config(load(file))

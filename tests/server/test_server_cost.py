@@ -1,4 +1,4 @@
-"""What a request costs is told from its bytes and its words, and what is not small is done beside the event loop."""
+"""Cost of a request, bounded by its bytes and its words; work that is not small is done beside the event loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.queries import Decode, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos_server.admission import Admission, Clients
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.config import ClientLimits, Limits, Profiles, load
 from mmpos_server.endpoints import decode, encode
 from mmpos_server.position_service import INLINE_BYTES, PositionService, segments_at_work
@@ -56,7 +55,7 @@ def parsed(raw: bytes, call: Call, limits: Limits = CONFIG.limits) -> list[str]:
     return list(kind.threads)
 
 
-def build(*parts: dict[str, Any], documents: int = 1) -> bytes:
+def build(*parts: dict[str, object], documents: int = 1) -> bytes:
     query = {"documents": [{"parts": list(parts)}] * documents}
     return sequences_pb2.BuildRequest(query=query).SerializeToString()  # type: ignore[arg-type]
 

@@ -184,7 +184,7 @@ def test_processes_end_with_their_server(children: Children) -> None:
     assert sequence.image_hashes == local.image_hashes
 
 
-def server(**settings: Any) -> ServerConfig:
+def server(**settings: object) -> ServerConfig:
     profile = {"images": {"backend": "pillow"}}
     return ServerConfig.model_validate({"profiles": {"default": profile}, **settings})
 

@@ -29,13 +29,15 @@ SERVING, NOT_SERVING = 1, 2
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
 
 
-def place(channel: Any) -> Any:
+def place(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[pb.PlaceRequest, pb.PlaceResponse]:
     return channel.unary_unary(
         "/mmpos.rpc.v1.PositionService/Place", pb.PlaceRequest.SerializeToString, pb.PlaceResponse.FromString
     )
 
 
-def stream(channel: Any) -> Any:
+def stream(
+    channel: grpc.Channel,
+) -> grpc.StreamStreamMultiCallable[pb.StreamPlaceRequest, pb.StreamPlaceResponse]:
     return channel.stream_stream(
         "/mmpos.rpc.v1.PositionService/StreamPlace",
         pb.StreamPlaceRequest.SerializeToString,
@@ -57,8 +59,7 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
                     assert ask(REQUEST, timeout=60) == want
                     answered += 1
             except grpc.RpcError as error:
-                failed: Any = error
-                return answered, failed.code().name
+                return answered, error.code().name
 
         loads = threads.map(load, range(16))
         assert eventually(lambda: len(server.lines()) > 100)
@@ -125,10 +126,9 @@ def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: 
         with pytest.raises(grpc.RpcError) as raised:
             next(answers)
         more.set()
-        failed: Any = raised.value
         assert found == [0, 1, 2, 3, 4]
-        assert failed.code() == grpc.StatusCode.UNAVAILABLE
-        assert failed.details() == "the server is about to stop, want a new stream for items without an answer"
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert raised.value.details() == "the server is about to stop, want a new stream for items without an answer"
         assert server.end()[0] == 0
 
 

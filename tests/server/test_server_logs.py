@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from certificates import make_certificate
@@ -15,13 +14,13 @@ from server_program import Start
 from waiting import eventually
 
 from mmpos.client import Client
-from mmpos_server.certificates import Tls
+from mmpos_server.access import Tls
 from mmpos_server.listening import Listen, warn
-from mmpos_server.logs import Logs, logging_all
+from mmpos_server.telemetry import Logs, logging_all
 
 SAYS = """
 import asyncio, gc, logging, os, sys, threading, warnings
-from mmpos_server.logs import logging_all
+from mmpos_server.telemetry import logging_all
 
 class Broken:
     def __del__(self):
@@ -103,7 +102,7 @@ def test_what_grpc_says_of_a_connection_without_tls_is_a_line_of_the_log(start: 
     assert server.end()[0] == 0
 
 
-def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     warn(listen, Logs("info"))
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(line.pop("level") == "warning" and line.pop("timestamp") for line in lines)

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_calls import Stream, Unary, ending
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
@@ -24,11 +25,11 @@ from mmpos.rpc.queries import PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import sequences_pb2
 from mmpos_server import admission
-from mmpos_server.admission import Admission, Clients, Gate, Line, Pool, Window
-from mmpos_server.call import Call
+from mmpos_server.admission import Admission, Call, Clients, Gate, Line, Pool, Window
 from mmpos_server.config import ClientLimits, Concurrency, Pools, Profiles, ServerConfig, load
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.methods import Run
 from mmpos_server.sequence_service import SequenceService
+from mmpos_server.services import place_method
 from mmpos_server.testing import running
 from mmpos_server.transport import Lane, Overload, Slot, Width
 
@@ -47,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def joins(line: Line, *, inside: bool = False) -> str:
-    """What is said of a call that joins: nothing, or why not."""
+    """Return the refusal of a call that joins a line; "" for none."""
     try:
         line.join(inside=inside)
     except ServiceOverloadedError as error:
@@ -106,7 +107,7 @@ def test_one_that_is_inside_takes_no_second_place(clock: Clock) -> None:
 
 
 class RefusedHereError(Exception):
-    """What a call of a test raises where it must not go further."""
+    """Raised by a call of a test where it must not go further."""
 
 
 class Refused:
@@ -267,19 +268,10 @@ def serve() -> Iterator[Serve]:
     """Start servers whose one method does this, with two threads for images and these settings of concurrency."""
     with ExitStack() as stack:
 
-        def start(run: Any, **concurrency: int) -> str:
-            whole = queried(run, "positions")
-            method = Method(
-                "mmpos.rpc.v1.PositionService",
-                "Place",
-                pb.PlaceRequest,
-                pb.PlaceResponse,
-                whole,
-                streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
-            )
+        def start(run: Run, **concurrency: int) -> str:
             tables = {"concurrency": concurrency, "pools": {"image": 2}}
             config = ServerConfig.model_validate({**load().model_dump(), **tables})
-            return stack.enter_context(running(config, methods=lambda *_: [method]))
+            return stack.enter_context(running(config, methods=lambda *_: [place_method(run)]))
 
         yield start
 
@@ -288,7 +280,7 @@ GO = threading.Event()
 BEGUN: list[int] = []
 
 
-async def slow(query: Any, answer: pb.Positions, call: Call) -> None:
+async def slow(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     """Hold up the event loop, as many cheap calls at once do."""
     assert GO.wait(60)
     answer.cu_seqlens.append(1)
@@ -320,7 +312,7 @@ def test_what_waits_for_the_event_loop_is_bounded_and_the_rest_is_dropped_as_ove
     assert 20 < len(dropped) < 60
 
 
-async def pooled(query: Any, answer: pb.Positions, call: Call) -> None:
+async def pooled(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     """As a call that needs a thread."""
     BEGUN.append(1)
     await call.run("image", GO.wait, 60)
@@ -333,16 +325,12 @@ def statuses(address: str, calls: int) -> list[str]:
     GO.clear()
     options = [("grpc.enable_retries", 0)]
     with grpc.insecure_channel(address, options=options) as channel, ThreadPoolExecutor(calls) as threads:
-        ask: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        ask: Unary = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
         raw = pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString()
 
         def status(_: int) -> str:
-            try:
-                ask(raw, timeout=60)
-            except grpc.RpcError as error:
-                failed: Any = error
-                return f"{failed.code().name}: {failed.details().partition(':')[0]}"
-            return "OK"
+            code, details = ending(lambda: ask(raw, timeout=60))
+            return code if code == "OK" else f"{code}: {details.partition(':')[0]}"
 
         found = threads.map(status, range(calls))
         assert eventually(lambda: len(BEGUN) == calls)
@@ -370,7 +358,7 @@ def test_a_limit_of_the_transport_is_no_overload() -> None:
         client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
 
 
-async def large(query: Any, answer: pb.Positions, call: Call) -> None:
+async def large(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     """An answer of two megabytes, and a mark that it was made."""
     call.count(documents=1)
     BEGUN.append(1)
@@ -381,7 +369,7 @@ def test_a_stream_that_is_not_read_holds_so_many_bytes_of_answers(serve: Serve) 
     BEGUN.clear()
     address = serve(large, stream_bytes=1024)
     with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
-        ask: Any = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
+        ask: Stream = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
         item = pb.StreamPlaceRequest(query=pb.PositionsQuery()).SerializeToString()
         call = ask(iter([item] * 40))
         assert eventually(lambda: len(BEGUN) >= 2)
@@ -390,7 +378,7 @@ def test_a_stream_that_is_not_read_holds_so_many_bytes_of_answers(serve: Serve) 
         assert sum(1 for _ in call) == 40
 
 
-async def held(query: Any, answer: pb.Positions, call: Call) -> None:
+async def held(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     await asyncio.sleep(0.3)
     answer.cu_seqlens.append(1)
 
@@ -398,7 +386,7 @@ async def held(query: Any, answer: pb.Positions, call: Call) -> None:
 def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
     address = serve(held, max_streams=1)
     with grpc.insecure_channel(address) as channel, Client(address) as client:
-        ask: Any = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
+        ask: Stream = channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")
         first = ask(iter([pb.StreamPlaceRequest(query=pb.PositionsQuery()).SerializeToString()]))
         time.sleep(0.1)
         with pytest.raises(ServiceError, match="got neither table nor dense"):  # so it was answered
@@ -407,7 +395,7 @@ def test_a_stream_that_finds_no_place_waits_for_one(serve: Serve) -> None:
 
 
 class Transport:
-    """What a lane asks, by hand."""
+    """Transport of a lane, by hand."""
 
     def __init__(self, ahead: int, most: int, few: int) -> None:
         self.asked, self.overload = 0, Overload(ahead)
@@ -488,7 +476,7 @@ def test_calls_on_their_way_through_a_slow_event_loop_are_no_overload(clock: Clo
     assert overload.here
 
 
-async def gated(query: Any, answer: pb.Positions, call: Call) -> None:
+async def gated(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
     """Wait beside others until the test lets all go."""
     BEGUN.append(1)
     while not GO.is_set():
@@ -501,7 +489,7 @@ def test_a_burst_at_an_idle_server_is_answered_in_full(serve: Serve) -> None:
 
 
 def begun(calls: int) -> bool:
-    """Whether so many are at work."""
+    """Check whether so many calls are at work."""
     return len(BEGUN) == calls
 
 
@@ -515,8 +503,8 @@ def test_a_client_is_answered_beside_another_that_has_two_hundred_calls_on_one_c
         grpc.insecure_channel(address, options=options) as polite,
         ThreadPoolExecutor(1) as threads,
     ):
-        crowd: Any = crowded.unary_unary("/mmpos.rpc.v1.PositionService/Place")
-        alone: Any = polite.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        crowd: Unary = crowded.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        alone: Unary = polite.unary_unary("/mmpos.rpc.v1.PositionService/Place")
         calls: list[Any] = []
         for wave in range(1, 5):  # no more than may come in one moment
             calls += [crowd.future(raw, timeout=60) for _ in range(50)]
@@ -534,7 +522,7 @@ def test_calls_beyond_the_places_are_dropped_by_the_transport(serve: Serve) -> N
     BEGUN.clear()
     GO.clear()
     with grpc.insecure_channel(address, options=options) as channel:
-        place: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        place: Unary = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
         calls: list[Any] = [place.future(raw, timeout=60) for _ in range(40)]
         assert eventually(lambda: sum(call.done() for call in calls) == 31)  # one waits in the transport
         GO.set()

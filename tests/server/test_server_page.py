@@ -18,8 +18,8 @@ from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
-from mmpos_server import metrics
-from mmpos_server.metrics import Page, exposed
+from mmpos_server import telemetry
+from mmpos_server.telemetry import Page, exposed
 
 
 def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -58,7 +58,7 @@ def test_paths_are_known_and_all_others_not_found(turning: asyncio.AbstractEvent
 def test_a_server_whose_event_loop_stands_does_not_live(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SECONDS", 0.2)
+    monkeypatch.setattr(telemetry, "SECONDS", 0.2)
     standing = threading.Event()
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         turning.call_soon_threadsafe(standing.wait, 60)
@@ -70,7 +70,7 @@ def test_a_server_whose_event_loop_stands_does_not_live(
 def test_silent_and_slow_connections_end_and_hold_no_thread(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SECONDS", 0.2)
+    monkeypatch.setattr(telemetry, "SECONDS", 0.2)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port:
         threads = threading.active_count()
         held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
@@ -96,8 +96,8 @@ def ended(connection: socket.socket) -> bool:
 def test_the_oldest_connections_make_room_for_new_ones(
     turning: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SECONDS", 600.0)
-    monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(telemetry, "SECONDS", 600.0)
+    monkeypatch.setattr(telemetry, "MOST_CONNECTIONS", 8)
     with exposed(Page(CollectorRegistry(), turning, lambda: True), "127.0.0.1", 0) as port, ExitStack() as opened:
         held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)]
         assert status(port, "/livez") == 200

@@ -1,4 +1,4 @@
-"""What a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
+"""Files that a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.client import Tls as ClientTls
 from mmpos.errors import LimitExceededError, MmposError
-from mmpos_server import certificates
-from mmpos_server.certificates import Certificates, Tls
+from mmpos_server import access
+from mmpos_server.access import Certificates, Tls
 from mmpos_server.listening import Listen
-from mmpos_server.logs import Logs
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 
 TWO = SegmentTable.from_documents([[Text(3)], [Text(3)]])
@@ -113,7 +113,7 @@ def served(address: str) -> str:
 def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificates, "_SECONDS", 0.02)
+    monkeypatch.setattr(access, "_SECONDS", 0.02)
     cert, key = make_certificate(tmp_path, "server")
     new_cert, new_key = make_certificate(tmp_path, "new")
     first, second = cert.read_text(), new_cert.read_text()
@@ -164,5 +164,5 @@ def test_the_metrics_say_when_the_certificate_expires(start: Start, tmp_path: Pa
     cert, key = make_certificate(tmp_path, "server")
     port = free_port()
     start("--metrics-port", str(port), "--tls-cert", str(cert), "--tls-key", str(key))
-    wanted = certificates.not_after(cert.read_bytes()).timestamp()
+    wanted = access.not_after(cert.read_bytes()).timestamp()
     assert metrics_of(port)["mmpos_certificate_not_after_seconds"] == wanted

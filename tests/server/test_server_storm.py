@@ -23,7 +23,7 @@ from mmpos_server.inference.methods import SERVICE
 from mmpos_server.shared_memory import SharedMemory
 
 PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_bytes()
-LIMITS: dict[str, Any] = {
+LIMITS: dict[str, object] = {
     "concurrency": {"max_wait": 2, "max_streams": 4, "max_in_flight_bytes": 100_000_000},
     "clients": {
         "max_in_flight": 20,

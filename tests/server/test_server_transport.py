@@ -9,26 +9,28 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from grpc_calls import Stream, Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import Connection, closed_at_once, message
 from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import testing
-from mmpos_server.admission import Admission
+from mmpos_server.admission import Admission, Call
 from mmpos_server.app import Server
-from mmpos_server.call import Call
 from mmpos_server.config import ClientLimits, Concurrency, ServerConfig, load
-from mmpos_server.logs import Logs
-from mmpos_server.methods import Method, queried, streamed
+from mmpos_server.services import place_method
+from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
 from mmpos_server.traffic import Traffic
+from mmpos_server.transport import RpcContext
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -39,7 +41,7 @@ LARGE = message(pb.PlaceRequest(query=pb.PositionsQuery(profile="large")).Serial
 MIB = 2**20
 
 
-async def answer(query: Any, found: pb.Positions, call: Call) -> None:
+async def answer(query: pb.PositionsQuery, found: pb.Positions, call: Call) -> None:
     """One number, or a megabyte of them, or when the test lets it."""
     if query.profile == "blocked":
         assert GO.wait(60)
@@ -62,18 +64,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     with ExitStack() as stack:
 
         def start(grace: float = 5.0, **tables: Any) -> str:
-            whole = queried(answer, "positions")
-            methods = [
-                Method(
-                    SERVICE[1:],
-                    "Place",
-                    pb.PlaceRequest,
-                    pb.PlaceResponse,
-                    whole,
-                    streamed("StreamPlace", pb.StreamPlaceRequest, pb.StreamPlaceResponse, whole),
-                ),
-                Method(SERVICE[1:], "Ready", pb.PlaceRequest, pb.PlaceResponse, whole, admitted=False),
-            ]
+            place = place_method(answer)
+            methods = [place, replace(place, name="Ready", twin=None, admitted=False)]
             config = ServerConfig.model_validate({**load().model_dump(), **tables})
             logs = Logs("info")
             return stack.enter_context(running(config, methods=lambda *_: methods, logs=logs, grace=grace))
@@ -81,7 +73,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
         yield start
 
 
-def lines(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def lines(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     """The log of the server, without lines of calls; those of the core of gRPC are no JSON."""
     found = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     return [line for line in found if line["event"] not in ("request", "stream")]
@@ -152,11 +144,10 @@ def test_what_callers_send_is_not_in_the_log(
 
 def test_compressed_requests_are_refused(serve: Callable[..., str]) -> None:
     with grpc.insecure_channel(serve(), compression=grpc.Compression.Gzip) as channel:
-        ask: Any = channel.unary_unary(PLACE)
+        ask: Unary = channel.unary_unary(PLACE)
         with pytest.raises(grpc.RpcError) as raised:
             ask(bytes(100_000), timeout=60)
-        failed: Any = raised.value
-        assert (failed.code().name, failed.details()) == (
+        assert (raised.value.code().name, raised.value.details()) == (
             "UNIMPLEMENTED",
             "Compression algorithm 'gzip' is disabled.",
         )
@@ -201,7 +192,7 @@ def test_a_server_that_stops_waits_for_no_half_request(serve: Callable[..., str]
     ],
 )
 def test_what_has_come_of_requests_counts_as_their_bytes(
-    serve: Callable[..., str], tables: dict[str, Any], said: bytes
+    serve: Callable[..., str], tables: dict[str, object], said: bytes
 ) -> None:
     with Connection(serve(**tables)) as connection:
         streams = [connection.call(path) for path in (PLACE, STREAM) * 2]
@@ -214,7 +205,7 @@ def test_what_has_come_of_requests_counts_as_their_bytes(
 
 
 def test_requests_that_have_come_are_not_counted_as_on_their_way(serve: Callable[..., str]) -> None:
-    tables: dict[str, Any] = {"clients": {"max_in_flight_bytes": MIB}}
+    tables: dict[str, object] = {"clients": {"max_in_flight_bytes": MIB}}
     with Connection(serve(**tables)) as connection:
         idle = connection.call(STREAM)
         connection.send(idle, REQUEST, end=False)
@@ -269,8 +260,8 @@ def test_a_stream_through_which_nothing_comes_ends(serve: Callable[..., str]) ->
         assert b"stream: got nothing for 0.2 s, want a new one" in found
 
 
-class Read:
-    """A context, whose message comes when the test wants."""
+class LateMessage:
+    """Context whose message comes when the test wants."""
 
     def __init__(self) -> None:
         self.came, self.read_to_the_end = asyncio.Event(), False
@@ -287,9 +278,9 @@ class Read:
 def test_a_read_that_nobody_waits_for_goes_on() -> None:
     async def scenario() -> bool:
         config = load()
-        traffic, context = Traffic(config, Admission(config.concurrency, config.pools), Logs("error")), Read()
+        traffic, context = Traffic(config, Admission(config.concurrency, config.pools), Logs("error")), LateMessage()
         traffic.open([])
-        reader = asyncio.create_task(traffic.receive(context))
+        reader = asyncio.create_task(traffic.receive(cast(RpcContext, context)))
         await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait([reader])
@@ -328,7 +319,7 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Callable[...,
         health = health_pb2_grpc.HealthStub(channel)
         watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         assert [next(watch).status for watch in watches] == [1, 1]
-        reflect: Any = channel.stream_stream(REFLECTION)
+        reflect: Stream = channel.stream_stream(REFLECTION)
         for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
             assert (call.code().name, call.details().rpartition(": ")[2]) == (
                 "RESOURCE_EXHAUSTED",
@@ -377,18 +368,14 @@ def test_each_method_has_a_queue_of_its_own(serve: Callable[..., str]) -> None:
         grpc.insecure_channel(address, options=[("grpc.enable_retries", 0)]) as channel,
         ThreadPoolExecutor(40) as pool,
     ):
-        place: Any = channel.unary_unary(PLACE)
-        ready: Any = channel.unary_unary(f"{SERVICE}/Ready")
+        place: Unary = channel.unary_unary(PLACE)
+        ready: Unary = channel.unary_unary(f"{SERVICE}/Ready")
         dropped: list[str] = []
 
-        def ask(method: Any, raw: bytes) -> str:
-            try:
-                method(raw, timeout=60)
-            except grpc.RpcError as error:
-                failed: Any = error
-                dropped.append(failed.code().name)
-                return dropped[-1]
-            return "OK"
+        def ask(method: Unary, raw: bytes) -> str:
+            code, _ = ending(lambda: method(raw, timeout=60))
+            dropped.extend(() if code == "OK" else (code,))
+            return code
 
         GO.set()
         assert ask(place, REQUEST[5:]) == "OK"  # connects

@@ -47,19 +47,19 @@ def place(**query: Any) -> Any:
     return positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery(**query))
 
 
-def view(**views: Any) -> dict[str, Any]:
+def view(**views: object) -> dict[str, object]:
     """A query of 40,000 segments, with one view."""
     text = {"kind": [1] * 40_000, "height": [1] * 40_000, "width": [1] * 40_000, "segments_per_document": [40_000]}
     return {"segments": text, "views": [views]}
 
 
-def grid(*sides: int, **query: Any) -> Any:
+def grid(*sides: int, **query: object) -> Any:
     frames, height, width = sides
     table = {"kind": [2], "frames": [frames], "height": [height], "width": [width], "segments_per_document": [1]}
     return place(segments=table, **query)
 
 
-def ids(shape: list[int], data: bytes = b"", **fields: Any) -> Any:
+def ids(shape: list[int], data: bytes = b"", **fields: object) -> Any:
     number = tensor_pb2.DATA_TYPE_INT64
     return place(
         input_ids={"input_ids": {"dtype": number, "shape": shape, "data": data}, "image_token_id": 9, **fields}
@@ -85,7 +85,7 @@ def turn(positions: Any = None, **rotary: Any) -> Any:
     return rotary_pb2.CosSinRequest(positions=rotary_pb2.RotaryPositions(**found), rotary=settings)
 
 
-def table(num_tokens: int, width: int = INT32) -> dict[str, Any]:
+def table(num_tokens: int, width: int = INT32) -> dict[str, object]:
     """A table of one segment of text."""
     columns = [0, 0, 1, width, 1, 0, 0, 0, 1, 0, 0, 0, 1]
     rows, documents = (np.array(numbers, "<i8").tobytes() for numbers in (columns, [0, 0, num_tokens, 0]))
@@ -226,7 +226,7 @@ def elsewhere(byte_size: int, key: str = f"/{PREFIX}claims", offset: int = 0, **
     return tensor_pb2.Tensor(**{"dtype": 1, "shape": [byte_size], **tensor}, shared=part)
 
 
-def rotate(q: Any, **fields: Any) -> Any:
+def rotate(q: object, **fields: object) -> Any:
     return rotary_pb2.RotateRequest(q=q, positions={"ids": tensor([[0], [0]])}, **fields)  # type: ignore[arg-type]
 
 

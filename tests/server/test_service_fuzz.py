@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
+from hypothesis.strategies import SearchStrategy
 from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
 from mutations import broken
 from shared_objects import PREFIX, Objects, shared
@@ -51,7 +52,7 @@ def check(method: str, answer: Answer) -> None:
                 get_sequence("sequence", result.sequence, memory=Objects())
 
 
-def ask(server: Victim, method: str, strategy: Any, number: int) -> None:
+def ask(server: Victim, method: str, strategy: SearchStrategy[Any], number: int) -> None:
     def answered(request: Any) -> None:
         check(method, server.call(method, request))
 

@@ -106,7 +106,7 @@ def sent(server: Victim, method: str, requests: Iterator[bytes]) -> Iterator[tup
 
 
 def judged(server: Victim, method: str, requests: Iterator[bytes]) -> Counter[str]:
-    """How often each status came; a wrong answer is shown with what to repeat it."""
+    """Count the statuses; a wrong answer is shown with the data that repeats it."""
     statuses: Counter[str] = Counter()
     for raw, answer in sent(server, method, requests):
         try:

@@ -24,9 +24,8 @@ from mmpos.errors import InvalidInputError, ServiceOverloadedError
 from mmpos.rpc.errors import OUTPUT_BYTES, OutputError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos_server.__main__ import main
-from mmpos_server.admission import Admission, Clients
+from mmpos_server.admission import Admission, Call, Clients
 from mmpos_server.app import Server
-from mmpos_server.call import Call
 from mmpos_server.config import ClientLimits, Concurrency, Limits, Pools, Profiles, load
 from mmpos_server.listening import Listen
 from mmpos_server.position_service import PositionService
@@ -70,7 +69,7 @@ def rotate(q: tensor_pb2.Tensor, **fields: Any) -> Any:
     return rotary_pb2.RotateRequest(q=q, positions=TURNS, rotary=rotary, **fields)
 
 
-def output(key: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
+def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
     return {"output": {"key": key, "offset": offset, "byte_size": byte_size}}
 
 
@@ -83,8 +82,8 @@ def opened(server: Victim) -> list[str]:
     return [name for name in found if name.startswith("/dev/shm/")]
 
 
-def told(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, Any]]:
-    """How a call failed, and what trailing metadata said."""
+def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, object]]:
+    """Return the answer and trailing metadata of a call that fails."""
     with pytest.raises(grpc.RpcError) as raised:
         server.channel.unary_unary(f"/mmpos.rpc.v1.{method}")(request.SerializeToString(), timeout=60)
     error: Any = raised.value
@@ -168,7 +167,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
             ("RotaryService/CosSin", tables, 128, "output"),
             ("PositionService/Place", ids, 56, "query.output"),
         ):
-            answer, trailing = told(server, method, request)
+            answer, trailing = failed_call(server, method, request)
             want = f"{name}.byte_size: got 10, want >= {needed} for the answer"
             assert answer == Answer("INVALID_ARGUMENT", want)
             assert trailing[OUTPUT_BYTES] == str(needed)
@@ -179,12 +178,12 @@ def test_what_is_known_only_when_it_is_there_is_refused_then(server: Victim) -> 
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
-        answer, trailing = told(server, "SequenceService/Build", request)
+        answer, trailing = failed_call(server, "SequenceService/Build", request)
     assert answer == Answer("INVALID_ARGUMENT", "query.output.byte_size: got 500, want >= 848 for the answer")
     assert trailing[OUTPUT_BYTES] == "848"
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "both": ({"data": b"x"}, "q.shared: got it and data, want one of them"),
     "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
     "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
@@ -219,7 +218,7 @@ def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
 def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
     ids = np.array([1, 2], np.int32)
     with shared(ids.tobytes()) as key:
-        parts: list[Any] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
+        parts: list[object] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
         request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [part]} for part in parts]})  # type: ignore[arg-type]
         answer = server.call("SequenceService/Build", request)
     first, second = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
@@ -342,7 +341,7 @@ def test_an_answer_is_expected_at_its_places() -> None:
         part = tensor_pb2.SharedMemory(key=key, byte_size=100)
         exchange = Exchange(SharedMemory(PREFIX), rotary_pb2.RotateRequest(output=part))
         exchange.expect([64, 36])
-        exchange.finish()
+        exchange.serialize(rotary_pb2.RotateResponse())
         with pytest.raises(OutputError, match=r"^output.byte_size: got 100, want >= 101 for the answer$") as raised:
             exchange.expect([10, 37])
     assert raised.value.needed == 101
@@ -387,7 +386,7 @@ def test_shared_bytes_take_the_places_of_bytes() -> None:
         await waiting
         await item.weigh(25)
         assert admission.bytes.taken == item.weighed == 150
-        item.forget_memory()
+        item.release()
 
     asyncio.run(scenario())
     assert (admission.bytes.taken, admission.gates["place"].taken) == (0, 0)

@@ -28,7 +28,7 @@ def release(pattern: str) -> Path:
 
 
 def run(*command: str | Path, code: int = 0, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> str:
-    """What a program prints, which ends with this code."""
+    """Run a program that ends with this code, and give its output."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout or done.stderr

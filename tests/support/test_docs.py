@@ -36,7 +36,7 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """What stands behind the address that the documents name."""
+    """A server behind the address that the documents name."""
     with running() as address:
         yield address
 
@@ -62,9 +62,9 @@ def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() ->
     builder = mmpos.SequenceBuilder(images=mmpos.ImageProcessor("pillow", order="merged", max_tokens=4))
     for parts in (["text"], ["text", ROOT / "mmpos/photos/coffee.jpg"]):
         sequence = builder.build(parts)
-        found = model(collate_packed([Example("a", sequence, sequence.input_ids)]))
-        assert found.shape == (sequence.input_ids.size, 259)
-        assert found.isfinite().all()
+        scores = model(collate_packed([Example("a", sequence, sequence.input_ids)]))
+        assert scores.shape == (sequence.input_ids.size, 259)
+        assert scores.isfinite().all()
 
 
 @pytest.mark.parametrize(("code", "output"), blocks("console"))

@@ -35,16 +35,15 @@ from mmpos.schemes import (
     VideoRope,
 )
 
-Refusal = tuple[Callable[[], Any], str]
+Refusal = tuple[Callable[[], object], str]
 
 from_documents: Callable[[Any], SegmentTable] = SegmentTable.from_documents
 from_arrays: Callable[..., SegmentTable] = SegmentTable.from_arrays
 grid: Callable[..., Grid] = Grid
 SEGMENTS = from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])
 POSITIONS: Any = place(SEGMENTS)
-HALVES: Any = place(SEGMENTS, "rope-tie-v2")
-ROWS: Any = place(SEGMENTS, "rows")
-NOTHING: Any = place(from_documents([]))
+HALVES, ROWS = place(SEGMENTS, "rope-tie-v2"), place(SEGMENTS, "rows")
+NOTHING = place(from_documents([]))
 READ_ONLY = np.zeros((2, 15), np.int32)
 READ_ONLY.flags.writeable = False
 
@@ -54,7 +53,7 @@ def label(value: object) -> str:
     return value[:60] if isinstance(value, str) else "call"
 
 
-def refused(error: type[Exception], call: Callable[[], Any]) -> str:
+def refused(error: type[Exception], call: Callable[[], object]) -> str:
     """The message of the error, which is exactly of this type."""
     with pytest.raises(error) as caught:
         call()
@@ -325,7 +324,7 @@ VIEWS: list[Refusal] = [
 @pytest.mark.parametrize(
     ("call", "message"), [*PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
 )
-def test_invalid_input(call: Callable[[], Any], message: str) -> None:
+def test_invalid_input(call: Callable[[], object], message: str) -> None:
     assert refused(InvalidInputError, call) == message
 
 
@@ -338,7 +337,7 @@ def test_invalid_input(call: Callable[[], Any], message: str) -> None:
         lambda: SegmentTable.from_input_ids([[1], [1, 2]], image_token_id=0),
     ],
 )
-def test_ragged_lists(call: Callable[[], Any]) -> None:
+def test_ragged_lists(call: Callable[[], object]) -> None:
     assert "got list, want an array of numbers on the host" in refused(InvalidInputError, call)
 
 
@@ -425,7 +424,7 @@ LIMITS: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), LIMITS, ids=label)
-def test_limits(call: Callable[[], Any], message: str) -> None:
+def test_limits(call: Callable[[], object], message: str) -> None:
     assert refused(LimitExceededError, call) == message
 
 
@@ -458,7 +457,7 @@ UNSUPPORTED: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
-def test_what_a_scheme_does_not_define(call: Callable[[], Any], message: str) -> None:
+def test_what_a_scheme_does_not_define(call: Callable[[], object], message: str) -> None:
     assert refused(UnsupportedError, call) == message
 
 
@@ -531,6 +530,6 @@ MASKED: Any = np.ma.masked_array([0, 3], [False, True])
         ("start", lambda: place(SEGMENTS, start=MASKED)),
     ],
 )
-def test_arrays_with_masks_are_refused_since_their_masks_would_be_lost(name: str, call: Callable[[], Any]) -> None:
+def test_arrays_with_masks_are_refused_since_their_masks_would_be_lost(name: str, call: Callable[[], object]) -> None:
     message = f"{name}: got a masked array, want an array without a mask, which would be lost"
     assert refused(InvalidInputError, call) == message

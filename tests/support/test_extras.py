@@ -70,8 +70,8 @@ def test_the_page_on_installing_lists_every_extra() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path) -> None:
     text = path.read_text()
-    found = re.findall(r"([\w.-]+)\[([a-z,]+)\]", " ".join(re.findall(r"pip install [^`#\n]*", text)))
-    for name, extras in found:
+    commands = re.findall(r"([\w.-]+)\[([a-z,]+)\]", " ".join(re.findall(r"pip install [^`#\n]*", text)))
+    for name, extras in commands:
         assert name in (PROJECT["name"], ".", "tritonclient"), name
         assert name == "tritonclient" or set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), extras
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)

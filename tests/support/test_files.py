@@ -61,7 +61,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_said_with_the_path(
     with pytest.raises(OSError, match="File too large") as raised, full_disk(room):
         write(path)
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
-    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {name: "as it was"}
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {name: "as it was"}
     write(path)
     assert path.stat().st_size > 4096
 

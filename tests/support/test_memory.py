@@ -1,4 +1,4 @@
-"""What the pipeline takes at its peak, the result included: so many bytes per token, and per pixel after resizing.
+"""The pipeline's peak of memory, the result included: so many bytes per token, and per pixel after resizing.
 
 numpy's arrays and Python's objects are counted; what torch and the decoders take is not.
 """
@@ -22,7 +22,7 @@ PIXELS = np.zeros((448, 448, 3), np.uint8)
 FIXED = 64 * 1024  # bytes that depend on nothing
 
 
-def peak(call: Callable[[], Any]) -> int:
+def peak(call: Callable[[], object]) -> int:
     """Most bytes that were held at once, in a call that is not the first."""
     call()
     tracemalloc.start()
@@ -79,10 +79,10 @@ def test_patches_take_what_they_are(way: str, dtype: str, frames: int | None, pe
     # numpy makes planes from patches of bytes, a part of them at a time.
     on_the_way = {"C": 0, "numpy": 3 if frames else 0}[way] * PIXELS.size // 3
     scratch = {"C": 0, "numpy": 128 * 14 * 14 * 3 * 4 if frames else 0}[way]
-    found = processor.process(PIXELS, temporal_patch_size=frames)
-    assert found.patches is not None
-    assert found.patches.nbytes == per_pixel * PIXELS.size // 3
-    most = found.patches.nbytes + on_the_way + scratch + FIXED
+    processed = processor.process(PIXELS, temporal_patch_size=frames)
+    assert processed.patches is not None
+    assert processed.patches.nbytes == per_pixel * PIXELS.size // 3
+    most = processed.patches.nbytes + on_the_way + scratch + FIXED
     assert peak(lambda: processor.process(PIXELS, temporal_patch_size=frames)) <= most
 
 

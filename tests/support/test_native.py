@@ -36,7 +36,7 @@ class Narrow:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(CORE, name)
-        return (lambda *given: function(*given[:-1], False)) if name == "expand" else function
+        return (lambda *arguments: function(*arguments[:-1], False)) if name == "expand" else function
 
 
 @contextmanager
@@ -52,15 +52,15 @@ def numpy_alone() -> AbstractContextManager[None]:
     return instead(None)
 
 
-def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, as something that can be compared: arrays with their dtypes, or the words of its error."""
+def outcome(call: Callable[[], object]) -> Any:
+    """Call a function, and give its result in a comparable form: arrays with dtypes, or the words of its error."""
     try:
         return _plain(call())
     except MmposError as error:
         return type(error), str(error)
 
 
-def both(call: Callable[[], Any]) -> Any:
+def both(call: Callable[[], object]) -> Any:
     """The outcome of a call, which must be the same with the extension and without."""
     with numpy_alone():
         want = outcome(call)
@@ -108,8 +108,8 @@ def test_ids_are_the_same_in_any_form_of_out(case: tuple[Case, list[Document]], 
         memory = np.full(16 + rows * (positions.num_tokens * dtype.itemsize + gap), GUARD, np.uint8)
         shape, strides = (rows, positions.num_tokens), (positions.num_tokens * dtype.itemsize + gap, dtype.itemsize)
         out = np.ndarray(shape, dtype, memory, shift, strides)
-        given = positions.dense(out=out, axes=axes)
-        assert given is out
+        ids = positions.dense(out=out, axes=axes)
+        assert ids is out
         # What lies between and around the rows is nobody's to write.
         return out.copy(), memory
 
@@ -242,8 +242,8 @@ def _run_lengths(ids: npt.NDArray[Any], token: int) -> list[int]:
     hit = np.zeros((len(ids), ids.shape[1] + 2), np.int8)
     hit[:, 1:-1] = ids == token
     edges = np.diff(hit.ravel())
-    found: list[int] = (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()
-    return found
+    lengths: list[int] = (np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)).tolist()
+    return lengths
 
 
 @pytest.mark.parametrize("name", [name for name in vars(native.Core) if not name.startswith("_")])
@@ -254,10 +254,10 @@ def test_wrong_arguments_are_no_crash(name: str) -> None:
     for filling in (None, 1, "a", b"", (), array, array[0], array.astype(np.uint8)):
         for count in range(1, 12):
             try:
-                found = function(*[filling] * count)
+                result = function(*[filling] * count)
             except (TypeError, OverflowError):
                 continue
-            assert not found
+            assert not result
 
 
 def test_the_tokens_of_a_table_that_changes_stay_inside() -> None:

@@ -31,8 +31,8 @@ def run_tests(native: str, *files: str, **environment: str) -> str:
 
 def library(name: str) -> str:
     """The path of a library of the compiler."""
-    found = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-    path = found.stdout.strip()
+    done = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = done.stdout.strip()
     assert os.path.isabs(path), f"{name} is not there; it comes with gcc"
     return path
 

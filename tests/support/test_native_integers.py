@@ -27,9 +27,9 @@ LISTS: dict[type[Any], tuple[str, ...]] = {
 
 
 def read(message: Any) -> list[list[int]]:
-    found = integer_lists(message, *LISTS[type(message)])
-    assert {array.dtype for array in found} == {np.dtype(np.int64)}
-    return [array.tolist() for array in found]
+    lists = integer_lists(message, *LISTS[type(message)])
+    assert {array.dtype for array in lists} == {np.dtype(np.int64)}
+    return [array.tolist() for array in lists]
 
 
 def one_by_one(message: Any) -> list[list[int]]:

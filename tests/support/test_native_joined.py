@@ -36,9 +36,9 @@ def test_an_answer_has_the_bytes_that_protobuf_writes(
         place.positions.next_positions.extend([7] * 200)
         build = sequences_pb2.BuildResponse()
         for number in range(3):
-            found = build.sequences.results.add().sequence
-            put_tensor(found.input_ids, array(size + number), memory)
-            put_tensor(found.patches, array(size // (1 + number)), memory)
+            sequence = build.sequences.results.add().sequence
+            put_tensor(sequence.input_ids, array(size + number), memory)
+            put_tensor(sequence.patches, array(size // (1 + number)), memory)
         rotated = rotary_pb2.RotateResponse()
         put_tensor(rotated.q, array(size), memory)
         put_tensor(rotated.k, array(2 * size), memory)
@@ -53,7 +53,7 @@ def test_a_large_tensor_is_copied_once() -> None:
     data, memory, message = array(shared_memory.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
     put_tensor(message, data, memory)
     assert message.ByteSize() < 100
-    (kept,) = memory._large._tensors
+    (kept,) = memory._large
     assert np.shares_memory(kept, data)
     assert tensor_pb2.Tensor.FromString(memory.serialize(message)).data == data.tobytes()
 
@@ -64,5 +64,5 @@ def test_buffers_are_joined_in_order_and_what_is_none_is_declined() -> None:
     assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
     assert CORE.joined(()) == b""
     assert CORE.joined([b"a"]) is None  # type: ignore[arg-type]  # no tuple
-    assert CORE.joined((b"a", "text")) is None
+    assert CORE.joined((b"a", "text")) is None  # type: ignore[arg-type]  # no buffer
     assert CORE.joined((b"a", large[::2])) is None

@@ -1,4 +1,4 @@
-"""What comes in odd forms is understood as numpy and Python understand it, with the extension or without."""
+"""Inputs in odd forms are understood as numpy and Python understand them, with the extension or without."""
 
 from __future__ import annotations
 

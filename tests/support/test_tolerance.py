@@ -21,8 +21,8 @@ def test_one_id_of_one_token_that_is_off_by_one_is_a_hundred_times_beyond_what_a
     wrong[0, 1, 5] += 1
 
     def logits(ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        found: Tensor = model.to(dtype)(input_ids, mm_position_ids=ids).logits
-        return found
+        scores: Tensor = model.to(dtype)(input_ids, mm_position_ids=ids).logits
+        return scores
 
     with torch.no_grad():
         (bound,) = rounding(lambda: logits(ids), model.parameters())
@@ -36,10 +36,10 @@ def test_sums_in_other_orders_are_within_the_bound_and_a_lost_term_is_not() -> N
     a, b = (torch.from_numpy(random.standard_normal(shape)).float() for shape in ((8, 300), (300, 8)))
 
     def in_order() -> Tensor:
-        found = torch.zeros(8, 8)
+        total = torch.zeros(8, 8)
         for i in range(300):
-            found += a[:, i, None] * b[i]
-        return found
+            total += a[:, i, None] * b[i]
+        return total
 
     bound = rounding(lambda: a @ b, (a, b))
     assert_within(in_order(), a @ b, bound)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Journal", "Row", "shortened"]
-
 Row = dict[str, Any]
 """A result: its "kind", and usually its "name"; with "error" what went wrong."""
 

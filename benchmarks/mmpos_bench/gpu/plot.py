@@ -14,8 +14,6 @@ from mmpos_bench.gpu.report import share_of_copy
 if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
 
-__all__ = ["plot_shares"]
-
 _WIDTH, _HEIGHT, _TITLE = 8.6, 2.9, 0.75  # inches: of a panel, and above the first
 _LEFT, _PLOT, _ABOVE, _BELOW = 0.7, 4.6, 0.3, 0.55
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from mmpos_bench.gpu.journal import Journal, Row
 
-__all__ = ["problems_in", "read_rows", "share_of_copy", "write_report"]
-
 
 def read_rows(folder: Path) -> list[Row]:
     """Read the results of all parts that are there; what was under way at a sudden end is an error among them."""

@@ -25,8 +25,6 @@ from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, NormRotate, Rota
 from mmpos_bench.proofs import holds
 from mmpos_bench.suites import Role
 
-__all__ = ["DRY_SHAPE", "WAYS", "Size", "Way", "Work", "peers"]
-
 _EPS = 1e-6
 _PAGE = 16
 _SETS = 64  # at most: of so many short calls, the start of a graph is no part

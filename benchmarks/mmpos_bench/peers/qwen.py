@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -16,20 +18,20 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchvision.io import ImageReadMode, decode_image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-__all__ = ["by_pillow", "by_torchvision", "loader"]
-
 _PROCESSOR: Any = Qwen2VLImageProcessor()
 
 Record = tuple[str, Tensor, Tensor]
+Records = tuple[list[str], Tensor, Tensor]
+Floats = npt.NDArray[np.float32]
 
 
-def by_pillow(data: bytes) -> Any:
+def by_pillow(data: bytes) -> Floats:
     """Process a Pillow image, as users of Hugging Face datasets do."""
     photo: Image.Image = Image.open(io.BytesIO(data))
     return _PROCESSOR([photo], return_tensors="pt")["pixel_values"].numpy()
 
 
-def by_torchvision(data: bytes) -> Any:
+def by_torchvision(data: bytes) -> Floats:
     """Process a decoded tensor, as the processor's own loading of files does."""
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     with warnings.catch_warnings():
@@ -38,8 +40,8 @@ def by_torchvision(data: bytes) -> Any:
     return _PROCESSOR([tensor], return_tensors="pt")["pixel_values"].numpy()
 
 
-class _Pairs(IterableDataset[Any]):
-    """Key, patches and the bytes of the caption as tokens, of every image; workers share the shards."""
+class _Pairs(IterableDataset[Record]):
+    """Keys, patches and the bytes of captions as tokens, of every image; workers share the shards."""
 
     def __init__(self, paths: list[Path]) -> None:
         super().__init__()
@@ -60,18 +62,12 @@ class _Pairs(IterableDataset[Any]):
                         yield key, patches, torch.tensor(list(members.pop(member.name)))
 
 
-def _collate(records: list[Record]) -> tuple[list[str], Tensor, Tensor]:
+def _collate(records: list[Record]) -> Records:
     keys, patches, tokens = zip(*records, strict=True)
     return list(keys), torch.cat(patches), torch.cat(tokens)
 
 
 def loader(paths: list[Path], batch: int, workers: int) -> DataLoader[Any]:
-    """Load batches of keys, patches and tokens, with no position ids at all.
-
-    Args:
-        paths: of tar shards of JPEG files and captions.
-        batch: images in each.
-        workers: processes; none is this one.
-    """
+    """Load batches of so many images from tar shards: keys, patches and tokens, with no position ids at all."""
     dataset = _Pairs(paths)
     return DataLoader(dataset, batch, num_workers=workers, persistent_workers=workers > 0, collate_fn=_collate)

@@ -13,8 +13,6 @@ from torch.nn.functional import rms_norm
 
 from mmpos_bench.layers import Layer, Pair
 
-__all__ = ["NORMS", "ROTATIONS", "Make", "NormRotate", "Rotate", "Rotation", "by_formula"]
-
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate | None]
 """Gives what turns the q and k of a layer by the cos and sin that it has; None for a layer that it does not take."""
@@ -25,22 +23,16 @@ NormRotate = Callable[[Layer, Pair, float], Rotate]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The ways in which a project rotates.
+    """The ways in which a project rotates."""
 
-    Args:
-        fresh: into new tensors.
-        inplace: in the tensors that come.
-        training: for a backward pass; None is as fresh.
-    """
-
-    fresh: Make | None = None
-    inplace: Make | None = None
-    training: Make | None = None
+    fresh: Make | None = None  # into new tensors
+    inplace: Make | None = None  # in the tensors that come
+    training: Make | None = None  # for a backward pass; None is as fresh
 
 
 def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """q and k (batch, seq, heads, head_dim) turned by cos and sin (batch, seq, head_dim), as models do it layer by
-    layer: four passes over q, and four over k.
+    """Turn q and k (batch, seq, heads, head_dim) by cos and sin (batch, seq, head_dim), as models do it layer by layer:
+    four passes over q, and four over k.
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     half = q.shape[-1] // 2

@@ -9,15 +9,12 @@ import argparse
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 
 from mmpos_bench.machine import MALLOCS, set_malloc
 from mmpos_server.config import Limits, load
 from mmpos_server.listening import Listen, address, transport_options
-
-__all__ = ["echo_path"]
 
 _METHOD = re.compile(r"/echo/(Bytes|Stream)(\d+)")
 
@@ -30,16 +27,16 @@ def echo_path(size: int, *, stream: bool = False) -> str:
 class _Echo(grpc.GenericRpcHandler):
     """New bytes for each answer, as a service's are."""
 
-    def service(self, handler_call_details: Any) -> Any:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         method = _METHOD.fullmatch(handler_call_details.method)
         if method is None:
             return None
         size = int(method[2])
 
-        async def once(request: bytes, context: Any) -> bytes:
+        async def once(request: bytes, context: object) -> bytes:
             return bytes(size)
 
-        async def each(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async def each(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
             async for _ in requests:
                 yield bytes(size)
 

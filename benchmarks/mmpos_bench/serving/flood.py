@@ -1,30 +1,22 @@
 """A load of equal requests from one core, many times faster than a client of gRPC sends them: HTTP/2 as bytes.
 
-python -m mmpos_bench.serving.flood    takes a pickled Flood, says when it begins, and ends with a line of JSON
-
 Of what comes back only the headers of frames are read: a call has ended when its stream has, and was answered if that
 had data, since an error is headers alone.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 import socket
 import struct
-import subprocess
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from selectors import EVENT_READ, DefaultSelector
 from time import perf_counter, sleep
 
 from mmpos.errors import ServiceError
-
-__all__ = ["Flood", "Flooded", "flood", "flooding"]
+from mmpos_bench.serving.processes import Tell
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
@@ -38,52 +30,29 @@ _PATIENCE = 30.0  # seconds for the first word of a server, and for its last ans
 
 @dataclass(frozen=True)
 class Flood:
-    """A request, and how often to send it.
-
-    Args:
-        address: HOST:PORT.
-        path: of the method.
-        request: the message to send.
-        seconds: how long new calls begin.
-        rate: calls per second in all, whatever becomes of them; None is a new one for each that ends.
-        connections: over which calls take turns.
-        in_flight: calls on each of them, at most; fewer if the server says so.
-        core: that the process keeps to; None is any.
-    """
+    """A request, and how often to send it."""
 
     address: str
     path: str
     request: bytes
-    seconds: float
-    rate: float | None
-    connections: int
-    in_flight: int
-    core: int | None = None
+    seconds: float  # how long new calls begin
+    rate: float | None  # calls per second in all, whatever becomes of them; None is a new one for each that ends
+    connections: int  # over which calls take turns
+    in_flight: int  # calls on each of them, at most; fewer if the server says so
 
 
 @dataclass(frozen=True)
 class Flooded:
-    """Counts of calls; each that was sent was answered, refused, reset or lost.
+    """Counts of calls; each that was sent was answered, refused, reset or lost."""
 
-    Args:
-        offered: calls sent per second.
-        answers: per second, until the last call had ended.
-        sent: calls.
-        answered: those that got a message.
-        refused: those whose stream the server ended without a message.
-        reset: those that it ended by RST_STREAM.
-        lost: those whose connection ended, or that were not answered in time.
-        missed: calls that were due while no connection could take one more, so that they were not sent.
-    """
-
-    offered: float
-    answers: float
+    offered: float  # calls sent per second
+    answers: float  # per second, until the last call had ended
     sent: int
-    answered: int
-    refused: int
-    reset: int
-    lost: int
-    missed: int
+    answered: int  # got a message
+    refused: int  # those whose stream the server ended without a message
+    reset: int  # those that it ended by RST_STREAM
+    lost: int  # those whose connection ended, or that were not answered in time
+    missed: int  # due while no connection could take one more, so that they were not sent
 
 
 def flood(load: Flood, begun: Callable[[], None] = lambda: None) -> Flooded:
@@ -106,31 +75,9 @@ def flood(load: Flood, begun: Callable[[], None] = lambda: None) -> Flooded:
                 key.data.socket.close()
 
 
-@contextmanager
-def flooding(load: Flood) -> Iterator[Callable[[], Flooded]]:
-    """Send the calls from a process of its own, which has begun when this is entered; gives a function that waits.
-
-    Raises:
-        ServiceError: it failed, and has said why on stderr.
-    """
-    words = [sys.executable, "-m", "mmpos_bench.serving.flood"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        lines = iter(process.stdout)
-
-        def said() -> bytes:
-            if not (line := next(lines, b"")):
-                raise ServiceError(f"flood: got exit code {process.wait()}, want the calls that it sent")
-            return line
-
-        try:
-            pickle.dump(load, process.stdin)
-            process.stdin.close()
-            said()
-            yield lambda: Flooded(**json.loads(said()))
-        finally:
-            process.terminate()
+def tell_flood(tell: Tell, load: Flood) -> None:
+    """Send the calls, tell when the time begins, and then the counts."""
+    tell(flood(load, lambda: tell("begun")))
 
 
 class _Run:
@@ -244,7 +191,7 @@ class _Connection:
 
     @property
     def room(self) -> int:
-        """How many more calls it takes; less than one is none."""
+        """Calls that it takes besides; less than one is none."""
         return self._most - len(self.pending) if self.ready else 0
 
     def call(self) -> None:
@@ -361,22 +308,8 @@ def _length(value: int) -> bytes:
     """A number in the seven bits of a byte, and in as many bytes as it needs besides."""
     if value < 127:
         return bytes([value])
-    found, value = [127], value - 127
+    more, value = [127], value - 127
     while value >= 128:
-        found.append(value % 128 + 128)
+        more.append(value % 128 + 128)
         value //= 128
-    return bytes([*found, value])
-
-
-def _main() -> None:
-    load: Flood = pickle.load(sys.stdin.buffer)
-    if load.core is not None:
-        os.sched_setaffinity(0, {load.core})
-    print(json.dumps(asdict(flood(load, lambda: print("begun", flush=True)))), flush=True)
-
-
-if __name__ == "__main__":
-    # Its classes are those of the module that is imported, which the other process knows.
-    from mmpos_bench.serving import flood as module
-
-    module._main()
+    return bytes([*more, value])

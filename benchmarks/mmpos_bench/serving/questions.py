@@ -3,58 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
-import mmpos
 from mmpos.rpc.positions import get_result, put_query
 from mmpos.rpc.queries import Dense, PositionsQuery, Spans
 from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.proofs import NotEqualError, equal, holds
-from mmpos_bench.serving.orders import OPTIONS
+from mmpos_bench.images import PHOTOS
+from mmpos_bench.positions import spans
+from mmpos_bench.proofs import equal, holds
+from mmpos_bench.serving.loads import OPTIONS, ask
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Profiles, load
 from mmpos_server.inference import open_inference_pb2
 
-__all__ = ["PHOTOGRAPHS", "Asking", "Question"]
-
 _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.SequenceService/"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
 
-_FOLDER = Path(mmpos.__file__).parent / "photos"
-PHOTOGRAPHS = tuple((_FOLDER / name).read_bytes() for name in ("chelsea.jpg", "coffee.jpg"))
+PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
 """The bytes of a JPEG file of a cat, and of one of a cup."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request and its answer, with what one such call is worth.
-
-    Args:
-        name: for people.
-        path: of the method.
-        request: the bytes to send.
-        answer: the bytes that came.
-        documents: that it is about.
-        tokens: that these have.
-        proof: raises NotEqualError if the answer is not what the same question gives in process.
-    """
+    """A request and its answer, with what one such call is worth."""
 
     name: str
-    path: str
+    path: str  # of the method
     request: bytes
     answer: bytes
-    documents: int
-    tokens: int
-    proof: Callable[[], None]
+    documents: int  # that it is about
+    tokens: int  # that these have
+    proof: Callable[[], None]  # raises NotEqualError if the answer is not what the same question gives in process
 
     @property
     def stream(self) -> bool:
@@ -63,18 +50,18 @@ class Question:
 
     @property
     def work(self) -> dict[str, int]:
-        """Of one call."""
+        """Counts of one call."""
         moved = len(self.request) + len(self.answer)
         return {"calls": 1, "documents": self.documents, "tokens": self.tokens, "bytes": moved}
 
     def answered_by(self, address: str) -> None:
-        """Another server gives the same answer.
+        """Check that another server gives the same answer.
 
         Raises:
             NotEqualError: it does not.
         """
         with grpc.insecure_channel(address, options=OPTIONS) as channel:
-            raw = _ask(channel, self.path, self.request)
+            raw = ask(channel, self.path, self.request)
         holds(raw == self.answer, f"{len(raw)} bytes", f"the {len(self.answer)} bytes of the other server")
 
 
@@ -93,29 +80,30 @@ class Asking:
         self._builder = Profiles.from_config(load()).default.builder
 
     def segments(self, documents: int) -> SegmentTable:
-        """So many documents."""
+        """Make so many documents."""
         return SegmentTable.from_documents(workload(documents, *self._sizes))
 
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
-        """Positions of so many documents."""
+        """Ask for positions of so many documents."""
         call = "StreamPlace, items of" if stream else "Place,"
         name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
         segments = self.segments(documents)
         query = PositionsQuery(segments, dense=Dense() if dense else None)
-        request: Any = (positions_pb2.StreamPlaceRequest if stream else positions_pb2.PlaceRequest)()
+        request: positions_pb2.StreamPlaceRequest | positions_pb2.PlaceRequest
+        request = positions_pb2.StreamPlaceRequest() if stream else positions_pb2.PlaceRequest()
         put_query(request.query, query)
         kind = positions_pb2.StreamPlaceResponse if stream else positions_pb2.PlaceResponse
 
         def prove(raw: bytes) -> None:
-            _same("positions", get_result("positions", kind.FromString(raw).positions), query.run())
+            equal(get_result("positions", kind.FromString(raw).positions), query.run())
 
         path = _POSITIONS + ("StreamPlace" if stream else "Place")
         return self._question(name, path, request, documents, segments.num_tokens, prove)
 
     def infer(self, documents: int) -> Question:
-        """The same of the model of the Open Inference Protocol, from placeholder spans."""
+        """Ask the same of the model of the Open Inference Protocol, from placeholder spans."""
         segments, request = self.segments(documents), open_inference_pb2.ModelInferRequest(model_name="positions")
-        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), _spans(segments), strict=True))
+        inputs = dict(zip(("lengths", "offsets", "grid_thw", "documents"), spans(segments), strict=True))
         for name, array in inputs.items():
             request.inputs.add(name=name, datatype="INT64", shape=array.shape)
             request.raw_input_contents.append(array.astype("<i8").tobytes())
@@ -131,72 +119,31 @@ class Asking:
         return self._question(name, _INFER, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
-        """Sequences of so many documents of text, a token per letter."""
+        """Ask for sequences of so many documents of text, a token per letter."""
         return self._build("of text", [["a bird " * max(1, self._sizes[0] // 7)]] * documents)
 
     def photographs(self, documents: int) -> Question:
-        """Sequences of so many documents with two photographs, pixels wanted."""
+        """Ask for sequences of so many documents with two photographs, pixels wanted."""
         cat, cup = PHOTOGRAPHS
         return self._build("with 2 photographs", [["A cat: ", cat, " and a cup: ", cup]] * documents, patches=True)
 
-    def _build(self, what: str, documents: list[list[Any]], *, patches: bool = False) -> Question:
+    def _build(self, what: str, documents: list[list[str | bytes]], *, patches: bool = False) -> Question:
         request = sequences_pb2.BuildRequest()
         request.query.patches = patches
         for document in documents:
             put_parts(request.query.documents.add(), document)
-        wanted = [self._builder.build(document) for document in documents]
+        wanted = tuple(map(self._builder.build, documents))
 
         def prove(raw: bytes) -> None:
             results = sequences_pb2.BuildResponse.FromString(raw).sequences.results
-            holds(len(results) == len(wanted), f"{len(results)} results", len(wanted))
-            for result, want in zip(results, wanted, strict=True):
-                _same("sequence", get_sequence("sequence", result.sequence), want)
+            equal([get_sequence("sequence", result.sequence) for result in results], wanted)
 
         name, tokens = f"Build, {counted(len(documents), 'document')} {what}", sum(w.input_ids.size for w in wanted)
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(
-        self, name: str, path: str, request: Any, documents: int, tokens: int, prove: Callable[[bytes], None]
+        self, name: str, path: str, request: Message, documents: int, tokens: int, prove: Callable[[bytes], None]
     ) -> Question:
         sent = request.SerializeToString()
-        raw = _ask(self._channel, path, sent)
+        raw = ask(self._channel, path, sent)
         return Question(name, path, sent, raw, documents, tokens, partial(prove, raw))
-
-
-def _spans(segments: SegmentTable) -> tuple[Any, Any, Any, Any]:
-    """Lengths of documents; offsets, grids and documents of their images."""
-    lengths, grid = segments.lengths, segments.kind == GRID
-    first, offsets = np.cumsum(lengths) - lengths, segments.segment_offsets
-    document = np.repeat(np.arange(segments.num_documents), np.diff(offsets))
-    begins = first[offsets[:-1]]
-    return (
-        np.diff(np.append(begins, segments.num_tokens)),
-        (first - begins[document])[grid],
-        segments.extents.T[grid],
-        document[grid],
-    )
-
-
-def _ask(channel: grpc.Channel, path: str, sent: bytes) -> bytes:
-    if "/Stream" not in path:
-        unary: Any = channel.unary_unary(path)
-        return unary(sent, timeout=60)
-    stream: Any = channel.stream_stream(path)
-    (raw,) = stream(iter([sent]), timeout=60)
-    return raw
-
-
-def _same(name: str, got: Any, want: Any) -> None:
-    """Every field and every number."""
-    holds(type(got) is type(want), f"{name}: a {type(got).__name__}", f"a {type(want).__name__}")
-    if is_dataclass(want):
-        for field in fields(want):
-            _same(f"{name}.{field.name}", getattr(got, field.name), getattr(want, field.name))
-    elif isinstance(want, np.ndarray):
-        holds(got.dtype == want.dtype, f"{name}: {got.dtype}", want.dtype)
-        try:
-            equal(got, want)
-        except NotEqualError as error:
-            raise NotEqualError(f"{name}{error}") from None
-    else:
-        holds(got == want, f"{name}: {got!r}", repr(want))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import Field, fields, is_dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ def first_positions(encoding: Known, most: int) -> IntArray:
     return np.arange(bisect_left(range(most), True, key=refused))
 
 
-def vectors(encoding: Known, positions: Any) -> Float64Array:
+def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
     """Give the vector of each position: rows of a table, a vector of ones that was turned, or the biases of all
     heads for a query at the position and a key at 0.
 
@@ -52,7 +51,7 @@ def vectors(encoding: Known, positions: Any) -> Float64Array:
     return encoding.bias(positions, [0])[..., 0].T
 
 
-def scores(encoding: Known, positions: Any) -> Float64Array:
+def scores(encoding: Known, positions: IntArray) -> Float64Array:
     """Give the score of each pair of positions: the products of rows of a table, the score of one query and one key
     that were turned, or the bias.
 
@@ -67,7 +66,7 @@ def scores(encoding: Known, positions: Any) -> Float64Array:
         rows = encoding.table(positions)
         return (rows @ rows.T)[None]
     if isinstance(encoding, Rotation):
-        # Any query and key do that are nothing special.
+        # One query and one key, which are nothing special.
         q, k = np.random.default_rng(0).standard_normal((2, 1, encoding.rotary.head_dim)).repeat(len(positions), axis=1)
         return (encoding.rotate(q, positions) @ encoding.rotate(k, positions).T)[None]
     return encoding.bias(positions, positions)
@@ -98,7 +97,7 @@ def unique(encoding: Known) -> Finding:
 
 
 def separation(encoding: Known) -> Finding:
-    """How far apart the two nearest of the same positions are, as a share of the two farthest."""
+    """Distance of the two nearest of the same positions, as a share of the two farthest."""
     return Finding(_nearest(encoding)[0])
 
 
@@ -150,8 +149,8 @@ def linear_shift(encoding: Known) -> Finding:
 
 
 def relative(encoding: Known) -> Finding:
-    """What attention sees of two positions stays, to 1e-9 of the most, when both are raised by the same k: the product
-    of their rows of a table, the bias, or the score of a query and a key that were turned.
+    """The effect of two positions on attention stays, to 1e-9 of the most, when both are raised by the same k: the
+    product of their rows of a table, the bias, or the score of a query and a key that were turned.
     """
     positions = first_positions(encoding, 32 + _SHIFTS[-1])
     for k in _SHIFTS:
@@ -178,7 +177,7 @@ def extrapolates(encoding: Known) -> Finding:
 
 def deterministic(encoding: Known) -> Finding:
     """All follows from a formula: there are no weights to learn."""
-    known: tuple[Field[Any], ...] = fields(encoding) if is_dataclass(encoding) else ()
+    known: tuple[Field[object], ...] = fields(encoding) if is_dataclass(encoding) else ()
     for field in known:
         value = getattr(encoding, field.name)
         if isinstance(value, np.ndarray):

@@ -107,7 +107,7 @@ class Matrix:
             if finding.why
         ]
 
-    def to_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def to_dict(self) -> dict[str, dict[str, dict[str, bool | float | str | None]]]:
         """Value and words by name and property, for JSON."""
         return {
             name: {

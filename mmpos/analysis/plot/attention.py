@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -155,19 +155,16 @@ def plot_attention(
 ) -> Picture:
     """Draw kernels of the same document: maps side by side on one scale of colours, all curves below them.
 
+    Path, result and errors are as for ``plot_positions``.
+
     Args:
         kernels: 1 to 6, of ``attention_kernel``.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write.
         title: above the picture; None says what is drawn.
 
-    Returns:
-        The figure, which a notebook shows.
-
     Raises:
-        InvalidInputError: no kernel, or another suffix.
+        InvalidInputError: no kernel.
         LimitExceededError: more kernels than fit a picture.
-        OSError: the file cannot be written.
-        ImportError: matplotlib is not installed.
     """
     target, title = picture_path(path), picture_title(title)
     if isinstance(kernels, Kernel) or not isinstance(kernels, Sequence):
@@ -216,7 +213,7 @@ def _maps(figure: Picture, kernels: Sequence[Kernel], layout: _Layout) -> None:
     low = min(float(kernel.patches.min()) for kernel in kernels)
     width, tall, height = layout.width, layout.tall, layout.height
 
-    def add_axes(left: float, row: int, width: float) -> Any:
+    def add_axes(left: float, row: int, width: float) -> Axes:
         bottom = height - _TITLE - (row + 1) * (_MAP_TOP + tall + _MAP_BELOW) + _MAP_BELOW
         return figure.add_axes((left / _WIDTH, bottom / height, width / _WIDTH, tall / height))
 
@@ -236,7 +233,7 @@ def _titles(figure: Picture, title: str | None, height: float) -> None:
     figure.text(0.12 / _WIDTH, 1 - 0.54 / height, words, fontsize=9, color="#555555")
 
 
-def _map(axes: Axes, kernel: Kernel, low: float, *, first: bool) -> Any:
+def _map(axes: Axes, kernel: Kernel, low: float, *, first: bool) -> AxesImage:
     """The patches in colours from the least cosine of all kernels to 1, and a mark on the query."""
     from matplotlib.ticker import MaxNLocator
 

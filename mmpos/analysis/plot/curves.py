@@ -191,18 +191,12 @@ _WIDTH = 8.0
 def plot_phase_error(errors: PhaseErrors, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
     """Draw the largest errors of phases over ids.
 
+    Path, result and errors are as for ``plot_positions``.
+
     Args:
         errors: of ``phase_errors``.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write.
         title: above the picture; None says what is drawn.
-
-    Returns:
-        The figure, which a notebook shows.
-
-    Raises:
-        InvalidInputError: another suffix.
-        OSError: the file cannot be written.
-        ImportError: matplotlib is not installed.
     """
     instance("errors", errors, PhaseErrors, "phase_errors")
     target, title = picture_path(path), picture_title(title)
@@ -253,18 +247,12 @@ def _note(axes: Axes, ids: IntArray, values: Float64Array, at: int) -> None:
 def plot_growth(growth: Growth, path: str | PathLike[str] | None = None, title: str | None = None) -> Picture:
     """Draw the ids that images consume over their patches, squares to the left and strips to the right.
 
+    Path, result and errors are as for ``plot_positions``.
+
     Args:
         growth: of ``id_growth``.
-        path: where to write; ends in .png or .svg. None writes nothing.
+        path: where to write.
         title: above the picture; None says what is drawn.
-
-    Returns:
-        The figure, which a notebook shows.
-
-    Raises:
-        InvalidInputError: another suffix.
-        OSError: the file cannot be written.
-        ImportError: matplotlib is not installed.
     """
     instance("growth", growth, Growth, "id_growth")
     target, title = picture_path(path), picture_title(title)

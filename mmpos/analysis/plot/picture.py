@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -18,21 +17,16 @@ DPI = 200
 METADATA: dict[str, dict[str, None]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 """The metadata to leave out of each kind of file, so that the same data gives the same bytes."""
 
-# Fixed element ids, likewise; the text of an SVG stays text.
-_STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",
-    "svg.fonttype": "none",
-    "font.size": 10.0,
-    "font.family": "sans-serif",
-}
-
 
 @contextmanager
 def style() -> Iterator[None]:
     """Draw as if there were no matplotlibrc: a reader's own must not change the picture."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+        # Fixed ids of elements, for the same bytes; the text of an SVG stays text.
+        matplotlib.rcParams.update(
+            {"svg.hashsalt": "mmpos", "svg.fonttype": "none", "font.size": 10.0, "font.family": "sans-serif"}
+        )
         yield
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from mmpos.analysis.plot.canvas import (
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.rows import FIRST_TOKEN, NEXT_POSITION
 from mmpos.positions.table import PositionTable
-from mmpos.support.checks import counted, instance
+from mmpos.support.checks import IntArray, counted, instance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -450,7 +450,7 @@ def _image(positions: PositionTable, s: int, points: Points, before: Points | No
     denominator = int(positions.denominator[s])
     height, width = int(positions.height[s]), int(positions.width[s])
 
-    def step(part: npt.NDArray[Any], tokens: int) -> Points:
+    def step(part: IntArray, tokens: int) -> Points:
         values = part[:, s] / denominator
         return np.array([tokens, values[0]] if positions.axes == 1 else values[list(_drawn(positions.axes))])
 

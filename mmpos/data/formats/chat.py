@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any
+from typing import ClassVar
 
-from mmpos.data.examples import Document, Location, Piece, Record
-from mmpos.data.formats.fields import Field, assemble, check_option, open_record
+from mmpos.data.examples import Piece
+from mmpos.data.formats.fields import Field, RecordFormat, check_option
 from mmpos.data.formats.images import Images
 from mmpos.errors import InvalidInputError
 
@@ -59,27 +59,18 @@ class ChatTemplate:
             if not isinstance(turn, Turn | None):
                 raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
 
-    def turn(self, role: Field) -> tuple[str, Turn]:
-        """Look up a role and the text around its turns.
-
-        Raises:
-            RecordError: the template has no such role.
-        """
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
-        turns = {name: turn for name, turn in known.items() if turn is not None}
-        if not isinstance(role.value, str) or role.value not in turns:
-            raise role.error(f"one of {', '.join(turns)}")
-        return role.value, turns[role.value]
-
-    def pieces(self, role: Field, parts: Iterable[Any]) -> list[Piece]:
+    def pieces(self, role: Field, parts: Iterable[object]) -> list[Piece]:
         """Make the pieces of a turn.
 
         Args:
             role: role of the speaker.
             parts: texts and images of the turn.
+
+        Raises:
+            RecordError: the template has no such role.
         """
-        name, turn = self.turn(role)
-        train = name == "assistant"
+        turns = {each.name: turn for each in fields(self) if (turn := getattr(self, each.name)) is not None}
+        turn, train = turns[role.choice(turns)], role.value == "assistant"
         return [Piece(turn.before, train=False), *(Piece(part, train) for part in parts), Piece(turn.after, train)]
 
 
@@ -90,9 +81,10 @@ _KINDS = (*_TEXTS, "image_url", "input_image")
 
 
 @dataclass(frozen=True)
-class Chat:
+class Chat(RecordFormat):
     r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
 
+    The assistant's turns are trained on, with the text that ends them.
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and
     ``{"type": "refusal", "refusal": …}`` of chat completions, and ``input_text``, ``output_text`` and
     ``{"type": "input_image", "image_url": …}`` of responses. Other parts (audio, files) and calls of tools are refused,
@@ -100,6 +92,7 @@ class Chat:
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response".
 
+    >>> from mmpos.data import Location
     >>> record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     >>> [(piece.part, piece.train) for piece in Chat()(record, Location("shard.jsonl", 0)).pieces]
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
@@ -109,29 +102,17 @@ class Chat:
         images: sources of the images; ``data:`` URLs need none.
     """
 
+    names: ClassVar[str] = "messages"
     template: ChatTemplate = field(default_factory=ChatTemplate)
     images: Images = field(default_factory=Images)
 
-    def __post_init__(self) -> None:
-        check_option("template", self.template, ChatTemplate)
-        check_option("images", self.images, Images)
-
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record; the assistant's turns are trained on, with the text that ends them.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        messages = fields["messages"].items()
+    def _pieces(self, record: Field) -> list[Piece]:
+        messages = record["messages"].items()
         if not messages:
-            raise fields["messages"].error("at least one message")
-        pieces = [
-            piece for message in messages for piece in self.template.pieces(message["role"], self._parts(message))
-        ]
-        return assemble(key, fields, "messages", pieces)
+            raise record["messages"].error("at least one message")
+        return [piece for message in messages for piece in self.template.pieces(message["role"], self._parts(message))]
 
-    def _parts(self, message: Field) -> list[Any]:
+    def _parts(self, message: Field) -> list[object]:
         for name in ("tool_calls", "function_call"):
             if message[name].several():
                 raise message[name].error("none, but what was said in content")
@@ -140,13 +121,11 @@ class Chat:
             return [self._part(part) for part in content.items()]
         return [content.text("text or a list of parts")]
 
-    def _part(self, part: Field) -> Any:
-        kind = part["type"]
-        if not isinstance(kind.value, str) or kind.value not in _KINDS:
-            raise kind.error(f"one of {', '.join(_KINDS)}")
-        if kind.value in _TEXTS:
-            return part[_TEXTS[kind.value]].text()
-        url = part["image_url"]["url"] if kind.value == "image_url" else part["image_url"]
+    def _part(self, part: Field) -> object:
+        kind = part["type"].choice(_KINDS)
+        if kind in _TEXTS:
+            return part[_TEXTS[kind]].text()
+        url = part["image_url"]["url"] if kind == "image_url" else part["image_url"]
         return url.image(self.images)
 
 
@@ -155,14 +134,16 @@ _PLACEHOLDER = "<image>"
 
 
 @dataclass(frozen=True)
-class LLaVA:
+class LLaVA(RecordFormat):
     r"""Format of records with ``conversations`` of ``from`` (human, gpt or system) and ``value``, and ``image``.
 
     ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
     which they replace in order. The text around them, line breaks too, stays.
+    gpt's turns are trained on, with the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md of the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 
+    >>> from mmpos.data import Location
     >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
     >>> LLaVA()({"image": b"GIF89a", "conversations": turns}, Location("shard.jsonl", 0)).parts
     ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
@@ -172,39 +153,28 @@ class LLaVA:
         images: sources of the images; LLaVA itself has paths.
     """
 
+    names: ClassVar[str] = "conversations"
     template: ChatTemplate = field(default_factory=ChatTemplate)
     images: Images = field(default_factory=Images)
 
-    def __post_init__(self) -> None:
-        check_option("template", self.template, ChatTemplate)
-        check_option("images", self.images, Images)
-
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record; gpt's turns are trained on, with the text that ends them.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        turns = fields["conversations"].items()
+    def _pieces(self, record: Field) -> list[Piece]:
+        turns = record["conversations"].items()
         if not turns:
-            raise fields["conversations"].error("at least one turn")
+            raise record["conversations"].error("at least one turn")
         contents = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
-        references = fields["image"].several()
+        references = record["image"].several()
         count = sum(len(texts) - 1 for _, texts in contents)
         if count != len(references):
             want = f"{len(references)}, as many as there are in image"
-            raise fields["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
+            raise record["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
         images = (reference.image(self.images) for reference in references)
-        pieces = []
+        pieces: list[Piece] = []
         for role, (text, *texts) in contents:
             parts = chain([text], *((next(images), text) for text in texts))
             pieces += self.template.pieces(role, parts)
-        return assemble(key, fields, "conversations", pieces)
+        return pieces
 
 
 def _role(speaker: Field) -> Field:
     """Translate a speaker of LLaVA to a role of the template."""
-    if not isinstance(speaker.value, str) or speaker.value not in _ROLES:
-        raise speaker.error(f"one of {', '.join(_ROLES)}")
-    return Field(speaker.record, speaker.name, _ROLES[speaker.value])
+    return replace(speaker, value=_ROLES[speaker.choice(_ROLES)])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from mmpos.data.formats.images import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
 from mmpos.support import checks
 
-__all__ = ["Field", "assemble", "check_option", "open_record"]
+__all__ = ["Field", "RecordFormat", "check_option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,12 @@ class Field:
         except InvalidInputError as error:
             raise RecordError(f"{self.record}: {error}") from error
 
+    def choice(self, options: Collection[str]) -> str:
+        """Return the value, which must be one of these texts."""
+        if not isinstance(self.value, str) or self.value not in options:
+            raise self.error(f"one of {', '.join(options)}")
+        return self.value
+
     def utf8(self, want: str = "text or its bytes in UTF-8") -> str:
         """Return the value, which must be text or its bytes, as text."""
         if not isinstance(self.value, bytes | bytearray | memoryview):
@@ -97,17 +104,61 @@ class Field:
 
     def number(self) -> float:
         """Return the value, which must be a finite number."""
-        value: Any = self.value if isinstance(self.value, float | np.floating) else _integer(self.value)
+        value = float(self.value) if isinstance(self.value, float | np.floating) else _integer(self.value)
         if value is None or not abs(value) <= sys.float_info.max:
             raise self.error("a finite number")
         return float(value)
 
-    def image(self, images: Images, want: str = REFERENCE) -> Any:
+    def image(self, images: Images, want: str = REFERENCE) -> object:
         """Resolve the image that the value refers to."""
         return images.resolve(f"{self.record}: {self.name}", self.value, want)
 
 
-def open_record(record: Record, location: Location) -> tuple[str, Field]:
+class RecordFormat(ABC):
+    """Base of the formats, which are frozen dataclasses of options and give the pieces of a record in order."""
+
+    @property
+    @abstractmethod
+    def names(self) -> str:
+        """Fields that the pieces come from, as errors name them."""
+
+    @property
+    def separator(self) -> str:
+        """Text between two texts with no image between them."""
+        return ""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            if isinstance(kind, type):
+                check_option(name, getattr(self, name), kind)
+
+    def __call__(self, record: Record, location: Location) -> Document:
+        """Make the document of a record.
+
+        Texts that stand side by side, and are both trained on or both not, become one with the separator between them,
+        so that a tokenizer sees them whole; empty texts are left out.
+
+        Raises:
+            RecordError: naming record and field.
+        """
+        key, fields = _open_record(record, location)
+        kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
+        joined: list[Piece] = []
+        for (is_text, train), run in groupby(kept, lambda piece: (isinstance(piece.part, str), piece.train)):
+            if is_text:
+                joined.append(Piece(self.separator.join(piece.part for piece in run), train))
+            else:
+                joined += run
+        if not joined:
+            raise Field(fields.record, self.names, None).error("at least one", got="no image and no text")
+        return Document(key, tuple(joined))
+
+    @abstractmethod
+    def _pieces(self, record: Field) -> Iterable[Piece]:
+        """Read the pieces of a record in order."""
+
+
+def _open_record(record: Record, location: Location) -> tuple[str, Field]:
     """Return the key of a record, and the record as a field.
 
     The key is ``id`` or ``__key__`` (text or an integer) where the record has one, else the location.
@@ -125,34 +176,6 @@ def open_record(record: Record, location: Location) -> tuple[str, Field]:
             raise own.error("a key that is not empty")
         return key, Field(f"{key} ({here})", "", record)
     return here, Field(here, "", record)
-
-
-def assemble(key: str, record: Field, names: str, pieces: Iterable[Piece], separator: str = "") -> Document:
-    """Join pieces to a document.
-
-    Texts that stand side by side, and are both trained on or both not, become one with the separator between them, so
-    that a tokenizer sees them whole; empty texts are left out.
-
-    Args:
-        key: id of the record.
-        record: the record.
-        names: the fields that the pieces came from, for the error.
-        pieces: texts and images in order.
-        separator: text between two texts that become one.
-
-    Raises:
-        RecordError: nothing is left.
-    """
-    kept = [piece for piece in pieces if not isinstance(piece.part, str) or piece.part]
-    joined: list[Piece] = []
-    for (is_text, train), run in groupby(kept, lambda piece: (isinstance(piece.part, str), piece.train)):
-        if is_text:
-            joined.append(Piece(separator.join(piece.part for piece in run), train))
-        else:
-            joined += run
-    if not joined:
-        raise Field(record.record, names, None).error("at least one", got="no image and no text")
-    return Document(key, tuple(joined))
 
 
 def check_option(name: str, value: object, kind: type) -> None:

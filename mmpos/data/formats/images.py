@@ -49,7 +49,7 @@ class Images:
     """
 
     base: str | os.PathLike[str] | None = None
-    resolver: Callable[[str], Any] | None = None
+    resolver: Callable[[str], object] | None = None
     fetcher: Callable[[str], bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Images:
             # Absolute, since the workers of a loader may run in another folder.
             object.__setattr__(self, "base", Path(self.base).resolve())
 
-    def resolve(self, name: str, reference: Any, want: str = REFERENCE) -> Any:
+    def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:
         """Resolve a reference to an image: bytes, a pathlib.Path, or the object where it was decoded already.
 
         Args:
@@ -83,7 +83,7 @@ class Images:
             raise RecordError(f"{name}: got {describe(reference)}, want {want}")
         return image
 
-    def _struct(self, name: str, struct: Mapping[str, Any]) -> Any:
+    def _struct(self, name: str, struct: Mapping[str, object]) -> object:
         data, path = struct.get("bytes"), struct.get("path")
         if data is None and path is None:
             raise RecordError(f"{name}: got neither bytes nor path, want one of them")
@@ -95,7 +95,7 @@ class Images:
             raise RecordError(f"{name}.bytes: got {describe(data)}, want bytes")
         return _image(f"{name}.bytes", data)
 
-    def _named(self, name: str, text: str) -> Any:
+    def _named(self, name: str, text: str) -> object:
         if text[:5].lower() == "data:":
             return _image(name, _decoded(name, text))
         if self.resolver is not None:
@@ -154,7 +154,7 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def _image(name: str, value: Any) -> Any:
+def _image(name: str, value: object) -> object:
     """Return the value as SequenceBuilder takes it, or None if it is not an image."""
     if isinstance(value, bytes | bytearray | memoryview):
         if not value:
@@ -167,7 +167,7 @@ def _image(name: str, value: Any) -> Any:
     return value if isinstance(value, np.ndarray) and value.ndim >= 2 else None
 
 
-def _levels(name: str, tensor: Any) -> Any:
+def _levels(name: str, tensor: Any) -> object:
     """Return the tensor, levels from 0 to 1 as uint8: exactly the levels that a decoder divided by 255."""
     if tensor.ndim < 2 or tensor.numel() == 0:
         raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
@@ -185,7 +185,7 @@ def _is(module: str, kind: str, value: object) -> bool:
     return expected is not None and isinstance(value, expected)
 
 
-def _asked(name: str, role: str, call: Callable[[str], Any], text: str) -> Any:
+def _asked(name: str, role: str, call: Callable[[str], object], text: str) -> object:
     """Call the user's function for a name; what the function raises becomes an error of the record."""
     try:
         return call(text)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
-from mmpos.data.examples import Document, Location, Piece, Record
-from mmpos.data.formats.fields import Field, assemble, check_option, open_record
+from mmpos.data.examples import Piece
+from mmpos.data.formats.fields import Field, RecordFormat
 from mmpos.data.formats.images import Images
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
@@ -16,7 +16,7 @@ __all__ = ["MMC4", "Energon", "Obelics"]
 
 
 @dataclass(frozen=True)
-class Obelics:
+class Obelics(RecordFormat):
     """Format of OBELICS, and of corpora with its fields.
 
     ``images`` and ``texts`` are lists of one length; at each index one holds a value and the other is null. Where
@@ -25,6 +25,7 @@ class Obelics:
 
     Source: the data fields in the dataset card of HuggingFaceM4/OBELICS; Laurençon et al. 2023, arXiv:2306.16527.
 
+    >>> from mmpos.data import Location
     >>> record = {"images": [None, b"GIF89a"], "texts": ["A cat:", None]}
     >>> Obelics()(record, Location("shard.jsonl", 0)).parts
     ['A cat:', b'GIF89a']
@@ -34,26 +35,16 @@ class Obelics:
         separator: stands between two texts with no image between them; as OBELICS separates paragraphs.
     """
 
+    names: ClassVar[str] = "images, texts"
     images: Images = field(default_factory=Images)
     separator: str = "\n\n"
 
-    def __post_init__(self) -> None:
-        check_option("images", self.images, Images)
-        check_option("separator", self.separator, str)
-
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        images, texts = fields["images"].items(), fields["texts"].items()
+    def _pieces(self, record: Field) -> list[Piece]:
+        images, texts = record["images"].items(), record["texts"].items()
         if len(images) != len(texts):
-            raise fields["images"].error(f"{len(texts)}, as many as texts", got=f"{len(images)} items")
-        _check_metadata(fields, len(images))
-        pieces = [self._piece(image, text) for image, text in zip(images, texts, strict=True)]
-        return assemble(key, fields, "images, texts", pieces, self.separator)
+            raise record["images"].error(f"{len(texts)}, as many as texts", got=f"{len(images)} items")
+        _check_metadata(record, len(images))
+        return [self._piece(image, text) for image, text in zip(images, texts, strict=True)]
 
     def _piece(self, image: Field, text: Field) -> Piece:
         if (image.value is None) == (text.value is None):
@@ -62,19 +53,19 @@ class Obelics:
         return Piece(image.image(self.images) if text.value is None else text.text())
 
 
-def _check_metadata(fields: Field, length: int) -> None:
-    if fields["metadata"].value is not None:
-        metadata = fields["metadata"].parsed("a list as JSON in text").items()
+def _check_metadata(record: Field, length: int) -> None:
+    if record["metadata"].value is not None:
+        metadata = record["metadata"].parsed("a list as JSON in text").items()
         if len(metadata) != length:
-            raise fields["metadata"].error(f"{length}, as many as images", got=f"{len(metadata)} items")
-    if fields["general_metadata"].value is not None:
-        general = fields["general_metadata"].parsed("an object as JSON in text")
+            raise record["metadata"].error(f"{length}, as many as images", got=f"{len(metadata)} items")
+    if record["general_metadata"].value is not None:
+        general = record["general_metadata"].parsed("an object as JSON in text")
         if not isinstance(general.value, dict):
             raise general.error("an object as JSON in text")
 
 
 @dataclass(frozen=True)
-class MMC4:
+class MMC4(RecordFormat):
     """Format of MMC4, where an image stands before the sentence that it was matched to.
 
     ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (its
@@ -84,6 +75,7 @@ class MMC4:
 
     Source: the README of the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
 
+    >>> from mmpos.data import Location
     >>> record = {"text_list": ["One.", "Two."], "image_info": []}
     >>> MMC4()(record, Location("shard.jsonl", 0)).parts
     ['One. Two.']
@@ -95,36 +87,29 @@ class MMC4:
         separator: stands between two sentences with no image between them.
     """
 
+    names: ClassVar[str] = "text_list, image_info"
     images: Images = field(default_factory=Images)
     reference: str = "image_name"
     min_similarity: float | None = None
     separator: str = " "
 
     def __post_init__(self) -> None:
-        check_option("images", self.images, Images)
-        check_option("separator", self.separator, str)
         one_of("reference", self.reference, ("image_name", "raw_url"))
+        super().__post_init__()
         least = self.min_similarity
         if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or least != least):
             raise InvalidInputError(f"min_similarity: got {least!r}, want a number or None")
 
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        sentences = [sentence.text() for sentence in fields["text_list"].items()]
-        infos = fields["image_info"].items()
-        _check_matrix(fields["similarity_matrix"], len(infos), len(sentences))
+    def _pieces(self, record: Field) -> list[Piece]:
+        sentences = [sentence.text() for sentence in record["text_list"].items()]
+        infos = record["image_info"].items()
+        _check_matrix(record["similarity_matrix"], len(infos), len(sentences))
         before: list[list[Piece]] = [[] for _ in sentences]
         for info in infos:
             index = info["matched_text_index"].index("text_list", len(sentences))
             if self._similar(info["matched_sim"]):
                 before[index].append(Piece(info[self.reference].image(self.images)))
-        pieces = [piece for i, sentence in enumerate(sentences) for piece in (*before[i], Piece(sentence))]
-        return assemble(key, fields, "text_list, image_info", pieces, self.separator)
+        return [piece for i, sentence in enumerate(sentences) for piece in (*before[i], Piece(sentence))]
 
     def _similar(self, similarity: Field) -> bool:
         if similarity.value is None and self.min_similarity is None:
@@ -144,7 +129,7 @@ def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
 
 
 @dataclass(frozen=True)
-class Energon:
+class Energon(RecordFormat):
     """Format of records with a ``sequence`` of text and images in order, as the fields of an InterleavedSample.
 
     An image is a tensor (3, h, w), of floats from 0 to 1 as Energon decodes by default, or of uint8; or what it is
@@ -152,6 +137,7 @@ class Energon:
 
     Source: megatron.energon.InterleavedSample, ``sequence: List[Union[torch.Tensor, str]]``.
 
+    >>> from mmpos.data import Location
     >>> Energon()({"sequence": ["A cat:", b"GIF89a"]}, Location("shard.tar", 0)).parts
     ['A cat:', b'GIF89a']
 
@@ -160,24 +146,11 @@ class Energon:
         separator: stands between two texts with no image between them.
     """
 
+    names: ClassVar[str] = "sequence"
     images: Images = field(default_factory=Images)
     separator: str = ""
 
-    def __post_init__(self) -> None:
-        check_option("images", self.images, Images)
-        check_option("separator", self.separator, str)
-
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        items = fields["sequence"].items()
-        return assemble(key, fields, "sequence", [Piece(self._part(item)) for item in items], self.separator)
-
-    def _part(self, item: Field) -> Any:
-        if isinstance(item.value, str):
-            return item.text()
-        return item.image(self.images, "text, a tensor, the bytes of a file, or a struct of bytes and path")
+    def _pieces(self, record: Field) -> list[Piece]:
+        want = "text, a tensor, the bytes of a file, or a struct of bytes and path"
+        items = record["sequence"].items()
+        return [Piece(item.text() if isinstance(item.value, str) else item.image(self.images, want)) for item in items]

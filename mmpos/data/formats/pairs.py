@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import ClassVar
 
-from mmpos.data.examples import Document, Location, Piece, Record
-from mmpos.data.formats.fields import Field, assemble, check_option, open_record
+from mmpos.data.examples import Piece
+from mmpos.data.formats.fields import Field, RecordFormat
 from mmpos.data.formats.images import Images, describe
 
 __all__ = ["HFImages", "Pairs"]
@@ -16,7 +17,7 @@ _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(RecordFormat):
     """Format of records with one image, by the extension of its member, and a caption; the image comes first.
 
     The caption is the member ``txt`` (text or its bytes in UTF-8), or where that is missing a field of the member
@@ -24,6 +25,7 @@ class Pairs:
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
+    >>> from mmpos.data import Location
     >>> Pairs()({"__key__": "000017", "jpg": b"...", "txt": b"a cat"}, Location("00000.tar", 17)).parts
     [b'...', 'a cat']
 
@@ -32,33 +34,23 @@ class Pairs:
         images: checks the image, which is bytes or decoded.
     """
 
+    names: ClassVar[str] = "image, txt, json"
     caption: str = "caption"
     images: Images = field(default_factory=Images)
 
-    def __post_init__(self) -> None:
-        check_option("caption", self.caption, str)
-        check_option("images", self.images, Images)
-
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        images = [fields[name] for name in _EXTENSIONS if fields[name].value is not None]
+    def _pieces(self, record: Field) -> list[Piece]:
+        images = [record[name] for name in _EXTENSIONS if record[name].value is not None]
         if len(images) != 1:
             got = ", ".join(image.name for image in images) or "none"
-            raise Field(fields.record, "image", None).error(f"one of {', '.join(_EXTENSIONS)}", got=got)
-        pieces = [Piece(images[0].image(self.images)), Piece(self._caption(fields))]
-        return assemble(key, fields, f"{images[0].name}, txt, json", pieces)
+            raise Field(record.record, "image", None).error(f"one of {', '.join(_EXTENSIONS)}", got=got)
+        return [Piece(images[0].image(self.images)), Piece(self._caption(record))]
 
-    def _caption(self, fields: Field) -> str:
-        caption = fields["txt"]
+    def _caption(self, record: Field) -> str:
+        caption = record["txt"]
         if caption.value is None:
-            described = fields["json"]
+            described = record["json"]
             if described.value is None:
-                raise Field(fields.record, "txt, json", None).error("one of them", got="neither")
+                raise Field(record.record, "txt, json", None).error("one of them", got="neither")
             if not isinstance(described.value, Mapping):
                 described = described.parsed("an object, or one as JSON")
             caption = described[self.caption]
@@ -69,7 +61,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class HFImages:
+class HFImages(RecordFormat):
     """Format of records with a column of images and one of text, either of which may hold lists.
 
     An image is a ``struct{bytes, path}``, of which the bytes win, or decoded. Images come first, then the texts; where
@@ -78,6 +70,7 @@ class HFImages:
 
     Source: ``pa.struct({"bytes": pa.binary(), "path": pa.string()})`` of datasets.Image.
 
+    >>> from mmpos.data import Location
     >>> record = {"image": {"bytes": b"GIF89a", "path": None}, "text": "a cat"}
     >>> HFImages()(record, Location("train.parquet", 0)).parts
     [b'GIF89a', 'a cat']
@@ -94,34 +87,27 @@ class HFImages:
     images: Images = field(default_factory=Images)
     separator: str = "\n"
 
-    def __post_init__(self) -> None:
-        for name in ("image", "text", "separator"):
-            check_option(name, getattr(self, name), str)
-        check_option("images", self.images, Images)
+    @property
+    def names(self) -> str:
+        """Both columns."""
+        return f"{self.image}, {self.text}"
 
-    def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
-
-        Raises:
-            RecordError: naming record and field.
-        """
-        key, fields = open_record(record, location)
-        image, text = self._column(fields, self.image), self._column(fields, self.text)
+    def _pieces(self, record: Field) -> list[Piece]:
+        image, text = self._column(record, self.image), self._column(record, self.text)
         paired = image.is_list and text.is_list
         images = [self._piece(value, paired, of_text=False) for value in image.several()]
         texts = [self._piece(value, paired, of_text=True) for value in text.several()]
         if paired and len(images) != len(texts):
             raise image.error(f"{len(texts)}, as many as {self.text}", got=f"{len(images)} items")
         order = chain.from_iterable(zip(images, texts, strict=True)) if paired else chain(images, texts)
-        pieces = [piece for piece in order if piece is not None]
-        return assemble(key, fields, f"{self.image}, {self.text}", pieces, self.separator)
+        return [piece for piece in order if piece is not None]
 
     def _piece(self, value: Field, paired: bool, of_text: bool) -> Piece | None:
         if paired and value.value is None:
             return None
         return Piece(value.text() if of_text else value.image(self.images))
 
-    def _column(self, fields: Field, name: str) -> Field:
-        if name not in fields.value:
-            raise fields[name].error("a column of this name", got=f"columns {describe(list(fields.value))}")
-        return fields[name]
+    def _column(self, record: Field, name: str) -> Field:
+        if name not in record.value:
+            raise record[name].error("a column of this name", got=f"columns {describe(list(record.value))}")
+        return record[name]

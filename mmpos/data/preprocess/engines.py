@@ -10,12 +10,13 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 from mmpos.data.preprocess.shard_job import Counts, ShardJob, Task
@@ -38,7 +39,7 @@ class Step(NamedTuple):
     last: bool
 
 
-_Pipe: TypeAlias = "Connection[Any, Any]"
+_Pipe: TypeAlias = "Connection[object, Step | Exception]"
 
 _PAUSE = 0.1  # seconds between two messages of a worker
 
@@ -117,8 +118,7 @@ def _send(pipe: _Pipe, value: object) -> None:
 
 def _receive(pipe: _Pipe) -> Step | Exception:
     with _alive():
-        step: Step | Exception = pipe.recv()
-        return step
+        return pipe.recv()
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _no_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _work(pipe: _Pipe) -> None:
+def _work(pipe: Connection[Step | Exception, Any]) -> None:
     """Run the tasks that come through a pipe, in a process of its own, until the pipe ends."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
     # Skipped records are counted and written down; many processes on one terminal only disturb.
@@ -165,7 +165,7 @@ def _work(pipe: _Pipe) -> None:
             pipe.send(_portable(error))
 
 
-def _do(job: ShardJob, number: int, task: Task, pipe: _Pipe) -> None:
+def _do(job: ShardJob, number: int, task: Task, pipe: Connection[Step | Exception, Any]) -> None:
     counts, sent_at = Counts(), time.monotonic()
     with closing(job.run(task)) as steps:
         for counts in steps:
@@ -207,7 +207,7 @@ class ShardWorker:
         with suppress(OSError):  # on another machine it may not be there
             os.chdir(folder)
 
-    def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[object]]:
         """Run the tasks of some rows; their errors are returned as values, since Ray would wrap them in its own."""
         return {"number": list(rows["number"]), "result": [self._result(task) for task in rows["task"]]}
 
@@ -241,7 +241,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
         import ray.cloudpickle
         import ray.data
     with _connected(ray):
-        dumps: Any = ray.cloudpickle.dumps  # also takes readers defined in a script
+        dumps: Callable[[Task], bytes] = ray.cloudpickle.dumps  # also takes readers defined in a script
         rows = [
             {"number": i, "task": dumps(replace(task, output=task.output.absolute()))} for i, task in enumerate(tasks)
         ]
@@ -263,7 +263,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
 
 
 @contextmanager
-def _connected(ray: Any) -> Iterator[None]:
+def _connected(ray: ModuleType) -> Iterator[None]:
     """Connect to a cluster for the time of the block, unless this process is connected."""
     if ray.is_initialized():
         yield

@@ -11,10 +11,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
 
 from mmpos.data.examples import Location, MakeExample, RecordError
-from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter
+from mmpos.data.preprocess.storage import Facts, SequenceShard, SequenceWriter
 from mmpos.data.quarantine import Line, OnError, Quarantine, json_line
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError, LimitExceededError
@@ -60,7 +59,7 @@ class Task:
     output: Path
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Name and size of the input, and of a file when it and its entry in the folder changed, in nanoseconds.
 
         The size is bytes of a file, and records of anything else, of which no more is known.
@@ -95,10 +94,13 @@ class ShardJob:
     preprocess: MakeExample
     on_error: OnError = "raise"
     patches: bool = True
-    settings: Mapping[str, Any] = field(init=False, repr=False)
+    settings: Mapping[str, object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_callable(self.preprocess)
+        if not callable(self.preprocess):
+            raise InvalidInputError(
+                f"preprocess: got {type(self.preprocess).__name__}, want a callable of record and location"
+            )
         one_of("on_error", self.on_error, ("raise", "skip"))
         settings = describe({"preprocess": self.preprocess, "patches": boolean("patches", self.patches)})
         object.__setattr__(self, "settings", settings)
@@ -166,12 +168,7 @@ class ShardJob:
         return Counts(1, example.num_tokens, len(example.sequence.grid_thw))
 
 
-def _check_callable(value: object) -> None:
-    if not callable(value):
-        raise InvalidInputError(f"preprocess: got {type(value).__name__}, want a callable of record and location")
-
-
-def _other_input(task: Task, facts: Mapping[str, Any]) -> list[str]:
+def _other_input(task: Task, facts: Facts) -> list[str]:
     """Name what differs between an input and that of an output; content only where the file was touched or copied."""
     want = task.identity
     other = [
@@ -197,7 +194,7 @@ def quarantine_of(output: Path) -> Path:
     return output.with_name(f"{output.stem}.quarantine.jsonl")
 
 
-def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
+def describe(settings: Mapping[str, object]) -> dict[str, object]:
     """Describe settings by the path of each: equal where the settings are, in every process and on every machine.
 
     >>> from mmpos.schemes import RopeTie
@@ -215,7 +212,7 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(leaf for name, value in settings.items() for leaf in _leaves(name, value))
 
 
-def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[str]:
     """Name the settings that differ between two descriptions, but none inside of another that differs.
 
     >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
@@ -231,7 +228,7 @@ def differences(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     return list(named.values())
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the settings inside of a value, each after the one that holds it."""
     if value is None or isinstance(value, bool | int | float):
         yield path, value

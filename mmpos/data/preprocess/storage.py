@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,20 @@ FORMAT_VERSION = 2
 
 _METADATA = b"mmpos"
 
+Number = TypeVar("Number", bound=np.generic)
+
+Facts: TypeAlias = dict[str, Any]
+"""Anything JSON, by name."""
+
+Row: TypeAlias = dict[str, Any]
+"""Values of an example by column, as pyarrow takes them."""
+
+
+class _Footer(TypedDict):
+    version: int
+    axes: int
+    facts: Facts
+
 
 class SequenceWriter:
     """Writer of examples to one Parquet file, in row groups of bounded size.
@@ -84,10 +98,10 @@ class SequenceWriter:
     def __init__(self, path: Path, *, group_bytes: int = 32 * 2**20, group_rows: int = 1024) -> None:
         self._group_bytes = integer("group_bytes", group_bytes, minimum=1)
         self._group_rows = integer("group_rows", group_rows, minimum=1)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         self._bytes = 0
         self._axes: int | None = None
-        self.facts: dict[str, Any] = {}
+        self.facts: Facts = {}
         with ExitStack() as stack:
             # A page of pixels is not worth a dictionary, and a checksum finds a broken disk.
             self._parquet = parquet.ParquetWriter(
@@ -160,7 +174,7 @@ class SequenceShard:
     axes: int | None = None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Facts that its writer stored."""
         with self._open() as file:
             return self._footer(file)["facts"]
@@ -217,13 +231,13 @@ class SequenceShard:
                         yield index, self._example(rows, index - first, Location(self.source, index), axes)
                 first = stop
 
-    def _group(self, file: Any, group: int) -> Any:
+    def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
         try:
             return file.read_row_group(group, SCHEMA.names)
         except (OSError, pa.ArrowException) as error:
             return error
 
-    def _example(self, rows: Any, i: int, here: Location, axes: int) -> Example | RecordError:
+    def _example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
         if isinstance(rows, Exception):
             return broken(here, rows)
         try:
@@ -231,17 +245,17 @@ class SequenceShard:
         except (LookupError, TypeError, ValueError) as error:
             return RecordError(f"{here}: {error}")
 
-    def _open(self) -> Any:
+    def _open(self) -> parquet.ParquetFile:
         try:
             return parquet.ParquetFile(self.path, page_checksum_verification=True)
         except pa.ArrowException as error:
             raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
 
-    def _footer(self, file: Any) -> dict[str, Any]:
+    def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         if stored is None:
             raise InvalidInputError(f"{self.path}: got a Parquet file of others, want ready sequences of mmpos")
-        footer: dict[str, Any] = json.loads(stored)
+        footer: _Footer = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
@@ -260,7 +274,7 @@ def ready(record: Record, location: Location) -> Example:
     return example
 
 
-def to_row(example: Example) -> dict[str, Any]:
+def to_row(example: Example) -> Row:
     """Turn an example into a row of the file.
 
     Raises:
@@ -273,7 +287,7 @@ def to_row(example: Example) -> dict[str, Any]:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
         raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
-    row = {
+    row: Row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,
         "num_images": len(sequence.grid_thw),
@@ -303,7 +317,7 @@ def to_row(example: Example) -> dict[str, Any]:
     return row
 
 
-def from_row(row: Mapping[str, Any], axes: int) -> Example:
+def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
     """Turn a row into an example with arrays of its own; every table is checked.
 
     Args:
@@ -328,7 +342,9 @@ def from_row(row: Mapping[str, Any], axes: int) -> Example:
     )
     patches = None
     if row["patches"].is_valid:
-        patches = _array(row["patches"], row["patches_dtype"].as_py(), tuple(row["patches_shape"].as_py()))
+        patches = _array(
+            row["patches"], np.dtype(row["patches_dtype"].as_py()).type, tuple(row["patches_shape"].as_py())
+        )
     sequence = InterleavedSequence(
         input_ids=input_ids,
         token_type_ids=token_types(segments),
@@ -339,7 +355,7 @@ def from_row(row: Mapping[str, Any], axes: int) -> Example:
         image_spans=_array(row["image_spans"], np.int64, (-1, 2)),
         image_hashes=tuple(row["image_hashes"].as_py()),
         part_offsets=_numbers(row["part_offsets"]),
-        image_margins=_margins(row["image_margins"].as_py()),
+        image_margins=tuple(row["image_margins"].as_py()),
     )
     return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
 
@@ -348,21 +364,16 @@ def _bytes(array: npt.NDArray[np.generic]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _array(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def _array(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> npt.NDArray[Number]:
     """Copy an array out of a value, so that it is writable and keeps no row group in memory."""
     stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
     return stored.astype(dtype).reshape(shape)
 
 
-def _margins(numbers: list[int]) -> tuple[int, int]:
-    before, after = numbers
-    return before, after
-
-
-def _optional(value: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+def _optional(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> npt.NDArray[Number] | None:
     return _array(value, dtype, shape) if value.is_valid else None
 
 
-def _numbers(value: Any) -> IntArray:
+def _numbers(value: pa.Scalar) -> IntArray:
     numbers: IntArray = value.values.to_numpy().copy()
     return numbers

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from mmpos.data.examples import Location, Record, RecordError
 from mmpos.support.checks import integer
 
-__all__ = ["Raw", "Reader", "broken", "is_chosen", "stride"]
+__all__ = ["FileReader", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
 """A record as its shard has it, images undecoded; or, in its place, the error that hides it."""
@@ -35,6 +36,33 @@ class Reader(Protocol):
 
     def count(self) -> int | None:
         """Return the number of records where it is known without reading them, else None."""
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """Base of the readers of one file.
+
+    Args:
+        path: the file.
+    """
+
+    path: str
+
+    @property
+    def source(self) -> str:
+        """Path of the file."""
+        return self.path
+
+    def count(self) -> int | None:
+        """Return None, since records are counted by reading them."""
+        return None
+
+    def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+        """Yield the error that hides a record and all after it, if that record is chosen."""
+        here = Location(self.path, index)
+        record = broken(here, error, rest=True)
+        if is_chosen(index, start, step):
+            yield here, record
 
 
 def stride(start: int, step: int) -> tuple[int, int]:

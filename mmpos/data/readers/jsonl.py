@@ -9,29 +9,21 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen, stride
 from mmpos.support.extras import needed_for
 
 __all__ = ["JsonlReader"]
 
 
 @dataclass(frozen=True)
-class JsonlReader:
+class JsonlReader(FileReader):
     """Reader of JSON lines. The number of a record is that of its line, from 0; empty lines are skipped.
 
     Args:
         path: the file; names that end in .gz or .zst are decompressed.
     """
-
-    path: str
-
-    @property
-    def source(self) -> str:
-        """Path of the file."""
-        return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records; a broken line is an error and reading goes on, a broken compression ends the shard."""
@@ -45,17 +37,10 @@ class JsonlReader:
                         yield here, _parsed(line, here)
                     index += 1
         except (OSError, EOFError, zlib.error) as error:
-            here = Location(self.path, index)
-            lost = broken(here, error, rest=True)
-            if is_chosen(index, start, step):
-                yield here, lost
-
-    def count(self) -> int | None:
-        """Return None, since lines are counted by reading them."""
-        return None
+            yield from self.lost(error, index, start, step)
 
 
-def _open(path: str) -> Any:
+def _open(path: str) -> io.BufferedIOBase:
     if path.endswith((".gz", ".zst")) and not os.path.getsize(path):
         raise EOFError("an empty file")  # which decompressors take for nothing compressed
     if path.endswith(".gz"):

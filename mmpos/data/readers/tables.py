@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mmpos.data.examples import Location
-from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import integer
 from mmpos.support.extras import needed_for
+
+if TYPE_CHECKING:
+    import pyarrow
+    from datasets import Dataset, IterableDataset
+    from pyarrow.parquet import ParquetFile
 
 __all__ = ["DatasetReader", "ParquetReader", "dataset_shards", "row"]
 
 
 @dataclass(frozen=True)
-class ParquetReader:
+class ParquetReader(FileReader):
     """Reader of a Parquet file; a record is a row as Python has it, with bytes as bytes.
 
     Row groups before the start are not read. Of a row group, ``batch_rows`` rows and the pages that hold them are in
@@ -28,14 +34,8 @@ class ParquetReader:
         batch_rows: rows that are decoded at once.
     """
 
-    path: str
     columns: tuple[str, ...] | None = None
     batch_rows: int = 16
-
-    @property
-    def source(self) -> str:
-        """Path of the file."""
-        return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
@@ -44,10 +44,7 @@ class ParquetReader:
         try:
             file = self._open()
         except (OSError, pa.ArrowException) as error:
-            here = Location(self.path, 0)
-            lost = broken(here, error, rest=True)
-            if start == 0:
-                yield here, lost
+            yield from self.lost(error, 0, start, step)
             return
         with file:
             first = 0
@@ -68,12 +65,14 @@ class ParquetReader:
         except pa.ArrowException:
             return None
 
-    def _open(self) -> Any:
+    def _open(self) -> ParquetFile:
         # Buffered columns instead of whole ones keep memory flat; a checksum, where there is one, is worth its time.
         _, parquet = _arrow()
         return parquet.ParquetFile(self.path, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
 
-    def _group(self, file: Any, group: int, first: int, stop: int) -> Iterator[tuple[int, Any]]:
+    def _group(
+        self, file: ParquetFile, group: int, first: int, stop: int
+    ) -> Iterator[tuple[int, pyarrow.RecordBatch | Exception]]:
         """Yield the number of each row of a row group, with a table of that row or the error that hides it."""
         pa, _ = _arrow()
         index = first
@@ -89,19 +88,19 @@ class ParquetReader:
         yield from ((lost, wrong) for lost in range(index, stop))
 
 
-def row(table: Any, index: int, source: str) -> Raw:
+def row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, source: str) -> Raw:
     """Return the record in a table of one row, or the error that hides it."""
     here = Location(source, index)
     if isinstance(table, Exception):
         return broken(here, table)
     try:
-        record: dict[str, Any] = table.to_pylist()[0]
+        record: Raw = table.to_pylist()[0]
     except UnicodeDecodeError as error:
         return broken(here, error)
     return record
 
 
-def _arrow() -> tuple[Any, Any]:
+def _arrow() -> tuple[ModuleType, ModuleType]:
     with needed_for("Parquet files", extra="data"):
         import pyarrow as pa
         from pyarrow import parquet
@@ -118,7 +117,7 @@ class DatasetReader:
         batch_rows: rows that are fetched at once.
     """
 
-    dataset: Any = field(repr=False)
+    dataset: Dataset | IterableDataset = field(repr=False)
     source: str = "dataset"
     batch_rows: int = 16
 
@@ -150,7 +149,9 @@ class DatasetReader:
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
-def dataset_shards(dataset: Any, num_shards: int | None = None, name: str = "dataset") -> list[DatasetReader]:
+def dataset_shards(
+    dataset: Dataset | IterableDataset, num_shards: int | None = None, name: str = "dataset"
+) -> list[DatasetReader]:
     """Split a dataset into shards.
 
     Args:

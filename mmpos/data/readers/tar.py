@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any, BinaryIO, Self
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Raw, is_chosen, stride
 from mmpos.support.extras import needed_for
 
 __all__ = ["TarReader"]
@@ -29,7 +29,7 @@ _Member = tuple[str, str, tarfile.TarInfo]
 
 
 @dataclass(frozen=True)
-class TarReader:
+class TarReader(FileReader):
     """Reader of a tar file of records in the manner of webdataset, compressed or not.
 
     A record has ``__key__``, ``__url__`` and the bytes of each file under its extension in lower case, as webdataset
@@ -44,13 +44,6 @@ class TarReader:
     Args:
         path: the file.
     """
-
-    path: str
-
-    @property
-    def source(self) -> str:
-        """Path of the file."""
-        return self.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
@@ -68,14 +61,7 @@ class TarReader:
                     index += 1
                 archive.check_rest()
             except _BROKEN as error:
-                here = Location(self.path, index)
-                lost = broken(here, archive.placed(error), rest=True)
-                if is_chosen(index, start, step):
-                    yield here, lost
-
-    def count(self) -> int | None:
-        """Return None, since records are counted by walking through the archive."""
-        return None
+                yield from self.lost(archive.placed(error), index, start, step)
 
 
 class _Archive:
@@ -111,7 +97,7 @@ class _Archive:
             if self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
 
-    def record(self, record: dict[str, Any], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
+    def record(self, record: dict[str, object], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
         """Return the record with the contents of its members; contents that are not wanted may be left out."""
         wrong = None
         for _, extension, member in members:

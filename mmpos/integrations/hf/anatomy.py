@@ -34,8 +34,8 @@ class Anatomy:
         layer_types: of each attention; None where all layers turn alike.
     """
 
-    base: Any
-    attentions: tuple[Any, ...]
+    base: nn.Module
+    attentions: tuple[nn.Module, ...]
     layer_types: tuple[str | None, ...]
 
     @property
@@ -70,13 +70,15 @@ def dissect(model: nn.Module) -> Anatomy:
     rotations = sum(isinstance(module, type(rotary_emb)) for module in base.modules())
     if rotations > 1:
         raise _unlike(model, f"has {rotations} modules of {type(rotary_emb).__name__}")
-    attentions = tuple(getattr(layer, "self_attn", None) for layer in base.layers)
-    for i, attention in enumerate(attentions):
+    attentions: list[nn.Module] = []
+    for i, layer in enumerate(base.layers):
+        attention = getattr(layer, "self_attn", None)
         forward = turning_forward(attention) if isinstance(attention, nn.Module) else None
-        if forward is None or "position_embeddings" not in _parameters(forward):
+        if attention is None or forward is None or "position_embeddings" not in _parameters(forward):
             raise _unlike(model, f"has a layer {i} whose self_attn does not call {APPLY} with position_embeddings")
         if not hasattr(attention, "head_dim"):
             raise _unlike(model, f"has a layer {i} whose self_attn has no head_dim")
+        attentions.append(attention)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(type(base).forward).values()):
         raise _unlike(model, "hands no arguments of others to its layers")
     types: tuple[str | None, ...] = (None,) * len(attentions)
@@ -87,7 +89,7 @@ def dissect(model: nn.Module) -> Anatomy:
                 raise _unlike(model, f"does not turn its layers of type {kind!r}")
     elif not hasattr(rotary_emb, "inv_freq"):
         raise _unlike(model, "has a rotary_emb without inv_freq")
-    return Anatomy(base, attentions, types)
+    return Anatomy(base, tuple(attentions), types)
 
 
 def turning_forward(attention: nn.Module) -> FunctionType | None:
@@ -139,7 +141,7 @@ def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str |
     rotary_dim, attention_factor = anatomy.turned(layer_type)
     # Transformers has its factor in float32 at times.
     close = math.isclose(rotary.attention_factor, attention_factor, rel_tol=1e-6)
-    wanted: dict[str, tuple[Any, Any]] = {
+    wanted: dict[str, tuple[object, object]] = {
         "head_dim": (rotary.head_dim, head_dim),
         "rotary_dim": (rotary.rotary_dim, rotary_dim),
         "pairing": (rotary.pairing, "half"),
@@ -150,7 +152,7 @@ def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str |
             raise InvalidInputError(f"{name}.{field}: got {got!r}, want {want!r} as the model has it")
 
 
-def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(forward: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(forward).parameters
 
 

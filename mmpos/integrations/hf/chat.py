@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def flat(images: Any, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
+def flat(images: object, texts: int | None) -> tuple[list[tuple[str, object]], IntArray | None]:
     """Name the images, and count those of each text where they are nested.
 
     Args:
@@ -52,7 +52,7 @@ def flat(images: Any, texts: int | None) -> tuple[list[tuple[str, Any]], IntArra
 
 
 def process(
-    named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None
+    named: list[tuple[str, object]], images: ImageProcessor, temporal_patch_size: int | None
 ) -> list[ProcessedImage]:
     """Process each image; an error names the image."""
     processed = []
@@ -86,7 +86,7 @@ def read_text(name: str, text: str) -> bytes:
     return read_base64(name, raw) if head.lower().endswith(";base64") else raw
 
 
-def read_base64(name: str, data: Any) -> bytes:
+def read_base64(name: str, data: str | bytes) -> bytes:
     """Decode base64, or raise an error that names the image."""
     try:
         return base64.b64decode(data, validate=True)
@@ -94,11 +94,14 @@ def read_base64(name: str, data: Any) -> bytes:
         raise InvalidInputError(f"{name}: got base64 that is broken ({error}), want base64") from error
 
 
+Messages: TypeAlias = list[dict[str, Any]]
+"""Messages of one conversation."""
+
 _SOURCES = ("image", "url", "path", "base64")
 _NO_PLACE = ("video", "video_url", "audio", "input_audio")
 
 
-def is_chat(text: object) -> bool:
+def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
     """Whether this is a conversation, a list of messages, or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
@@ -106,7 +109,7 @@ def is_chat(text: object) -> bool:
     return isinstance(first, Mapping)
 
 
-def read_conversations(conversation: Any) -> Any:
+def read_conversations(conversation: object) -> Messages | list[Messages]:
     """Copy a conversation, or a list of them, with every image as bytes, a path or an object.
 
     Raises:
@@ -120,7 +123,7 @@ def read_conversations(conversation: Any) -> Any:
     return [_read(f"conversation[{i}]", each) for i, each in enumerate(conversation)]
 
 
-def images_beside(conversation: Any, images: Any) -> list[Any]:
+def images_beside(conversation: Sequence[Any], images: object) -> list[object]:
     """List the images that are given apart from their chat; of several chats, a list for each.
 
     Raises:
@@ -139,7 +142,7 @@ def images_beside(conversation: Any, images: Any) -> list[Any]:
     return list(images)
 
 
-def _read(name: str, messages: Any) -> list[dict[str, Any]]:
+def _read(name: str, messages: object) -> Messages:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidInputError(f"{name}: got {_kind(messages)}, want a list of messages")
     copies = []
@@ -157,10 +160,9 @@ def _read(name: str, messages: Any) -> list[dict[str, Any]]:
     return copies
 
 
-def _block(name: str, block: Any) -> Any:
+def _block(name: str, block: object) -> Mapping[str, object]:
     """Read one block of content; that of an image gets its image under "image"."""
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    if kind is None:
+    if not isinstance(block, Mapping) or (kind := block.get("type")) is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
     if kind in _NO_PLACE:
         raise UnsupportedError(f"{name}.type: got {kind!r}, want text or an image")

@@ -36,7 +36,7 @@ from mmpos.support.checks import one_of
 __all__ = ["patch", "unpatch"]
 
 Arguments = dict[str, Any]
-Call = tuple[tuple[Any, ...], Arguments]
+Call = tuple[tuple[object, ...], Arguments]
 
 _ROTATIONS = "mm_rotations"
 """The argument by which layers get them."""
@@ -53,7 +53,7 @@ class _Attribute:
 
     module: nn.Module
     name: str
-    value: Callable[..., Any]
+    value: Callable[..., object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ class ModelHook:
         self.names = tuple(names)
         self.packs = packs
 
-    def __call__(self, base: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Call | None:
+    def __call__(self, base: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
         """Return new arguments, if positions are among them."""
         position_ids = kwargs.get("position_ids")
         if isinstance(position_ids, PositionTable | DevicePositions):
@@ -228,7 +228,7 @@ class AttentionHook:
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
 
-    def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Call | None:
+    def __call__(self, attention: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
         """Return new arguments, if rotations are among them."""
         if _ROTATIONS not in kwargs:
             return None
@@ -247,7 +247,7 @@ class AttentionHook:
         return args, {**arguments, "position_embeddings": (first, second)}
 
 
-def _check_reached(base: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: object) -> None:
+def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
     """Hook after the model below the head; raises if its layers never got the rotations."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
@@ -284,18 +284,20 @@ class FusedForward:
         self.implementation = implementation
         self.method = MethodType(copied, attention)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the attention."""
         return self.method(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return FusedForward, (self.attention, self.implementation)
 
 
-def _or_positions(original: Callable[..., Any], implementation: Implementation) -> Callable[..., Any]:
+def _or_positions(original: Callable[..., object], implementation: Implementation) -> Callable[..., object]:
     """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions where they come in place of cos."""
 
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor | DevicePositions, sin: Tensor | Rotary, *args: object, **kwargs: object
+    ) -> object:
         if isinstance(sin, Rotary):
             return apply_rotary(q, k, cos, sin, layout="bhsd", implementation=implementation)
         return original(q, k, cos, sin, *args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.positions.table import PositionTable
@@ -88,7 +88,7 @@ def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
             )
 
 
-def apart(ids: object, rows: CallTokens, arguments: Mapping[str, Any], packs: bool) -> dict[str, Any]:
+def apart(ids: object, rows: CallTokens, arguments: Mapping[str, object], packs: bool) -> dict[str, object]:
     """Return arguments by which Transformers keeps the documents of one packed row apart.
 
     Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
@@ -118,7 +118,7 @@ def _several(ids: object, rows: CallTokens) -> bool:
     return isinstance(ids, DevicePositions) and ids.num_tokens == rows.seq != ids.row_length
 
 
-def _check_boundaries(arguments: Mapping[str, Any]) -> None:
+def _check_boundaries(arguments: Mapping[str, object]) -> None:
     """Refuse DevicePositions of several documents, if no other argument keeps these apart."""
     mask, names = arguments.get("attention_mask"), ("position_ids", "past_key_values")
     whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
@@ -129,7 +129,7 @@ def _check_boundaries(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _restarts(table: PositionTable, rows: CallTokens, arguments: Mapping[str, object]) -> dict[str, object]:
     mask = arguments.get("attention_mask")
     if arguments.get("past_key_values") is not None:
         raise UnsupportedError(
@@ -178,7 +178,7 @@ class Prompt:
 
     @classmethod
     def of(
-        cls, positions: Any, next_positions: Any, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
+        cls, positions: object, next_positions: object, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
     ) -> Prompt:
         """Check the arguments of generate, and make a prompt of them.
 
@@ -189,24 +189,23 @@ class Prompt:
             tokens: (batch, seq, …) the tokens of the prompts, or those after a cache.
             cached: whether there is a cache, whose tokens come first.
         """
-        batch = tokens.shape[0]
+        batch, ids = tokens.shape[0], positions
         if isinstance(positions, PositionTable):
             if next_positions is not None:
                 raise InvalidInputError("mm_next_positions: got it beside a table, want None: the table knows")
-            ids, next_positions = _from_table(positions, batch, tokens.device)
+            ids, following = _from_table(positions, batch, tokens.device)
             check_length(positions, rotaries)
         else:
-            _check_next(next_positions, batch, positions)
-            ids = positions
+            following = _checked_next(next_positions, batch, positions)
             if isinstance(positions, DevicePositions) and positions.num_tokens % batch == 0:
                 ids = positions.dense().reshape(positions.axes, batch, -1)
         want = (rotaries[0].axes, batch, tokens.shape[1])
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else None
         longer = shape is not None and len(shape) == 3 and shape[:2] == want[:2] and shape[2] > want[2]
-        if shape != want and not (cached and longer):
+        if not isinstance(ids, Tensor) or (shape != want and not (cached and longer)):
             got = type(ids).__name__ if shape is None else shape
             raise InvalidInputError(f"mm_position_ids: got {got}, want {want}: (axes, batch, seq)")
-        return cls(ids, next_positions.to(ids.device))
+        return cls(ids, following.to(ids.device))
 
     def columns(self, start: int | Tensor, length: int, rows: int) -> Tensor:
         """Return (axes, rows, length) ids of the tokens from start on, in the prompt and after it.
@@ -240,27 +239,30 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)
 
 
-def _check_next(next_positions: Any, batch: int, positions: object) -> None:
+def _checked_next(next_positions: object, batch: int, positions: object) -> Tensor:
+    """Return the next positions that stand beside ids, which are (batch,) integers."""
     if next_positions is None:
         raise InvalidInputError(
             f"mm_next_positions: got None beside {type(positions).__name__}, want (batch,) ids of the tokens to come: "
             "ids do not tell them, a PositionTable does"
         )
-    is_tensor = isinstance(next_positions, Tensor)
-    if not is_tensor or next_positions.shape != (batch,) or next_positions.dtype not in (torch.int32, torch.int64):
-        got = f"{next_positions.dtype} {tuple(next_positions.shape)}" if is_tensor else type(next_positions).__name__
-        raise InvalidInputError(f"mm_next_positions: got {got}, want a tensor of {batch} integers")
+    got = type(next_positions).__name__
+    if isinstance(next_positions, Tensor):
+        if next_positions.shape == (batch,) and next_positions.dtype in (torch.int32, torch.int64):
+            return next_positions
+        got = f"{next_positions.dtype} {tuple(next_positions.shape)}"
+    raise InvalidInputError(f"mm_next_positions: got {got}, want a tensor of {batch} integers")
 
 
 def generate(
     model: Any,
     rotaries: Sequence[Rotary],
     inputs: Tensor | None = None,
-    *args: Any,
-    mm_position_ids: Any = None,
+    *args: object,
+    mm_position_ids: object = None,
     mm_next_positions: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> object:
     """Call ``generate`` of the model's class with positions of the prompt.
 
     Args:
@@ -286,7 +288,7 @@ def generate(
     return type(model).generate(model, inputs, *args, **kwargs)
 
 
-def _check_guidance(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_guidance(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Refuse a second branch, which Transformers runs through the model without our arguments."""
     config = kwargs.get("generation_config") or next(iter(args), None) or model.generation_config
     scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
@@ -295,8 +297,13 @@ def _check_guidance(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def prepare_inputs_for_generation(
-    model: Any, input_ids: Tensor, *, inputs_embeds: Tensor | None = None, mm_position_ids: Any = None, **kwargs: Any
-) -> Any:
+    model: Any,
+    input_ids: Tensor,
+    *,
+    inputs_embeds: Tensor | None = None,
+    mm_position_ids: Prompt | None = None,
+    **kwargs: Any,
+) -> dict[str, object]:
     """Call the method of the model's class, and add the ids of the tokens that it chooses.
 
     Transformers reads the names of its arguments to know which ones ``generate`` may be given.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin, TensorType
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
@@ -53,10 +53,10 @@ class MMPosProcessor(ProcessorMixin):
 
     def __init__(
         self,
-        tokenizer: Any,
-        images: ImageProcessor | Mapping[str, Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageProcessor | Mapping[str, object] | None = None,
         scheme: str | Scheme | Mapping[str, Any] = "rope-tie",
-        markers: Markers | Mapping[str, Any] | None = None,
+        markers: Markers | Mapping[str, object] | None = None,
         add_markers: bool = True,
         start: int = 0,
         temporal_patch_size: int | None = None,
@@ -93,11 +93,11 @@ class MMPosProcessor(ProcessorMixin):
 
     def __call__(
         self,
-        images: Any = None,
-        text: str | Sequence[Any] | None = None,
-        videos: Any = None,
-        audio: Any = None,
-        **options: Any,
+        images: object = None,
+        text: object = None,
+        videos: object = None,
+        audio: object = None,
+        **options: object,
     ) -> PositionBatch:
         """Make tokens, patches and positions of a batch.
 
@@ -148,7 +148,7 @@ class MMPosProcessor(ProcessorMixin):
         return PositionBatch(batch, chosen.return_tensors)
 
     def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
-        self, conversation: Any, chat_template: str | None = None, **kwargs: Any
+        self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
         """Write a chat, or several, as text; with ``tokenize=True, return_dict=True`` as the batch of a call.
 
@@ -176,7 +176,10 @@ class MMPosProcessor(ProcessorMixin):
         return super().apply_chat_template(conversation, chat_template, **kwargs)
 
     def segments(
-        self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
+        self,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Find the segments of rows that were padded, joined or cut after the call, from their tokens.
 
@@ -199,12 +202,15 @@ class MMPosProcessor(ProcessorMixin):
         )
 
     def positions(
-        self, input_ids: npt.ArrayLike, image_grid_thw: npt.ArrayLike | None = None, attention_mask: Any = None
+        self,
+        input_ids: npt.ArrayLike,
+        image_grid_thw: npt.ArrayLike | None = None,
+        attention_mask: npt.ArrayLike | None = None,
     ) -> PositionTable:
         """Place such rows; the arguments and errors are those of ``segments``."""
         return place(self.segments(input_ids, image_grid_thw, attention_mask), self.scheme, self.start)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the settings as JSON has them, without tokenizer and chat template, which have files of their own.
 
         Raises:
@@ -225,7 +231,7 @@ class MMPosProcessor(ProcessorMixin):
 
     def _tokens(
         self, texts: list[str], grid_thw: IntArray, counts: IntArray | None, options: Options
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Make everything that follows from the texts and from the sizes of the images."""
         encoded = options.encode(self.tokenizer, texts)
         markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
@@ -266,10 +272,12 @@ class PositionBatch(BatchFeature):
 
     skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
 
-    def __init__(self, data: dict[str, Any], tensor_type: str | None = None) -> None:
+    def __init__(self, data: dict[str, object], tensor_type: str | None = None) -> None:
         super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
 
-    def convert_to_tensors(self, tensor_type: Any = None, skip_tensor_conversion: Any = None) -> PositionBatch:
+    def convert_to_tensors(
+        self, tensor_type: str | TensorType | None = None, skip_tensor_conversion: list[str] | set[str] | None = None
+    ) -> PositionBatch:
         """Convert lists of rows of one length to tensors, in the shapes that a call with ``return_tensors`` gives."""
         ids = self.data.get("mm_position_ids")
         if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
@@ -277,7 +285,7 @@ class PositionBatch(BatchFeature):
         super().convert_to_tensors(tensor_type, skip_tensor_conversion)
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> PositionBatch:
+    def to(self, *args: object, **kwargs: object) -> PositionBatch:
         """Move all tensors and cast floating ones, except fractional position ids, which bfloat16 would round."""
         ids = self.data.get("mm_position_ids")
         super().to(*args, **kwargs)
@@ -292,7 +300,7 @@ def _per_token(
     positions: PositionTable,
     tokenizer: PreTrainedTokenizerBase,
     options: Options,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Collect everything with an entry per token, and its table: padded arrays, or a list with one array for each row.
 
     Args:
@@ -336,7 +344,7 @@ def _padded(
     return out
 
 
-def scheme_of(source: Any) -> Scheme:
+def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:
     """Return a scheme as it is, by its name, or made of its name and parameters in JSON."""
     if not isinstance(source, Mapping):
         return get_scheme(source)
@@ -352,7 +360,7 @@ def scheme_of(source: Any) -> Scheme:
     return object_of("scheme", kind, parameters)
 
 
-def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
+def scheme_to_json(scheme: Scheme) -> dict[str, object]:
     """Return the name of a scheme and its parameters.
 
     Raises:
@@ -363,7 +371,7 @@ def scheme_to_json(scheme: Scheme) -> dict[str, Any]:
     return {"name": scheme.name, **to_json(scheme)}
 
 
-def object_of(name: str, kind: type[T], source: Any) -> T:
+def object_of(name: str, kind: type[T], source: object) -> T:
     """Return an object of this kind as it is, or make one of its fields in JSON.
 
     Raises:
@@ -379,12 +387,12 @@ def object_of(name: str, kind: type[T], source: Any) -> T:
     return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in source.items()})
 
 
-def to_json(settings: Any) -> dict[str, Any]:
+def to_json(settings: Any) -> dict[str, object]:
     """Convert a frozen object to JSON: tuples become lists, fractions "3/2", and numpy's numbers Python's."""
     return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, np.generic):

@@ -84,20 +84,18 @@ class Options:
                 boolean(each.name, getattr(self, each.name))
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Options:
-        """Read the options among arguments, of which ``text_kwargs`` may hold some, as Transformers groups them.
-
-        Those that are not given are what the tokenizer was made with, if it was.
+    def of(cls, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Options:
+        """Read the options; those that are left out are what the tokenizer was made with, if it was.
 
         Raises:
-            InvalidInputError: an argument that there is not, or that is given twice.
+            InvalidInputError: an argument that there is not.
         """
-        flat = flat_options(arguments)
         known = [each.name for each in fields(cls)]
-        for name in flat.keys() - set(known):
+        for name in arguments.keys() - set(known):
             raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(known)}")
         made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
-        return cls(**{name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with} | flat)
+        defaults = {name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with}
+        return cls(**defaults | arguments)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
         """Tokenize each text by itself, neither padded nor cut."""
@@ -233,7 +231,7 @@ class Rows:
         )
 
 
-def added_tokens(encoded: Mapping[str, Any]) -> IntArray:
+def added_tokens(encoded: BatchEncoding) -> IntArray:
     """Count (rows, 2) special tokens that a tokenizer has put before and after each text, by its mask of them."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)

@@ -174,7 +174,7 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
 
 
 def from_hf_config(
-    config: Any,
+    config: object,
     *,
     engine: Literal["transformers", "serving"] = "transformers",
     layer_type: str | None = None,

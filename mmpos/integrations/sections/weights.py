@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, Protocol, TypedDict, TypeGuard, Unpack, overload
 
 import numpy as np
 import torch
@@ -42,34 +42,22 @@ OTHERS = re.compile(
 """Parts of attention beside q_proj and k_proj without channels of q and k, in models of Transformers."""
 
 
-@overload
-def permute_qk(
-    weights: Weights,
-    rotary: Rotary,
-    *,
-    num_heads: int | None = ...,
-    num_kv_heads: int | None = ...,
-    fused: Fused = ...,
-    names: str | None = ...,
-    norms: str | None = ...,
-    leave: str | None = ...,
-    inverse: bool = ...,
-) -> dict[str, Tensor]: ...
+class _Options(TypedDict, total=False):
+    num_heads: int | None
+    num_kv_heads: int | None
+    fused: Fused
+    names: str | None
+    norms: str | None
+    leave: str | None
+    inverse: bool
 
 
 @overload
-def permute_qk(
-    weights: NamedWeights,
-    rotary: Rotary,
-    *,
-    num_heads: int | None = ...,
-    num_kv_heads: int | None = ...,
-    fused: Fused = ...,
-    names: str | None = ...,
-    norms: str | None = ...,
-    leave: str | None = ...,
-    inverse: bool = ...,
-) -> Iterator[tuple[str, Tensor]]: ...
+def permute_qk(weights: Weights, rotary: Rotary, **options: Unpack[_Options]) -> dict[str, Tensor]: ...
+
+
+@overload
+def permute_qk(weights: NamedWeights, rotary: Rotary, **options: Unpack[_Options]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def permute_qk(
@@ -117,8 +105,8 @@ def permute_qk(
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
     patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
     turn = _Turn(channels, _turns(num_heads, num_kv_heads, fused), *patterns)
-    given: object = weights
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    source: object = weights
+    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
     return dict(turn.pairs(weights.items())) if isinstance(weights, Mapping) else turn.pairs(weights)
 
@@ -295,7 +283,7 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
     Raises:
         InvalidInputError: no such module, or one that does not fit.
     """
-    modules: list[Any] = [module for module in model.modules() if _is_rotary(module)]
+    modules = [module for module in model.modules() if _is_rotary(module)]
     if not modules:
         raise InvalidInputError("model: got no module with cos_sin_cache and mrope_section, want at least one")
     for module in modules:
@@ -310,11 +298,18 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
     return len(modules)
 
 
-def _is_rotary(module: object) -> bool:
+class _EngineRotary(Protocol):
+    """Part of an engine's module of M-RoPE that is used here."""
+
+    cos_sin_cache: Tensor
+    _ensure_cos_sin_cache_length: Callable[[int], None]
+
+
+def _is_rotary(module: object) -> TypeGuard[_EngineRotary]:
     return isinstance(getattr(module, "cos_sin_cache", None), Tensor) and bool(getattr(module, "mrope_section", None))
 
 
-def _check(module: Any, sections: Sections) -> None:
+def _check(module: _EngineRotary, sections: Sections) -> None:
     rotary = sections.rotary
     wanted = {
         "head_size": rotary.head_dim,
@@ -334,7 +329,7 @@ def _check(module: Any, sections: Sections) -> None:
         raise InvalidInputError(f"max_position: got {sections.max_position}, want {rows}, the rows of cos_sin_cache")
 
 
-def _grow(module: Any, sections: Sections, needed_max_pos: int) -> None:
+def _grow(module: _EngineRotary, sections: Sections, needed_max_pos: int) -> None:
     """Extend the cache to all ids up to this one, in place of SGLang's ``_ensure_cos_sin_cache_length``."""
     cache = module.cos_sin_cache
     if needed_max_pos >= len(cache):

@@ -22,7 +22,7 @@ class MultimodalRoPE(RoPE, Module):  # type: ignore[misc]
 class _Builds:
     """Method of both configs that builds the rotation, whose state is the same on every rank."""
 
-    def build(self, **_: Any) -> MultimodalRoPE:
+    def build(self, **_: object) -> MultimodalRoPE:
         """Build the module; a sharding of the cache is ignored, since it has none."""
         return MultimodalRoPE(rotary_from_config(self, **self.rotary))  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ class ComplexConfig(_Builds, ComplexRoPE.Config):  # type: ignore[misc]
     fqns=["layers.*.attention.rope", "model_spec.model.layers.*.attention.rope"],
     description="multimodal rotations of mmpos in the decoder's layers",
 )
-def multimodal_rope(config: Any, **rotary: Any) -> Any:
+def multimodal_rope(config: TitanRoPE.Config, **rotary: object) -> CosSinConfig | ComplexConfig:
     """Make the config of a decoder layer's rope multimodal; rope of vision encoders is not touched.
 
     Args:

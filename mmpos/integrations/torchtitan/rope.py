@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from mmpos.rotary import DevicePositions, Llama3, Rotary, RotaryEmbedding, Scali
 from mmpos.rotary.device import Positions
 from mmpos.support.checks import integer
 
+if TYPE_CHECKING:
+    from torchtitan.models.common.rope import RoPE as TitanRoPE
+
 __all__ = ["RoPE", "deliver_positions", "local", "rotary_from_config"]
 
 PAIRINGS = {"ComplexRoPE.Config": "adjacent", "CosSinRoPE.Config": "half"}
 """Pairs of channels by the config's class, or one that it inherits from."""
 
 
-def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
+def rotary_from_config(config: TitanRoPE.Config, **overrides: Any) -> Rotary:
     """Make a Rotary of a torchtitan RoPE config, with the axes that images need.
 
     Theta, dim and scaling are the config's; max_seq_len is not needed. MRoPE's sections come with its allocation.
@@ -50,7 +53,7 @@ def rotary_from_config(config: Any, **overrides: Any) -> Rotary:
     return Rotary(**{**arguments, **overrides})
 
 
-def _scaling(config: Any, pairing: str) -> Scaling | None:
+def _scaling(config: TitanRoPE.Config, pairing: str) -> Scaling | None:
     if config.scaling == "llama" and pairing == "adjacent":
         return Llama3(
             config.scaling_factor,
@@ -199,7 +202,9 @@ def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
     """
     rank = integer("rank", rank, minimum=0)
 
-    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def swap(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         positions = kwargs.get(NAME)
         kept = {name: value for name, value in kwargs.items() if name != NAME}
         if positions is None:
@@ -211,7 +216,7 @@ def deliver_positions(model: nn.Module, rank: int = 0) -> RemovableHandle:
     return model.register_forward_pre_hook(swap, with_kwargs=True)
 
 
-def _own(positions: Tensor, rank: int) -> Tensor:
+def _own(positions: object, rank: int) -> Tensor:
     if not isinstance(positions, Tensor) or positions.dim() not in (2, 3, 4):
         got = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
         want = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from mmpos.integrations.vllm.settings import ServedModel, mmpos_options
 
 __all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs, TimingContext
+
 NO_DRAFT_MODEL = ("ngram", "suffix")
 """Speculation whose drafts come without a model; a draft model takes slots of the cache by ids of rows."""
 
@@ -27,14 +32,16 @@ class _Placed:
 
     language_model: torch.nn.Module
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         model_config = vllm_config.model_config
         self.served = ServedModel.from_config(model_config.hf_config, model_config.max_model_len)
         _check_config(vllm_config, permute=self.served.permute)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         _install_rotary(self.language_model, self.served.sections)
 
-    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
+    ) -> tuple[Tensor, int]:
         """Place a request for SupportsMRoPE; touching images are placed, since an exception would end the engine."""
         return mrope_input_positions(
             input_tokens,
@@ -45,7 +52,7 @@ class _Placed:
             strict=False,
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the weights of a whole checkpoint, q and k in the order of the sections."""
         if self.served.permute:
             weights = permute_qk(weights, self.served.sections.rotary)
@@ -71,14 +78,14 @@ def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
         layer.rotary_emb = own
 
 
-def _check_same(old: Any, own: Any) -> None:
+def _check_same(old: object, own: MRotaryEmbedding) -> None:
     for name in ("head_size", "rotary_dim", "is_neox_style"):
         got, want = getattr(old, name, None), getattr(own, name)
         if got != want or not isinstance(old, MRotaryEmbedding):
             raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding of {want}")
 
 
-def _check_config(vllm_config: Any, *, permute: bool) -> None:
+def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
     """Refuse configs that would be served wrongly in silence."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
@@ -108,9 +115,9 @@ class _Images:
 class _Apart:
     """Refusal of images that touch where requests come in, as the scheme asks for."""
 
-    info: Any
+    info: BaseProcessingInfo
 
-    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+    def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> object:
         processed = super().apply(inputs, timing_ctx)  # type: ignore[misc]
         check_apart(processed["mm_placeholders"], mmpos_options(self.info.get_hf_config())["scheme"])
         return processed

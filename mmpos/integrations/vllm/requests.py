@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,24 @@ SECONDS = "second_per_grid_ts"
 AS_TEXT = "prompt_embeds"
 
 
+class Span(Protocol):
+    """Part of vLLM's PlaceholderRange that is used here."""
+
+    offset: int
+    length: int
+    is_embed: object
+
+
+class Feature(Protocol):
+    """Part of vLLM's MultiModalFeatureSpec that is used here."""
+
+    modality: str
+    data: Mapping[str, Any] | None
+    mm_position: Span
+
+
 def request_segments(
-    num_tokens: int, mm_features: Sequence[Any], *, spatial_merge_size: int, row_separator: bool = False
+    num_tokens: int, mm_features: Sequence[Feature], *, spatial_merge_size: int, row_separator: bool = False
 ) -> SegmentTable:
     """Make the segments of one request from the spans and grids of its images and videos.
 
@@ -65,7 +81,7 @@ def request_segments(
     )
 
 
-def check_apart(mm_placeholders: Mapping[str, Sequence[Any]], scheme: str | Scheme) -> None:
+def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Scheme) -> None:
     """Refuse images without text between them, if the scheme does, by their spans, before their grids are known.
 
     Args:
@@ -108,7 +124,7 @@ def _has_patches(feature: object) -> bool:
     return getattr(feature, "modality", None) != AS_TEXT
 
 
-def _read(name: str, feature: Any) -> _Item:
+def _read(name: str, feature: Feature) -> _Item:
     try:
         modality, data, position = feature.modality, feature.data, feature.mm_position
         offset, length, is_embed = position.offset, position.length, position.is_embed
@@ -189,7 +205,7 @@ def _check_spans(items: Sequence[_Item], num_tokens: int) -> None:
 
 def mrope_input_positions(
     input_tokens: Sequence[int],
-    mm_features: Sequence[Any],
+    mm_features: Sequence[Feature],
     *,
     scheme: str | Scheme,
     sections: Sections,

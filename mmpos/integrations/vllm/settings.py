@@ -54,7 +54,7 @@ class ServedModel:
         request_positions(place(probe, self.scheme), self.sections)  # refuses what no request could be served with
 
     @classmethod
-    def from_config(cls, config: Any, max_model_len: int) -> ServedModel:
+    def from_config(cls, config: object, max_model_len: int) -> ServedModel:
         """Read the ``mmpos`` part of a checkpoint's config, and the rotation of its language model.
 
         Args:
@@ -92,7 +92,7 @@ class ServedModel:
         )
 
 
-def mmpos_options(config: Any) -> Mapping[str, Any]:
+def mmpos_options(config: object) -> Mapping[str, Any]:
     """Return the mapping under ``mmpos`` in a config."""
     options = read_field(config, "mmpos")
     if not isinstance(options, Mapping) or "scheme" not in options:
@@ -100,7 +100,7 @@ def mmpos_options(config: Any) -> Mapping[str, Any]:
     return options
 
 
-def _check_sections(config: Any, sections: Sections) -> None:
+def _check_sections(config: object, sections: Sections) -> None:
     """Check the config's mrope_section, by which vLLM sizes its buffers and chooses M-RoPE."""
     text = read_field(config, "text_config") or config
     rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")

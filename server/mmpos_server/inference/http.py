@@ -22,15 +22,15 @@ from mmpos_server.inference.methods import SERVICE
 from mmpos_server.inference.rest import BinaryOutputs, infer_request, infer_response, plain, register_request
 from mmpos_server.listening import Listen, address, bind_http
 from mmpos_server.methods import failure
+from mmpos_server.transport import Metadata
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos_server.access import TokenInterceptor
-    from mmpos_server.call import Call
-    from mmpos_server.certificates import Certificates
+    from mmpos_server.access import Certificates, TokenInterceptor
+    from mmpos_server.admission import Call
     from mmpos_server.endpoints import Endpoint, ServerContext
-    from mmpos_server.logs import Logs
+    from mmpos_server.telemetry import Logs
 
 __all__ = ["HttpForm"]
 
@@ -53,8 +53,6 @@ _CODES = {
     "DEADLINE_EXCEEDED": 504,
 }
 """HTTP status for each gRPC status; overload, which has a time to retry, is 429, and all others are 500."""
-
-_Pairs = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def _routes() -> list[_Route]:
     def named(kind: Callable[..., Message]) -> Callable[[Mapping[str, str], bytes], Message]:
         return lambda parts, _: kind(**parts)
 
-    def regions(answer: Any) -> list[Any]:
+    def regions(answer: Any) -> list[dict[str, Any]]:
         return [plain(region) for region in answer.regions.values()]
 
     def register_cuda(parts: Mapping[str, str], _: bytes) -> Message:
@@ -151,7 +149,7 @@ class HttpForm:
         self._interceptor, self._listen = interceptor, listen
         self._endpoints = {one.method.name: one for one in endpoints if one.method.service == SERVICE}
         self._settings = server.config.http
-        self._busy: set[Any] = set()
+        self._busy: set[web.RequestHandler] = set()
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
 
@@ -335,7 +333,7 @@ class _Form:
         self.status = 200
         self.headers = {"Content-Type": "application/json"}
 
-    async def read(self, raw: bytes, call: Call) -> Any:
+    async def read(self, raw: bytes, call: Call) -> Message:
         raise NotImplementedError
 
     async def write(self, response: Any, call: Call) -> bytes:
@@ -367,11 +365,10 @@ class _TensorForm(_Form):
 
     async def read(self, raw: bytes, call: Call) -> pb.ModelInferRequest:
         size = None if self._json_size is None else _natural(JSON_SIZE, self._json_size)
-        arguments = raw, size, self._parts["name"], self._parts.get("version", "")
         if len(raw) <= _INLINE_BYTES:
-            message, self._binary = self._decoded(call, *arguments)
+            message, self._binary = self._decoded(call, raw, size)
         else:
-            message, self._binary = await call.run("place", self._decoded, call, *arguments)
+            message, self._binary = await call.run("place", self._decoded, call, raw, size)
         return message
 
     async def write(self, response: pb.ModelInferResponse, call: Call) -> bytes:
@@ -380,9 +377,9 @@ class _TensorForm(_Form):
             return self._encoded(call, response)
         return await call.run("place", self._encoded, call, response)
 
-    def _decoded(self, call: Call, *arguments: Any) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
+    def _decoded(self, call: Call, raw: bytes, size: int | None) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
         with call.stage("decode"):
-            return infer_request(*arguments)
+            return infer_request(raw, size, self._parts["name"], self._parts.get("version", ""))
 
     def _encoded(self, call: Call, response: pb.ModelInferResponse) -> bytes:
         with call.stage("encode"):
@@ -395,7 +392,7 @@ class _TensorForm(_Form):
 class _AbortedError(Exception):
     """Failed call, with its gRPC status."""
 
-    def __init__(self, status: str, message: str, metadata: _Pairs = ()) -> None:
+    def __init__(self, status: str, message: str, metadata: Metadata = ()) -> None:
         super().__init__(message)
         self.status, self.metadata = status, dict(metadata)
 
@@ -428,10 +425,10 @@ class _Context:
     def time_remaining(self) -> None:
         """Return None: HTTP has no deadline; a client that gives up closes the connection, which cancels the call."""
 
-    def set_trailing_metadata(self, metadata: _Pairs) -> None:
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
         self.trailing = list(metadata)
 
-    async def abort(self, code: grpc.StatusCode, details: str, metadata: _Pairs = ()) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> NoReturn:
         self.set_trailing_metadata(metadata)
         raise _AbortedError(code.name, details, metadata)
 

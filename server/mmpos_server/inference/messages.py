@@ -8,27 +8,26 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.rpc.positions import get_scheme, get_view
 from mmpos.rpc.queries import View
 from mmpos.rpc.v1 import positions_pb2, scheme_pb2
 from mmpos.schemes import Scheme
+from mmpos.support.checks import Array
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.limits import check
 from mmpos_server.shared_memory import Region, Regions
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from google.protobuf.internal.containers import MessageMap
 
     from mmpos_server.config import Limits, Profile
-    from mmpos_server.inference import open_inference_pb2 as pb
-    from mmpos_server.shared_memory import Regions
 
 __all__ = [
     "DATATYPES",
@@ -39,6 +38,7 @@ __all__ = [
     "RegionRange",
     "Request",
     "Spec",
+    "contents_values",
     "elements",
     "from_bytes",
     "from_contents",
@@ -51,6 +51,9 @@ __all__ = [
     "to_bytes",
     "views_of",
 ]
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Spec:
             raise InvalidInputError(f"{self.name}.shape: got {shape}, want sizes that an array can have")
 
 
-def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | memoryview) -> npt.NDArray[Any]:
+def from_bytes(name: str, datatype: str, shape: tuple[int, ...], data: bytes | memoryview) -> Array:
     """Return the array of raw bytes, as a view that is writable if the bytes are.
 
     Args:
@@ -165,14 +168,11 @@ def elements(name: str, shape: tuple[int, ...], data: bytes | memoryview) -> lis
     return values
 
 
-def from_contents(
-    name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents
-) -> npt.NDArray[Any] | list[bytes]:
-    """Return the array, or the elements of BYTES, of InferTensorContents.
+def contents_values(name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents) -> list[Any]:
+    """Return the numbers, or the elements of BYTES, of InferTensorContents.
 
     Raises:
-        InvalidInputError: the field is that of another type, has more or fewer numbers than the shape, or too large
-            ones.
+        InvalidInputError: the field is that of another type, or has more or fewer values than the shape.
     """
     kind = DATATYPES[datatype]
     for field, _ in contents.ListFields():
@@ -181,15 +181,24 @@ def from_contents(
     values = list(getattr(contents, kind.contents)) if kind.contents else []
     if len(values) != math.prod(shape):
         raise InvalidInputError(f"{name}.contents: got {len(values)} elements, want {math.prod(shape)} for {shape}")
-    if kind.dtype is None:
-        return values
+    return values
+
+
+def from_contents(name: str, datatype: str, shape: tuple[int, ...], contents: pb.InferTensorContents) -> Array:
+    """Return the array of InferTensorContents.
+
+    Raises:
+        InvalidInputError: as ``contents_values`` does, or a number is too large for its type.
+    """
+    values, dtype = contents_values(name, datatype, shape, contents), DATATYPES[datatype].dtype
+    assert dtype is not None
     try:
-        return np.array(values, kind.dtype.newbyteorder("=")).reshape(shape)
+        return np.array(values, dtype.newbyteorder("=")).reshape(shape)
     except OverflowError:
         raise InvalidInputError(f"{name}.contents: got {max(values)}, want what {datatype} holds") from None
 
 
-def to_bytes(datatype: str, array: npt.NDArray[Any]) -> bytes:
+def to_bytes(datatype: str, array: Array) -> bytes:
     """Return the raw bytes of an array."""
     return array.astype(DATATYPES[datatype].dtype, copy=False).tobytes()
 
@@ -237,7 +246,7 @@ def get_parameters(
     return values
 
 
-def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
+def loaded(name: str, text: str, most: int = MAX_TEXT) -> object:
     """Parse a JSON text of limited length.
 
     Raises:
@@ -247,7 +256,7 @@ def loaded(name: str, text: str, most: int = MAX_TEXT) -> Any:
     if len(text) > most:
         raise LimitExceededError(f"parameters[{name!r}]: got {len(text)} characters, want at most {most}")
     try:
-        value = json.loads(text)
+        value: object = json.loads(text)
         # Python also parses what JSON does not have: infinities, which are no integers, and lone surrogates, which no
         # message and no status can hold.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -277,7 +286,7 @@ def views_of(text: str, limits: Limits) -> list[View]:
     ]
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def _deeper(value: object, levels: int) -> bool:
     """Check whether lists and objects are nested deeper than so many levels."""
     nested = [value] if isinstance(value, list | dict) else []
     for _ in range(levels):
@@ -286,9 +295,9 @@ def _deeper(value: Any, levels: int) -> bool:
     return bool(nested)
 
 
-def _message(name: str, value: Any, message: Any) -> Any:
+def _message(name: str, value: object, message: M) -> M:
     try:
-        return json_format.ParseDict(value, message)
+        return json_format.ParseDict(value, message)  # type: ignore[arg-type]  # refuses what is no object
     except (json_format.ParseError, AttributeError, TypeError, RecursionError) as error:
         kind = type(message).__name__
         raise InvalidInputError(f"{name}: got {str(value)[:100]}, want message {kind} as JSON ({error})") from None
@@ -368,15 +377,22 @@ class Input:
     shape: tuple[int, ...]
     source: bytes | pb.InferTensorContents | RegionRange
 
-    def read(self) -> Any:
-        """Return the array, or the list of elements if the type is BYTES."""
+    def array(self) -> Array:
+        """Read the array of a tensor of numbers."""
         name, source = self.spec.name, self.source
         if isinstance(source, pb.InferTensorContents):
             return from_contents(name, self.datatype, self.shape, source)
-        data = source.read(name) if isinstance(source, RegionRange) else source
-        if self.datatype == "BYTES":
-            return elements(name, self.shape, data)
-        return from_bytes(name, self.datatype, self.shape, data)
+        return from_bytes(name, self.datatype, self.shape, self._raw(source))
+
+    def elements(self) -> list[bytes]:
+        """Read the elements of a tensor of BYTES."""
+        name, source = self.spec.name, self.source
+        if isinstance(source, pb.InferTensorContents):
+            return contents_values(name, self.datatype, self.shape, source)
+        return elements(name, self.shape, self._raw(source))
+
+    def _raw(self, source: bytes | RegionRange) -> bytes | memoryview:
+        return source.read(self.spec.name) if isinstance(source, RegionRange) else source
 
 
 @dataclass(frozen=True)
@@ -403,13 +419,13 @@ class Request:
         """Check whether an output is wanted."""
         return self.outputs is None or output in self.outputs
 
-    def array(self, name: str) -> npt.NDArray[Any] | None:
+    def array(self, name: str) -> Array | None:
         """Read the array of an input, in a thread if it may be large; None for an input that is left out."""
-        return self.inputs[name].read() if name in self.inputs else None
+        return self.inputs[name].array() if name in self.inputs else None
 
     def elements(self, name: str) -> list[bytes] | None:
         """Read the elements of an input of BYTES, as ``array`` does."""
-        return self.inputs[name].read() if name in self.inputs else None
+        return self.inputs[name].elements() if name in self.inputs else None
 
 
 def get_request(
@@ -498,7 +514,7 @@ def _check_count(name: str, got: int, known: Collection[str]) -> None:
         raise InvalidInputError(f"{name}: got {got} tensors, want at most {len(known)}")
 
 
-def _spec(where: str, name: str, known: Mapping[str, Any], seen: Mapping[str, object]) -> Any:
+def _spec(where: str, name: str, known: Mapping[str, T], seen: Mapping[str, object]) -> T:
     """Return the entry of a known name that was not seen before."""
     if name not in known:
         raise InvalidInputError(f"{where}.name: got {name[:100]!r}, want one of {', '.join(known)}")
@@ -507,7 +523,7 @@ def _spec(where: str, name: str, known: Mapping[str, Any], seen: Mapping[str, ob
     return known[name]
 
 
-Output = Callable[[], "tuple[str, npt.NDArray[Any]]"]
+Output = Callable[[], tuple[str, Array]]
 """Function that makes an output: its type and its array."""
 
 

@@ -6,24 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.rpc.errors import shortened
 from mmpos.support.info import version
-from mmpos_server.call import Call
+from mmpos_server.admission import Call
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.inference.messages import DATATYPES, get_request
 from mmpos_server.inference.models import Model
 from mmpos_server.methods import Method, NotFoundError, Run, Twin
 from mmpos_server.shared_memory import Regions, SharedMemory
-
-if TYPE_CHECKING:
-    from mmpos_server.call import Call
-    from mmpos_server.config import Profile
-    from mmpos_server.inference import open_inference_pb2 as pb
-    from mmpos_server.inference.models import Model
 
 __all__ = ["PLATFORM", "SERVICE", "OpenInference", "Statistics", "put_config", "put_metadata"]
 

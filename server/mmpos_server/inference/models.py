@@ -19,7 +19,7 @@ from mmpos.rpc.tensors import owned
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import IntArray, one_of
+from mmpos.support.checks import Array, IntArray, one_of
 from mmpos_server.inference.messages import Kind, Output, Request, Spec, loaded, put_response, scheme_of, views_of
 from mmpos_server.limits import check, check_answer, check_reply
 from mmpos_server.position_service import INLINE_BYTES, INLINE_SEGMENTS, PositionService, complete, segments_at_work
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
     from mmpos.images import ImageProcessor
     from mmpos.sequence.builder import SequenceBuilder
-    from mmpos_server.call import Call
+    from mmpos_server.admission import Call
     from mmpos_server.config import Limits, Profile
     from mmpos_server.inference import open_inference_pb2 as pb
-    from mmpos_server.inference.messages import Kind, Request
 
 __all__ = [
     "Model",
@@ -235,7 +234,7 @@ def outputs_of(positions: PositionTable) -> dict[str, Output]:
     }
 
 
-def _constant(datatype: str, array: Any) -> Output:
+def _constant(datatype: str, array: Array) -> Output:
     return lambda: (datatype, array)
 
 
@@ -331,7 +330,7 @@ def _images(profile: Profile) -> ImageProcessor:
     return profile.builder.images
 
 
-def _some(counts: Any) -> str:
+def _some(counts: Array) -> str:
     return str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
 
 
@@ -360,17 +359,17 @@ def _sequence_outputs(
 ) -> dict[str, Output]:
     starts = positions.cu_seqlens[:-1].tolist()
 
-    def ids() -> tuple[str, Any]:
+    def ids() -> tuple[str, Array]:
         return "INT64", np.concatenate([_none(0), *(sequence.input_ids for sequence in sequences)])
 
-    def grids() -> tuple[str, Any]:
+    def grids() -> tuple[str, Array]:
         return "INT64", np.concatenate([_none(0, 3), *(sequence.grid_thw for sequence in sequences)])
 
-    def spans() -> tuple[str, Any]:
+    def spans() -> tuple[str, Array]:
         moved = (sequence.image_spans + start for sequence, start in zip(sequences, starts, strict=True))
         return "INT64", np.concatenate([_none(0, 2), *moved])
 
-    def patches() -> tuple[str, Any]:
+    def patches() -> tuple[str, Array]:
         size, kept = images.patch_size, (sequence.patches for sequence in sequences)
         none = np.empty((0, size, size, 3), images.dtype)
         return _PIXELS[images.dtype], np.concatenate([none, *(one for one in kept if one is not None)])
@@ -378,7 +377,7 @@ def _sequence_outputs(
     return {"input_ids": ids, **outputs_of(positions), "grid_thw": grids, "image_spans": spans, "patches": patches}
 
 
-def _none(*shape: int) -> Any:
+def _none(*shape: int) -> IntArray:
     return np.empty(shape, np.int64)
 
 
@@ -445,7 +444,7 @@ class Rotate:
             datatype = request.inputs["q"].datatype
             put_response(answer, request, _rotated_outputs({"q": q, "k": k}, datatype))
 
-    def _positions(self, request: Request, q: Tensor, layout: str | None) -> Any:
+    def _positions(self, request: Request, q: Tensor, layout: str | None) -> PositionTable | Tensor:
         ids, table, documents = (request.array(name) for name in ("position_ids", "table", "table_documents"))
         if (ids is None) == (table is None) or (table is None) != (documents is None):
             raise InvalidInputError(
@@ -501,7 +500,7 @@ def _rotated_outputs(tensors: Mapping[str, Tensor | None], datatype: str) -> dic
     return {name: partial(_rotated_output, tensor, datatype) for name, tensor in tensors.items() if tensor is not None}
 
 
-def _rotated_output(tensor: Tensor, datatype: str) -> tuple[str, Any]:
+def _rotated_output(tensor: Tensor, datatype: str) -> tuple[str, Array]:
     import torch
 
     host = tensor.cpu().contiguous()

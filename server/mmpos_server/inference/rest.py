@@ -7,16 +7,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from reprlib import repr as shown
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.inference import open_inference_pb2 as pb
-from mmpos_server.inference.messages import DATATYPES, from_contents
+from mmpos_server.inference.messages import DATATYPES, contents_values, from_contents
 
 if TYPE_CHECKING:
+    from google.protobuf.internal.containers import MessageMap
     from google.protobuf.message import Message
 
 __all__ = ["BinaryOutputs", "infer_request", "infer_response", "plain", "register_request"]
@@ -38,17 +39,20 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+M = TypeVar("M", bound=_Model)
+
+
 class _Input(_Model):
     name: str
     datatype: str
     shape: Annotated[list[Annotated[int, _INT64]], FailFast()]
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     data: list[Any] | None = None
 
 
 class _Output(_Model):
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
 
 
 class _Infer(_Model):
@@ -56,7 +60,7 @@ class _Infer(_Model):
     # Clients repeat these from the path.
     model_name: str | None = None
     model_version: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     inputs: Annotated[list[_Input], FailFast()]
     outputs: Annotated[list[_Output], FailFast()] = []
 
@@ -133,7 +137,7 @@ def infer_response(message: pb.ModelInferResponse, binary: BinaryOutputs) -> tup
     raw = iter(message.raw_output_contents)
     outputs, behind = [], []
     for tensor in message.outputs:
-        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        output: dict[str, object] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         outputs.append(output)
         if tensor.parameters:  # it lies in shared memory
             output["parameters"] = _parameters(tensor.parameters)
@@ -152,7 +156,7 @@ def infer_response(message: pb.ModelInferResponse, binary: BinaryOutputs) -> tup
                 f"{tensor.name}: got {numbers} numbers as JSON, want at most {MAX_NUMBERS}, or binary_data"
             )
         output["data"] = np.frombuffer(data, dtype).tolist()
-    head: dict[str, Any] = {"model_name": message.model_name, "model_version": message.model_version}
+    head: dict[str, object] = {"model_name": message.model_name, "model_version": message.model_version}
     if message.id:
         head["id"] = message.id
     try:
@@ -192,7 +196,7 @@ def plain(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _read(kind: type[Any], raw: bytes) -> Any:
+def _read(kind: type[M], raw: bytes) -> M:
     if len(raw) > MAX_JSON:
         raise LimitExceededError(
             f"request: got {len(raw)} bytes of JSON, want at most {MAX_JSON}, and binary_data_size"
@@ -244,7 +248,7 @@ def _put_inputs(message: pb.ModelInferRequest, inputs: Sequence[_Input], behind:
                 tensor.contents.CopyFrom(contents)
 
 
-def _binary_size(where: str, parameters: Mapping[str, Any] | None, framed: bool) -> int | None:
+def _binary_size(where: str, parameters: Mapping[str, object] | None, framed: bool) -> int | None:
     """Return the bytes that an input has behind the JSON; None for an input within it."""
     if parameters is None or "binary_data_size" not in parameters:
         return None
@@ -289,13 +293,14 @@ def _flat(where: str, values: list[Any]) -> list[Any]:
 def _raw(tensor: _Input, contents: pb.InferTensorContents) -> bytes:
     if tensor.datatype not in DATATYPES:
         return b""
-    values = from_contents(tensor.name, tensor.datatype, tuple(tensor.shape), contents)
-    if isinstance(values, list):
-        return b"".join(struct.pack("<I", len(element)) + element for element in values)
+    arguments = tensor.name, tensor.datatype, tuple(tensor.shape), contents
+    if tensor.datatype == "BYTES":
+        return b"".join(struct.pack("<I", len(element)) + element for element in contents_values(*arguments))
+    values = from_contents(*arguments)
     return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _put_parameters(where: str, target: Any, values: Mapping[str, Any]) -> None:
+def _put_parameters(where: str, target: MessageMap[str, pb.InferParameter], values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, bool):
             target[name].bool_param = value
@@ -311,11 +316,11 @@ def _put_parameters(where: str, target: Any, values: Mapping[str, Any]) -> None:
             )
 
 
-def _parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+def _parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, object]:
     return {name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in parameters.items()}
 
 
-def _flag(where: str, value: Any) -> bool:
+def _flag(where: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidInputError(f"{where}: got {shown(value)}, want true or false")
     return value

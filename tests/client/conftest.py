@@ -1,0 +1,22 @@
+"""A server with the default configuration, and both kinds of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mmpos_server.testing import running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of the server."""
+    with running() as address:
+        yield address
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of client, for ``opened``."""
+    return str(request.param)

@@ -1,0 +1,63 @@
+"""Both clients behind calls that wait, so that a test is written once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from mmpos.client import AsyncClient, Client
+from mmpos.errors import MmposError
+
+_END = object()
+
+
+class Waiting:
+    """An AsyncClient whose calls wait, and whose streams are iterators; its event loop rests in between."""
+
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
+        self._client, self._runner = client, runner
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> Any:
+            result = getattr(self._client, name)(*args, **kwargs)
+            if isinstance(result, AsyncClient):
+                return Waiting(result, self._runner)
+            return self._items(result) if isinstance(result, AsyncIterator) else self._runner.run(result)
+
+        return call
+
+    def _items(self, results: Any) -> Iterator[object]:
+        async def pull() -> object:
+            return await anext(results, _END)
+
+        try:
+            while (item := self._runner.run(pull())) is not _END:
+                yield item
+        finally:
+            self._runner.run(results.aclose())
+
+
+@contextmanager
+def opened(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
+    """Open a client whose calls wait: "sync" is a Client, "async" an AsyncClient in an event loop of its own."""
+    if kind == "sync":
+        with Client(addresses, **options) as client:
+            yield client
+        return
+    with asyncio.Runner() as runner:
+        awaited = AsyncClient(addresses, **options)
+        try:
+            yield Waiting(awaited, runner)
+        finally:
+            runner.run(awaited.close())
+
+
+def failure(call: Callable[..., object], *args: object, **kwargs: object) -> tuple[type, str]:
+    """The type and the words of the error that a call raises."""
+    with pytest.raises(MmposError) as caught:
+        call(*args, **kwargs)
+    return type(caught.value), str(caught.value)

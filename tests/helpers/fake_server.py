@@ -1,0 +1,97 @@
+"""A server whose answers a test decides; run as a program, one whose process can be killed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from mmpos.rpc.positions import get_query, put_result
+from mmpos.rpc.v1 import positions_pb2 as pb
+
+Place = Callable[[pb.PlaceRequest, grpc.ServicerContext], pb.PlaceResponse]
+Stream = Callable[[Iterator[pb.StreamPlaceRequest], grpc.ServicerContext], Iterator[pb.StreamPlaceResponse]]
+
+UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, "gone", ())
+
+
+def echo(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
+    """Answer as the service does."""
+    response = pb.PlaceResponse()
+    put_result(response.positions, get_query("query", request.query).run())
+    return response
+
+
+def echo_stream(
+    requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
+) -> Iterator[pb.StreamPlaceResponse]:
+    """Answer a stream as the service does."""
+    for request in requests:
+        response = pb.StreamPlaceResponse(id=request.id)
+        put_result(response.positions, get_query("query", request.query).run())
+        yield response
+
+
+@dataclass
+class Fake(grpc.GenericRpcHandler):
+    """Handlers of Place and StreamPlace, which record the metadata of every call."""
+
+    place: Place = echo
+    stream: Stream = echo_stream
+    metadata: list[tuple[tuple[str, str | bytes], ...]] = field(default_factory=list)
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:  # type: ignore[type-arg]
+        self.metadata.append(details.invocation_metadata)
+        if details.method == "/mmpos.rpc.v1.PositionService/Place":
+            return grpc.unary_unary_rpc_method_handler(
+                self.place, pb.PlaceRequest.FromString, pb.PlaceResponse.SerializeToString
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            self.stream, pb.StreamPlaceRequest.FromString, pb.StreamPlaceResponse.SerializeToString
+        )
+
+
+@contextmanager
+def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> Iterator[str]:
+    """Serve while inside, and say so to those who ask for health, or the contrary."""
+    server = grpc.server(ThreadPoolExecutor(16), handlers=[fake], options=[("grpc.so_reuseport", 0)])
+    servicer = health.HealthServicer()
+    states = health_pb2.HealthCheckResponse
+    servicer.set("", states.SERVING if serving else states.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield address if address.startswith("unix") else f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def _main() -> None:
+    def place(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
+        time.sleep(0.5)  # under way when a worker dies
+        return echo(request, context)
+
+    def stream(
+        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StreamPlaceResponse]:
+        for response in echo_stream(requests, context):
+            time.sleep(0.02)
+            yield response
+
+    server = grpc.server(ThreadPoolExecutor(64), handlers=[Fake(place, stream)])  # which may share its port
+    server.add_insecure_port(sys.argv[1])
+    server.start()
+    print("up", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,20 @@
+"""Calls of raw bytes over gRPC: their types, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc
+
+Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[bytes, bytes]"
+Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
+
+
+def ending(call: Callable[[], object]) -> tuple[str, str]:
+    """Return the status and details of a call; OK and no details if it is answered."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""

@@ -26,9 +26,9 @@ test: $(VENV)/dev  ## the tests
 slow: $(VENV)/dev  ## the tests that take longer
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m slow
 
-gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: PART=1, 2 or 3, OUT=, PEERS=, GPU=--dry
+gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: PART=1, 2 or 3, OUT=, PEERS=, DRY=1
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m mmpos_bench.gpu $(if $(PART),--part $(PART)) \
-	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(GPU)
+	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(if $(DRY),--dry)
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
 	PYTHONPATH=tests/helpers:tests/server $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)

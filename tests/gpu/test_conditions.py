@@ -135,7 +135,7 @@ def tables(tokens: int) -> list[PositionTable]:
     """Tables of as many tokens: at other places, of text alone, with one small image."""
     parts: list[list[Text | Grid]] = [[Text(tokens)], [Text(3), Grid(2, 2), Text(tokens - 7)]]
     others = [place(SegmentTable.from_documents([part]), "rope-tie") for part in parts]
-    return [*(placed(tokens, start=start) for start in (0, 77, 100_000)), *others][sized(0, 3) :]
+    return [*(placed(tokens, start=start) for start in (0, 77, 100_000)), *others][:: sized(1, 4)]
 
 
 @pytest.mark.parametrize("tokens", [sized(256, 9), pytest.param(MANY, marks=later)])

@@ -66,6 +66,7 @@ COUNTERS = (
     "launch__block_size",
 )
 
+_LOGGED = 8000  # characters that are kept of what a program prints
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
@@ -125,7 +126,7 @@ class Part:
             output.seek(0)
             told = output.read()
         with self.log.open("a") as log:
-            log.write(f"\n== {' '.join(command)}: {status}\n{told[-20_000:]}")
+            log.write(f"\n== {' '.join(command)}: {status}\n{told[-_LOGGED:]}")
         return status, told
 
     def measure(self, what: str, seconds: float) -> None:
@@ -236,7 +237,8 @@ def sanitize(part: Part, launch: tuple[str, ...], sizes: tuple[tuple[int, int], 
         for tokens, documents in sizes:
             name = f"{tool}, {tokens:,} tokens of {documents}"
             size = ("--tokens", str(tokens), "--documents", str(documents))
-            part.run(*launch, *size, "--warm", "0", seconds=60)  # compiles, which would take long under a sanitizer
+            if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
+                part.run(*launch, *size, "--warm", "0", seconds=60)
 
             def work(tool: str = tool, size: tuple[str, ...] = size) -> Mapping[str, object]:
                 command = (program, "--tool", tool, "--print-limit", "5", *launch, *size, "--warm", "0")
@@ -287,7 +289,9 @@ def main() -> int:
     """Run the parts that are asked for; return 1 if anything of ours was wrong."""
     parser = argparse.ArgumentParser(prog="python -m mmpos_bench.gpu", description=__doc__)
     parser.add_argument("--part", type=int, nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="the folder of results")
+    parser.add_argument(
+        "--out", type=Path, help="the folder of results; benchmarks/results/gpu, or out/gpu of a dry run"
+    )
     parser.add_argument("--peers", type=Path, help="a folder of unpacked packages of peers, behind what is installed")
     parser.add_argument("--commit", help="the commit, where the sources came without their repository")
     parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, toy sizes: proves this code alone")
@@ -295,17 +299,18 @@ def main() -> int:
         "--plot", type=Path, metavar="FILE", help="draw results that are there, .png or .svg; run nothing"
     )
     given = parser.parse_args()
+    out: Path = given.out or ROOT / ("out/gpu" if given.dry else "benchmarks/results/gpu")
     if given.plot:
         from mmpos_bench.gpu.plot import plot_shares
 
-        plot_shares(read_rows(given.out), given.plot)
+        plot_shares(read_rows(out), given.plot)
         return 0
     import torch
 
     if not given.dry and not torch.cuda.is_available():
         parser.error("there is no GPU here; --dry runs everything in Triton's interpreter")
-    given.out.mkdir(parents=True, exist_ok=True)
-    options = Options(given.out.resolve(), given.peers and given.peers.resolve(), given.commit, given.dry)
+    out.mkdir(parents=True, exist_ok=True)
+    options = Options(out.resolve(), given.peers and given.peers.resolve(), given.commit, given.dry)
     for number in given.part:
         print(f"part {number}, at most {SECONDS[number]:.0f} s", flush=True)
         part = Part(number, options)

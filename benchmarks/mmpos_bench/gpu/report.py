@@ -27,7 +27,7 @@ def _size(row: Row) -> tuple[str, int, int]:
 
 
 def problems_in(rows: Sequence[Row]) -> list[str]:
-    """List what is wrong with ours: tests, launches, findings of sanitizers, parts that broke."""
+    """List what is wrong with ours: tests, launches, findings of sanitizers, parts that broke; not tools that fail."""
     found = []
     peers = {row["way"] for row in rows if row.get("role") == "peer"}
     for row in rows:
@@ -36,7 +36,9 @@ def problems_in(rows: Sequence[Row]) -> list[str]:
             found.append(f"{name}: {row['error']}")
         elif row["kind"] == "sanitizer" and row.get("found"):
             found.append(f"{name}: {row['found']} findings: {row['said']}")
-        elif "error" in row and row["kind"] != "test" and name.partition(": ")[2] not in peers:
+        elif (
+            "error" in row and row["kind"] not in ("test", "sanitizer", "ncu") and name.partition(": ")[2] not in peers
+        ):
             found.append(f"{row['kind']}, {name}: {row['error']}")
     return found
 
@@ -111,16 +113,21 @@ def _looks(rows: Sequence[Row]) -> Iterator[str]:
         yield from table(
             ["call", "µs", "from", "to"], ([r["name"], *(f"{r[c]:.4g}" for c in ("us", "p20", "p80"))] for r in hosts)
         )
-    found = [row for row in rows if row["kind"] == "sanitizer" and "found" in row]
-    if found:
+    looked = [row for row in rows if row["kind"] == "sanitizer"]
+    if looked:
         yield "\n## compute-sanitizer\n"
-        yield from (f"- {row['name']}: {row['found'] or 'no'} findings" for row in found)
+        for row in looked:
+            yield f"- {row['name']}: " + (row["error"] if "error" in row else f"{row['found'] or 'no'} findings")
     counted = [(row["name"], kernel) for row in rows if row["kind"] == "ncu" for kernel in row.get("kernels", ())]
     if counted:
         yield "\n## Hardware counters\n"
         names = list(dict.fromkeys(name for _, kernel in counted for name in kernel if name != "kernel"))
         lines = ([f"{way}: {kernel['kernel']}", *(kernel.get(name, "") for name in names)] for way, kernel in counted)
         yield from table(["launch", *names], lines)
+    unread = [row for row in rows if row["kind"] == "ncu" and "error" in row]
+    if unread:
+        yield "\n## Hardware counters that were not read\n"
+        yield from (f"- {row['name']}: {row['error']}" for row in unread)
     absent = [row for row in rows if row["kind"] == "missing" or (row["kind"] == "note" and "text" in row)]
     if absent:
         yield "\n## Not here\n"

@@ -355,6 +355,42 @@ def test_recorder_keeps_what_failed_and_counts(tmp_path: Path) -> None:
     assert {name: counts[name] for name in want} == want
 
 
+LOST = """
+import torch
+
+def lose():
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+"""
+
+BREAKS = """
+import pytest
+from lost import lose
+
+@pytest.mark.parametrize("n", range(12))
+def test_some(n):
+    if n == 3:
+        lose()
+        raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "lost.py").write_text(LOST)
+    (tmp_path / "test_some.py").write_text(BREAKS)
+    folders = os.pathsep.join([str(tmp_path), *sys.path])
+    variables = {"MMPOS_JOURNAL": str(tmp_path / "j.jsonl"), "MMPOS_SUITE": "some", "PYTHONPATH": folders}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | variables
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mmpos_bench.gpu.recorder", "-n", "2", "--dist", "worksteal"]
+    subprocess.run([*command, "test_some.py"], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    *failed, counts = Journal(tmp_path / "j.jsonl").rows
+    assert {row["name"] for row in failed} == {"test_some.py::test_some[3]"}
+    assert counts["passed"] == 11
+
+
 # All of it.
 
 ABSENT = ("typer", "rich", "pydantic", "grpc", "tokenizers", "transformers", "PIL", "mmpos._native")

@@ -196,7 +196,7 @@ def tests(part: Part) -> None:
         if part.options.dry:
             command += ["-k", enough]
         elif importlib.util.find_spec("xdist"):
-            command += ["-n", str(min(8, cores())), "--dist", "loadgroup"]
+            command += ["-n", str(min(8, cores())), "--dist", "worksteal"]  # loadgroup waits for workers that ended
         where = {"MMPOS_JOURNAL": str(part.path), "MMPOS_SUITE": folder}
         status, told = part.run(*command, seconds=seconds, **where)
         if status not in (0, 1):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.embedding import RotaryEmbedding
+    from mmpos.rotary.rerotation import rerotate
 
 __all__ = [
     "NTK",
@@ -33,6 +34,7 @@ __all__ = [
     "angles",
     "apply_rotary",
     "cos_sin",
+    "rerotate",
     "rotate_and_store",
 ]
 
@@ -45,6 +47,7 @@ if not TYPE_CHECKING:
             "angles": "apply",
             "apply_rotary": "apply",
             "cos_sin": "apply",
+            "rerotate": "rerotation",
             "rotate_and_store": "apply",
         },
         extra="all",

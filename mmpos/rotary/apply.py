@@ -16,6 +16,7 @@ from mmpos.rotary import operators, paged, reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions, PositionIds, Positions, constants, position_ids
 from mmpos.rotary.paged import CacheLayout
+from mmpos.rotary.quantised import NO_SCALES, Scales, scale_of_cache, scale_of_queries
 from mmpos.rotary.reference import (
     AUTO,
     FLOATS,
@@ -154,6 +155,9 @@ def rotate_and_store(
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_offset: float = 0.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
     return_k: bool = False,
     inplace: bool = False,
     implementation: Implementation = "auto",
@@ -175,9 +179,9 @@ def rotate_and_store(
         positions: as for ``apply_rotary``, of every token, stored or not.
         rotary: likewise.
         key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
-            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, any strides: a view of what holds k and v
-            together, or all layers, is written where it lies.
-        value_cache: likewise, with the head_dim of v.
+            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, or with k_scale in float8_e4m3fn or
+            float8_e5m2, any strides: a view of what holds k and v together, or all layers, is written where it lies.
+        value_cache: likewise, with the head_dim of v, and v_scale.
         slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
         cache_layout: "NHD" or "HND".
         layout: of q, k and v, as for ``apply_rotary``.
@@ -185,19 +189,26 @@ def rotate_and_store(
         k_norm_weight: likewise of k.
         norm_eps: added to the mean of squares.
         norm_weight_offset: added to both weights: 1 for Gemma's.
+        k_scale: float32 by which k is divided before it is rounded to a cache of 8 bits: () or (1,) for all, or
+            (num_kv_heads,). Of the cache's shape without head_dim they are not read but written: each key that is
+            stored gets its own, its largest magnitude by the largest number of the cache's dtype.
+        v_scale: likewise of v.
+        q_scale: float32 of the shape of q without head_dim, to which a scale for each query is written; q then comes
+            back as float8_e4m3fn.
         return_k: also give rotated k outside of the cache, as attention over the prompt itself may want it.
         inplace: write rotated q into q, and with ``return_k`` k into k, instead of new tensors.
         implementation: as for ``apply_rotary``.
-        validate: also check ids and slots that lie on a device, which waits for the device.
+        validate: also check ids, slots and scales that lie on a device, which waits for the device.
 
     Returns:
-        q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came.
+        q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came, but for a q of 8 bits.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or
-            of validated ones, that the caches do not have or that an earlier token has.
+            of validated ones, that the caches do not have or that an earlier token has; scales there that are not
+            finite and positive.
         LimitExceededError: 2³¹ slots or more in a cache.
-        UnsupportedError: under autograd; a cache of 8 bits, which needs scales.
+        UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
     norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset)
     q4, k4 = _views(q, k, layout)
@@ -205,15 +216,24 @@ def rotate_and_store(
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     v4 = _values(v, k, k4, layout)
     rotation = _arguments(q4, positions, rotary, None, False, implementation, validate)
-    caches = _caches(key_cache, value_cache, cache_layout, k4, v4)
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    caches = _caches(key_cache, value_cache, cache_layout, k4, v4, given)
     tensors = {"q": q, "k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+    scales = NO_SCALES
+    if not (k_scale is None and v_scale is None and q_scale is None):
+        scales = _scales(given, (key_cache, value_cache), caches, cache_layout, validate)
+        if q_scale is not None:
+            scales = scales._replace(q_computed=_query_scale(q_scale, q, layout, inplace))
+        given["q_scale"] = q_scale
+        tensors |= {name: scale for name, scale in given.items() if scale is not None}
     _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
     slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
-    _check_memory(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
+    written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
+    _check_memory(tensors if scales is NO_SCALES else paged.in_bytes(tensors), written)
     if inplace:
-        operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *norm, *rotation)
+        operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.rotate_and_store(q4, k4, v4, *caches, slots, return_k, *norm, *rotation)
+    q_out, k_out = operators.rotate_and_store(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -425,18 +445,46 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
 
 
 def _caches(
-    key_cache: Tensor, value_cache: Tensor, cache_layout: CacheLayout, k: Tensor, v: Tensor
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_layout: CacheLayout,
+    k: Tensor,
+    v: Tensor,
+    scales: Mapping[str, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Check both caches and view them as (blocks, block_size, heads, head_dim)."""
     one_of("cache_layout", cache_layout, ("NHD", "HND"))
-    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k))
-    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v))
+    k_scaled, v_scaled = (scales[name] is not None for name in ("k_scale", "v_scale"))
+    keys = paged.pages_of("key_cache", key_cache, cache_layout, ("k", k), k_scaled)
+    values = paged.pages_of("value_cache", value_cache, cache_layout, ("v", v), v_scaled)
     if keys.shape[:2] != values.shape[:2]:
         raise InvalidInputError(
             f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
             f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
         )
     return keys, values
+
+
+def _scales(
+    scales: Mapping[str, Tensor | None],
+    caches: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    cache_layout: CacheLayout,
+    validate: bool,
+) -> Scales:
+    """Check the scales of k and v and return them, with None for those of q."""
+    (k_scale, k_computed), (v_scale, v_computed) = (
+        (None, None) if scale is None else scale_of_cache(name, scale, cache, view, cache_layout, validate)
+        for (name, scale), cache, view in zip(scales.items(), caches, pages, strict=True)
+    )
+    return Scales(k_scale, v_scale, k_computed, v_computed, None)
+
+
+def _query_scale(q_scale: Tensor, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor:
+    """Check where scales of queries go and view it as (batch, seq, heads)."""
+    if inplace:
+        raise InvalidInputError("q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn")
+    return _as_bshd(scale_of_queries(q_scale, q).unsqueeze(-1), layout).squeeze(-1)
 
 
 def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:

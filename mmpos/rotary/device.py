@@ -150,13 +150,16 @@ class PositionIds(NamedTuple):
         return x.reshape(*self.shape, *x.shape[1:])
 
 
-def position_ids(positions: Positions, device: torch.device, validate: bool = False) -> PositionIds:
+def position_ids(
+    positions: Positions, device: torch.device, validate: bool = False, name: str = "positions"
+) -> PositionIds:
     """Return positions of any sort as one tensor; a PositionTable is copied to the device.
 
     Args:
         positions: DevicePositions, a PositionTable, or dense ids.
         device: where a PositionTable goes.
         validate: also check dense ids that lie on a device for their range, which waits for the device.
+        name: of the argument, for messages.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -166,9 +169,9 @@ def position_ids(positions: Positions, device: torch.device, validate: bool = Fa
         return PositionIds(positions.table, mode, positions.axes, tokens, (tokens // seq, seq) if seq else (tokens,))
     if not isinstance(positions, Tensor):
         raise InvalidInputError(
-            f"positions: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
+            f"{name}: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
         )
-    return _dense_ids(positions, validate)
+    return _dense_ids(positions, validate, name)
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -209,20 +212,20 @@ def _torch_power(base: float, exponents: Any) -> Any:
     return torch.pow(base, torch.from_numpy(exponents)).numpy()
 
 
-def _dense_ids(ids: Tensor, validate: bool) -> PositionIds:
+def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:
     if ids.dim() not in (2, 3) or not ids.shape[0]:
-        raise InvalidInputError(f"positions: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
+        raise InvalidInputError(f"{name}: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
     flat = ids.flatten(1).contiguous()  # the kernel steps from token to token by one
     if ids.dtype in (torch.int32, torch.int64):
         mode = reference.DENSE_INTEGER
     elif ids.dtype == torch.float64:
         mode = reference.DENSE_FIXED
     else:
-        raise InvalidInputError(f"positions: got dtype {ids.dtype}, want int32, int64 or float64 ids")
+        raise InvalidInputError(f"{name}: got dtype {ids.dtype}, want int32, int64 or float64 ids")
     on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
     if (validate or on_host) and ids.dtype != torch.int32 and flat.numel():
         low, high = (float(bound) for bound in torch.aminmax(flat.detach()))
         if not (low >= INT32_MIN and high < INT32_MAX + 1):
-            raise InvalidInputError(f"positions: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
+            raise InvalidInputError(f"{name}: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
     flat = reference.fixed_from_float(flat) if mode == reference.DENSE_FIXED else flat
     return PositionIds(flat, mode, flat.shape[0], flat.shape[1], tuple(ids.shape[1:]))

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary import cpu, paged, quantised, reference
+from mmpos.rotary.quantised import NO_SCALES, Scales
 from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
-__all__ = ["norm_rotate", "norm_rotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
+__all__ = ["norm_rotate", "norm_rotate_", "rerotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
 
 _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
@@ -29,8 +30,12 @@ _ROTATION = (
 _NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset"
 """A Norm."""
 
-_STORE = "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k"
-"""Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens."""
+_STORE = (
+    "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
+)
+"""Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens;
+then Scales."""
 
 _SCHEMAS = (
     f"rotate(Tensor q, Tensor k, {_ROTATION}) -> (Tensor, Tensor)",
@@ -39,8 +44,10 @@ _SCHEMAS = (
     f"norm_rotate_(Tensor(a!) q, Tensor(b!) k, {_NORM}, {_ROTATION}) -> ()",
     f"norm_rotate_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, bool[4] wanted, {_NORM}, {_ROTATION})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format('a', 'b')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
-    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format('c', 'd')}, {_NORM}, {_ROTATION}) -> ()",
+    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
+    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
+    f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
+    " -> ()",
 )
 
 # Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
@@ -62,6 +69,8 @@ rotate_and_store = torch.ops.mmpos.rotate_and_store.default
 """Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
 rotate_and_store_ = torch.ops.mmpos.rotate_and_store_.default
 """Rotate q in place, and k where it is wanted, and write k and v to a cache."""
+rerotate_ = torch.ops.mmpos.rerotate_.default
+"""Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
 
 
 # The rotation.
@@ -229,17 +238,21 @@ def _store(
     q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    norm, rotation = _norm_and_rotation(arguments)
+    scales, norm, rotation = _scales_norm_and_rotation(arguments)
+    caches = key_cache, value_cache
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        q_out, k_out = torch.empty_like(q), torch.empty_like(k) if return_k else _without_heads(k)
-        kernel.launch_store(q, k, v, q_out, k_out, key_cache, value_cache, slots, rotation, norm)
-    else:
+        q_out, k_out = _fake_store(q, k, v, *caches, slots, return_k, *scales)
+        kernel.launch_store(q, k, v, q_out, k_out, *caches, slots, rotation, norm, scales)
+    elif scales.are_none:
         q_out, turned = rotate(q, k, *rotation) if norm is NONE else norm_rotate(q, k, *norm, *rotation)
-        paged.write((key_cache, value_cache), (turned, v), slots)
+        paged.write(caches, (turned, v), slots)
         k_out = turned if return_k else _without_heads(k)
-    _mark_written(key_cache, value_cache)
+    else:
+        q_out, turned = _store_scaled(q, k, v, caches, slots, scales, norm, rotation)
+        k_out = turned.to(k.dtype) if return_k else _without_heads(k)
+    _mark_written(*caches, *_computed(scales))
     return q_out, k_out
 
 
@@ -247,21 +260,88 @@ def _store_in_place(
     q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
     *arguments: Any,
 ) -> None:  # fmt: skip
-    norm, rotation = _norm_and_rotation(arguments)
+    scales, norm, rotation = _scales_norm_and_rotation(arguments)
+    caches = key_cache, value_cache
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
         k_out = k if return_k else _without_heads(k)
-        kernel.launch_store(q, k, v, q, k_out, key_cache, value_cache, slots, rotation, norm)
+        kernel.launch_store(q, k, v, q, k_out, *caches, slots, rotation, norm, scales)
         _mark_written(q, k_out)
-    else:
+    elif scales.are_none:
         turned = k if return_k else k.clone()
         if norm is NONE:
             rotate_(q, turned, *rotation)
         else:
             norm_rotate_(q, turned, *norm, *rotation)
-        paged.write((key_cache, value_cache), (turned, v), slots)
-    _mark_written(key_cache, value_cache)
+        paged.write(caches, (turned, v), slots)
+    else:
+        for x, out in zip((q, k), _store_scaled(q, k, v, caches, slots, scales, norm, rotation), strict=True):
+            if x is q or return_k:
+                x.copy_(out)
+    _mark_written(*caches, *_computed(scales))
+
+
+def _store_scaled(
+    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, scales: Scales, norm: Norm,
+    rotation: RotationArguments,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Store k and v, and return q as it is wanted and k in float32, from which what is stored is rounded once."""
+    full = q.to(torch.float32), k.to(torch.float32)
+    q_out, turned = rotate(*full, *rotation) if norm is NONE else norm_rotate(*full, *norm, *rotation)
+    stored = []
+    for x, pages, (scale, computed) in zip((turned, v), caches, (scales.of_k(), scales.of_v()), strict=True):
+        divisor = scale
+        if computed is not None:
+            divisor = quantised.computed_scale(x.to(torch.float32), pages.dtype)
+            paged.write((computed,), (divisor,), slots)
+        stored.append(x.to(pages.dtype) if divisor is None else quantised.quantised(x, divisor, pages.dtype))
+    paged.write(caches, stored, slots)
+    if scales.q_computed is None:
+        return q_out.to(q.dtype), turned
+    scale = scales.q_computed.copy_(quantised.computed_scale(q_out, quantised.QUERY))
+    return quantised.quantised(q_out, scale, quantised.QUERY), turned
+
+
+def _scales_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Scales, Norm, RotationArguments]:
+    count = len(NO_SCALES)
+    return Scales(*arguments[:count]), *_norm_and_rotation(arguments[count:])
+
+
+def _computed(scales: Scales) -> list[Tensor]:
+    return [x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None]
+
+
+def _rerotate_in_place(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any
+) -> None:
+    stop = RotationArguments(*arguments)
+    start = stop._replace(positions=from_positions, mode=from_mode)
+    if stop.implementation == TRITON:
+        from mmpos.rotary import kernel
+
+        kernel.launch_rerotate(pages, scales, slots, start, stop)
+    elif slots.shape[0] and pages.numel():
+        _rerotate_plainly(pages, scales, slots, start, stop)
+    _mark_written(pages, *([] if scales is None else [scales]))
+
+
+def _rerotate_plainly(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
+) -> None:
+    keys = paged.read(pages, slots).unsqueeze(0)
+    turned = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
+    cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
+    reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
+    if scales is not None:
+        growth = quantised.grown(turned, pages.dtype)
+        scale = paged.read(scales, slots).unsqueeze(0) * growth
+        paged.write((pages, scales), (quantised.quantised(turned, growth, pages.dtype), scale), slots)
+    elif turned is keys:
+        paged.write((pages,), (keys,), slots)
+    else:
+        one = turned.new_ones(())
+        paged.write((pages,), (quantised.quantised(turned, one, pages.dtype),), slots)
 
 
 # Shapes without values, for graphs that are traced.
@@ -279,9 +359,12 @@ def _fake_norm_backward(
 
 
 def _fake_store(
-    q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k) if return_k else _without_heads(k)
+    q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scales = Scales(*arguments[: len(NO_SCALES)])
+    q_out = torch.empty_like(q, dtype=q.dtype if scales.q_computed is None else quantised.QUERY)
+    return q_out, torch.empty_like(k) if return_k else _without_heads(k)
 
 
 def _fake_in_place(*_: Any) -> None:
@@ -315,6 +398,7 @@ for _name, _function, _fake in (
     ("norm_rotate_backward", _norm_rotate_backward, _fake_norm_backward),
     ("rotate_and_store", _store, _fake_store),
     ("rotate_and_store_", _store_in_place, _fake_in_place),
+    ("rerotate_", _rerotate_in_place, _fake_in_place),
 ):
     _LIBRARY.impl(_name, _outside_of_graphs(_function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{_name}", _fake, lib=_LIBRARY)

@@ -180,6 +180,27 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
     return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
 
 
+def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
+    """Compute (tokens, pairs) float32 cos and sin of the rotation that leads from one position to another.
+
+    The turns themselves are subtracted, so that it is exactly what lies between the rotations to both positions, and
+    nothing where they are equal. The float32 products of Transformers are not, since their difference is rounded:
+    it is their cos and sin that are combined.
+
+    Args:
+        start: where tokens were; factor and conjugate play no part.
+        stop: where they go, by the same frequencies.
+        tokens: how many, from the first one.
+    """
+    axis = stop.pair_axis.to(torch.int64)
+    before, after = (fixed_positions(x.positions, x.mode, tokens)[:, :tokens] for x in (start, stop))
+    if stop.as_hf:
+        (cos, sin), (other_cos, other_sin) = (cos_sin_as_hf(x, axis, stop.frequencies) for x in (after, before))
+        return cos * other_cos + sin * other_sin, sin * other_cos - cos * other_sin
+    there, here = (turns(x, axis, stop.frequencies) for x in (after, before))
+    return cos_sin_of_turns(there.sub_(here).bitwise_and_(MASK))
+
+
 def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
     """Compute float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7, to the same bits on every device."""
     turn = turn.to(torch.int32)

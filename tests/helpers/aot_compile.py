@@ -1,7 +1,7 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py and test_rotary_store_aot.py in a process without Triton's interpreter: ``python
-aot_compile.py "table integer half"``, and ``python aot_compile.py "store: plain"`` for the kernel that stores.
+Run by test_rotary_aot.py and others in a process without Triton's interpreter: ``python aot_compile.py "table integer
+half"``, ``"store: plain"`` for the kernel that stores, ``"rerotate: plain"`` for the one that turns stored keys.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
+from mmpos.rotary.kernel.quantised import Formats, format_of
+from mmpos.rotary.kernel.rerotate import rerotate_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of
 
 ARCHITECTURES = (80, 90, 100)
-HEADS = ("q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache")
+HEADS = (
+    "q", "k", "v", "q_grad", "k_grad", "q_out", "k_out", "key_cache", "value_cache",
+    "pages", "scales", "q_scales", "k_scales", "v_scales",
+)  # fmt: skip
 TYPES = {
-    **dict.fromkeys(("positions", "frequencies", "slots"), "*i64"),
+    **dict.fromkeys(("positions", "from_positions", "frequencies", "slots"), "*i64"),
     **dict.fromkeys(("q_weight", "k_weight"), "*bf16"),
     **dict.fromkeys(("q_sums", "k_sums"), "*fp32"),
     **dict.fromkeys(("attention_factor", "eps", "offset"), "fp32"),
@@ -88,15 +96,49 @@ CASES: dict[str, dict[str, Any]] = {
     "store: few tokens": {"store": True, "block": 4, "warps": 1, "weights": "qk"},
     "store: norm, return k": {"store": True, "return_k": True, "weights": "qk"},
     "store: other values": {"store": True, "values": 64},
+    "store: e4m3": {"store": True, "eight_bits": "kv"},
+    "store: e4m3 adjacent": {"store": True, "eight_bits": "kv", "adjacent": True},
+    "store: e4m3, norm, computed": {"store": True, "eight_bits": "kv", "computed": True, "weights": "qk"},
+    "store: e4m3, q too, computed": {"store": True, "eight_bits": "qkv", "computed": True},
+    "store: e4m3 partial, q too, norm, computed": {
+        "store": True,
+        "eight_bits": "qkv",
+        "computed": True,
+        "pairs": 32,
+        "rest": 64,
+        "weights": "qk",
+    },
     "store: one of each": {
         "store": True,
         "ones": ("tokens", "seq", "segments", "q_heads", "k_heads", "stored", "block_size", "k.head"),
+    },
+    "rerotate: plain": {"start": reference.TABLE_INTEGER},
+    "rerotate: adjacent": {"start": reference.TABLE_INTEGER, "adjacent": True},
+    "rerotate: fractional": {"start": reference.TABLE_FRACTIONAL, "mode": reference.TABLE_FRACTIONAL},
+    "rerotate: ids to a table": {"start": reference.DENSE_INTEGER},
+    "rerotate: partial": {"start": reference.TABLE_INTEGER, "pairs": 32, "rest": 64},
+    "rerotate: few tokens": {"start": reference.TABLE_INTEGER, "block": 4, "warps": 1},
+    "rerotate: e4m3": {"start": reference.TABLE_INTEGER, "eight_bits": "k"},
+    "rerotate: e4m3, scales of slots": {"start": reference.TABLE_INTEGER, "eight_bits": "k", "computed": True},
+    "rerotate: e4m3 adjacent, scales of slots": {
+        "start": reference.TABLE_INTEGER,
+        "adjacent": True,
+        "eight_bits": "k",
+        "computed": True,
+    },
+    "rerotate: e5m2 partial, scales of slots": {
+        "start": reference.TABLE_INTEGER,
+        "pairs": 32,
+        "rest": 64,
+        "eight_bits": "k",
+        "computed": True,
+        "dtype": torch.float8_e5m2,
     },
 }
 
 
 def compiled(
-    arch: int,
+    arch: int | str,
     *,
     mode: int = reference.TABLE_INTEGER,
     adjacent: bool = False,
@@ -111,18 +153,31 @@ def compiled(
     store: bool = False,
     values: int = 128,
     return_k: bool = False,
+    eight_bits: str = "",
+    computed: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    start: int | None = None,
 ) -> Any:
     """The kernel for bfloat16, strides that are multiples of 16, and tokens per program and warps as launched."""
     constants = {"CHANNELS": channels_of(2 * pairs + rest, pairs, adjacent), "ANGLES": angles(mode), "BLOCK": block}
+    q, k, v = (format_of(dtype, computed) if x in eight_bits else None for x in "qkv")
+    outputs = {"q": "q_out", "k": "key_cache", "v": "value_cache"}
+    data = {name: "*fp32" for name in HEADS if "scales" in name} | {outputs[x]: "*u8" for x in eight_bits}
+    if start is not None:
+        constants |= {"FROM": angles(start), "FORMAT": k} | ({} if computed else {"scales": None})
+        data["pages"] = "*u8" if eight_bits else "*bf16"
+        return compiled_for(arch, rerotate_kernel, constants, ones, warps, data=data)
     if store:
         constants |= {"VALUE_CHANNELS": channels_of(values, 0), "COPY_Q_REST": True, "COPY_K_REST": True}
+        constants |= {"FORMATS": Formats(q, k, v)}
     else:
         constants |= {"COPY_REST": True}
-    # Without weights the arguments of the norm are no parameters.
+    # Without weights the arguments of the norm are no parameters, and without 8 bits those of scales.
     missing = [f"{x}_{what}" for x in "qk" if x not in weights for what in ("weight", "sums")]
     missing += ([] if weights else ["eps", "offset"]) + (["k_out"] if store and not return_k else [])
+    missing += [f"{x}_scales" for x in "qkv" if x not in eight_bits]
     kernel = store_kernel if store else backward_kernel if backward else rotary_kernel
-    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion)
+    return compiled_for(arch, kernel, constants | dict.fromkeys(missing), ones, warps, fusion, data)
 
 
 def angles(mode: int) -> Angles:
@@ -133,9 +188,13 @@ def angles(mode: int) -> Angles:
 
 
 def compiled_for(
-    arch: int, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False
-) -> Any:
-    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of."""
+    arch: int | str, kernel: Any, constants: dict[str, Any], ones: tuple[str, ...], warps: int, fusion: bool = False,
+    data: Mapping[str, str] = MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """A kernel with these constants, and with 1 for the arguments in ones, which Triton makes a constant of.
+
+    Heads are bfloat16 but for those that data names, and an arch that is a word is one of AMD's.
+    """
     signature: dict[str, Any] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     multiples: dict[tuple[int, ...], Any] = {}
@@ -145,7 +204,8 @@ def compiled_for(
             fixed[(index,)] = constants.get(name, 1)
         elif name in HEADS:
             parts = [(field, 1 if field == "channel" or f"{name}.{field}" in ones else None) for field in Heads._fields]
-            types = ["*bf16" if field == "data" else "constexpr" if value else "i32" for field, value in parts]
+            kind = data.get(name, "*bf16")
+            types = [kind if field == "data" else "constexpr" if value else "i32" for field, value in parts]
             signature[name] = Heads(*types)
             fixed |= {(index, i): value for i, (_, value) in enumerate(parts) if value}
             multiples |= {(index, i): [["tt.divisibility", 16]] for i, (_, value) in enumerate(parts) if not value}
@@ -154,7 +214,8 @@ def compiled_for(
             if signature[name].startswith("*"):
                 multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=multiples)
-    return triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "enable_fp_fusion": fusion})
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target, {"num_warps": warps, "enable_fp_fusion": fusion})
 
 
 def loops(ptx: str) -> list[str]:
@@ -202,9 +263,16 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def all_facts(names: list[str]) -> dict[str, dict[str, int]]:
-    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90"."""
+    """Facts by case and architecture: all of them, unless a name ends with one, as in "norm half, sm_90".
+
+    With one of AMD's at its end, as in "norm half, gfx942", it is compiled and there are no facts.
+    """
     by_case = {}
     for name in names:
+        case, _, arch = name.partition(", gfx")
+        if arch:
+            compiled(f"gfx{arch}", **CASES[case])
+            continue
         case, _, arch = name.partition(", sm_")
         for each in (int(arch),) if arch else ARCHITECTURES:
             by_case[f"{case}, sm_{each}"] = facts(compiled(each, **CASES[case]))

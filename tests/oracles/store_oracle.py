@@ -12,7 +12,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The device of caches: kernels run in Triton's interpreter where there is no GPU."""
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
-"""Bits of a NaN that nothing computes, by dtype: what an untouched cell holds."""
+FILL |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7D}
+"""Bits of a NaN that nothing computes, by dtype: what an untouched cell holds. (e4m3 has no other NaN.)"""
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers of as many bytes."""
 
 
 class Cache(NamedTuple):
@@ -34,8 +38,7 @@ class Cache(NamedTuple):
 
 def filled(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor of cells that nobody has touched."""
-    kind = torch.int32 if dtype == torch.float32 else torch.int16
-    return torch.full(shape, FILL[dtype], dtype=kind, device=DEVICE).view(dtype)
+    return torch.full(shape, FILL[dtype], dtype=INTEGERS[dtype.itemsize], device=DEVICE).view(dtype)
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Cache]
@@ -105,7 +108,7 @@ def write(cache: Cache, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
 
 def bits(x: Tensor) -> Tensor:
     """The bits of every element."""
-    return x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).cpu()
+    return x.detach().contiguous().view(INTEGERS[x.dtype.itemsize]).cpu()
 
 
 def assert_same_bits(got: Tensor | None, want: Tensor | None, ulps: int = 0) -> None:
@@ -121,6 +124,18 @@ def assert_holds(got: Cache, want: Cache, ulps: int = 0) -> None:
     """Every cell of everything behind the caches, touched or not, is as it should be."""
     for a, b in zip(got.whole, want.whole, strict=True):
         assert_same_bits(a, b, ulps)
+
+
+def nearest(x: Any, dtype: torch.dtype) -> Tensor:
+    """Numbers of 8 bits that are nearest to float64 ones, by a search among all of them; ties go to the even one."""
+    finite = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    finite = finite[finite.isfinite()]
+    x = torch.as_tensor(x, dtype=torch.float64)
+    above = torch.searchsorted(finite, x.abs()).clamp(max=len(finite) - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = finite[above] - x.abs(), x.abs() - finite[below]
+    chosen = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return torch.copysign(finite[chosen], x)
 
 
 def flat(x: Any, layout: str | None) -> Tensor:

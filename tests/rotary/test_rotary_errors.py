@@ -306,7 +306,7 @@ def test_without_torch_frequencies_work_and_the_rest_names_the_command() -> None
 import mmpos, mmpos.rotary
 from mmpos.rotary import Rotary
 assert Rotary(head_dim=8).pair_axis.tolist() == [0, 1, 0, 1]
-for name in ("angles", "apply_rotary", "cos_sin", "rotate_and_store", "DevicePositions", "RotaryEmbedding"):
+for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "RotaryEmbedding"):
     try:
         getattr(mmpos.rotary, name)
     except ImportError as error:

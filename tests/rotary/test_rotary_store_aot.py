@@ -53,3 +53,25 @@ def test_arguments_that_are_one_and_heads_that_turn_in_part_compile_without_spil
 ) -> None:
     for case, facts in those(OTHER, found).items():
         assert (facts["spills"], facts["stack"], facts["local"]) == (0, 0, 0), case
+
+
+EIGHT_BITS = [
+    "store: e4m3, sm_80",
+    "store: e4m3, sm_90",
+    "store: e4m3 adjacent, sm_100",
+    "store: e4m3, norm, computed, sm_90",
+]
+EIGHT_BITS += ["store: e4m3, q too, computed, sm_80", "store: e4m3 partial, q too, norm, computed, sm_100"]
+
+
+@pytest.mark.slow
+def test_caches_of_8_bits_compile_without_spills_for_gpus_with_and_without_such_numbers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    names = [*EIGHT_BITS, "store: e4m3, norm, computed, gfx942"]
+    for case, facts in facts_of(names, tmp_path_factory.mktemp("triton")).items():
+        assert facts["loads_128"] >= 6, case
+        assert (facts["spills"], facts["stack"], facts["local"], facts["float64"]) == (0, 0, 0, 0), case
+        assert facts["registers"] <= (160 if "partial" in case else 96), case
+        # Where scales are given, no thread of a loop over halves waits for another.
+        assert "computed" in case or "adjacent" in case or facts["heads_shared"] == 0, case

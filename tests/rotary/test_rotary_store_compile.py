@@ -18,6 +18,7 @@ from mmpos.rotary import DevicePositions, Rotary, rotate_and_store
 from mmpos.rotary.device import constants, position_ids
 from mmpos.rotary.operators import rotate_and_store as store
 from mmpos.rotary.operators import rotate_and_store_ as store_
+from mmpos.rotary.quantised import NO_SCALES
 from mmpos.rotary.reference import AUTO, NONE
 
 ROTARY = Rotary(12)
@@ -154,7 +155,7 @@ def arguments(
     key, value = (x.transpose(1, 2) if cache.layout == "HND" else x for x in (cache.key, cache.value))
     norm = NONE if weights is None else (*weights, 1e-6, 1.0)
     numbers = made.mode, False, 1.0, False, AUTO
-    return q, k, v, key, value, slots, return_k, *norm, made.tensor, *constants(ROTARY, DEVICE), *numbers
+    return q, k, v, key, value, slots, return_k, *NO_SCALES, *norm, made.tensor, *constants(ROTARY, DEVICE), *numbers
 
 
 SAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {

@@ -181,11 +181,19 @@ def test_bad_input_is_refused_with_what_got_and_want(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_caches_of_8_bits_need_scales_and_are_not_supported(dtype: torch.dtype) -> None:
-    message = f"key_cache: got {dtype}, which needs scales, want torch.float32 as k"
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_caches_of_8_bits_need_scales(dtype: torch.dtype) -> None:
+    message = f"key_cache: got {dtype}, which needs scales, want k_scale beside it, or torch.float32 as k"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         calls(key_cache=cache_of((4, 16, 2, 12), dtype))()
+
+
+@pytest.mark.parametrize("scale", [{}, {"v_scale": torch.ones(())}])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
+def test_caches_of_other_8_bits_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
+    message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as v')}$"):
+        calls(value_cache=cache_of((4, 16, 2, 12), dtype), **scale)()
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmpos import InvalidInputError
 from mmpos.rotary import Rotary, apply_rotary, operators, paged, rotate_and_store
 from mmpos.rotary.device import constants, position_ids
+from mmpos.rotary.quantised import NO_SCALES
 from mmpos.rotary.reference import NONE, REFERENCE, TRITON
 
 TABLE = packed("rope-tie").slice(4, 17)
@@ -32,7 +33,7 @@ def unseen(cache: Cache, slots: Tensor, implementation: int) -> tuple[Tensor, Te
 def arguments(implementation: int) -> tuple[Any, ...]:
     made = position_ids(TABLE, torch.device(DEVICE))
     numbers = made.mode, False, 1.0, False, implementation
-    return False, *NONE, made.tensor, *constants(ROTARY, DEVICE), *numbers
+    return False, *NO_SCALES, *NONE, made.tensor, *constants(ROTARY, DEVICE), *numbers
 
 
 BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128, 9, 65]

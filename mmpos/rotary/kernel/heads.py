@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from mmpos.rotary.kernel.quantised import codes_of_heads
+
 
 # Offsets are 64 bits wide: long batches pass 2³¹ elements.
 @triton.jit
@@ -104,9 +106,12 @@ def rows_of(x, batch, token):
 @triton.jit
 def rotate_heads(
     x, out, x_rows, out_rows, heads, weight, eps, offset, cos, sin, valid,
-    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr,
+    CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, scales=None, scale_rows=None, FORMAT: tl.constexpr = None,
 ):  # fmt: skip
-    """Rotate this program's share of heads, normalised first where there is a weight, with one rounding at the end."""
+    """Rotate this program's share of heads, normalised first where there is a weight, with one rounding at the end.
+
+    With a FORMAT it is that of out, 8 bits, after a division by the scale of each head.
+    """
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     if weight is not None:
         weights = load_weight(weight, offset, CHANNELS)
@@ -119,10 +124,18 @@ def rotate_heads(
             rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
             scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
-            if CHANNELS.rest > 0:
-                store_rest(target, out.channel, valid, rest * scale * weights[2], CHANNELS)
+            rest = rest * scale * weights[2]
+            if CHANNELS.rest > 0 and FORMAT is None:
+                store_rest(target, out.channel, valid, rest, CHANNELS)
         first, second = turned(first, second, cos, sin)
+        if FORMAT is not None:
+            if weight is None:
+                rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
+            of_head = scales.data + (scale_rows + head * tl.cast(scales.head, tl.int64))
+            first, second, rest = codes_of_heads(first, second, rest, of_head, valid, CHANNELS, FORMAT)
+            if CHANNELS.rest > 0:
+                store_rest(target, out.channel, valid, rest, CHANNELS)
         store_pairs(target, out.channel, valid, first, second, CHANNELS)
-        if weight is None and COPY_REST and CHANNELS.rest > 0:
+        if weight is None and FORMAT is None and COPY_REST and CHANNELS.rest > 0:
             rest = load_rest(source, x.channel, valid, None, CHANNELS)
             store_rest(target, out.channel, valid, rest, CHANNELS)

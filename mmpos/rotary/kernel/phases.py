@@ -114,11 +114,11 @@ def _cos_sin_of_turns(turn):
 
 
 @triton.jit
-def _cos_sin(
+def angles_of(
     positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute (BLOCK, pairs_padded) float32 cos and sin of tokens."""
+    """Compute (BLOCK, pairs_padded) angles of tokens: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
     pair = tl.arange(0, width)
@@ -143,8 +143,7 @@ def _cos_sin(
         ids = whole.to(tl.float32)
         if ANGLES.fractional:
             ids = ((whole.to(tl.int64) << 32) + fraction.to(tl.int64)).to(tl.float32) * 2.3283064365386963e-10
-        angle = ids * inv_freq
-        return tl.cos(angle), tl.sin(angle)
+        return ids * inv_freq
     hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)[None, :]
     lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
     unsigned = whole.to(tl.uint32, bitcast=True)
@@ -152,7 +151,15 @@ def _cos_sin(
     if ANGLES.fractional:
         rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)[None, :]
         turn += tl.umulhi(fraction, hi) + fraction * rounds
-    return _cos_sin_of_turns(turn)
+    return turn
+
+
+@triton.jit
+def cos_sin_of(angles, AS_HF: tl.constexpr):
+    """Compute float32 cos and sin of what ``angles_of`` computes."""
+    if AS_HF:
+        return tl.cos(angles), tl.sin(angles)
+    return _cos_sin_of_turns(angles)
 
 
 @triton.jit
@@ -165,9 +172,10 @@ def phases(
     stop = tl.minimum(first + BLOCK, tokens)
     token = first + tl.arange(0, BLOCK)
     valid = token < tokens
-    cos, sin = _cos_sin(
+    angles = angles_of(
         positions, segments, row_stride, frequencies, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
     )
+    cos, sin = cos_sin_of(angles, ANGLES.as_hf)
     if ANGLES.scaled:
         cos, sin = cos * attention_factor, sin * attention_factor
     if ANGLES.conjugate:

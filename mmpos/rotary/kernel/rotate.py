@@ -10,6 +10,16 @@ from torch import Tensor
 from mmpos.rotary.kernel import tiling
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
+from mmpos.rotary.kernel.quantised import (
+    as_bits,
+    codes_of,
+    divisor_of,
+    formats_of,
+    heads_of_scales,
+    largest_of,
+    scale_rows,
+)
+from mmpos.rotary.quantised import NO_SCALES, Scales
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
 
 
@@ -37,7 +47,7 @@ def rotary_kernel(
 
 
 @triton.jit
-def _slots_of(slots, token, stored, capacity, block_size):
+def slots_of(slots, token, stored, capacity, block_size):
     """Compute which tokens have a slot in the cache, and its block and offset there, 64 bits wide."""
     slot = tl.load(slots + token, mask=token < stored, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < capacity)
@@ -46,14 +56,21 @@ def _slots_of(slots, token, stored, capacity, block_size):
 
 
 @triton.jit
-def _copy_heads(x, out, x_rows, out_rows, heads, kept, CHANNELS: tl.constexpr):
-    """Copy this program's share of heads: none of their channels turns."""
+def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
+    """Copy this program's share of heads, of which no channel turns; divided by scales where FORMAT is 8 bits."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
         source = x.data + (x_rows[:, None] + head * x_head)
         target = out.data + (out_rows[:, None] + head * out_head)
-        store_rest(target, out.channel, kept, load_rest(source, x.channel, kept, None, CHANNELS), CHANNELS)
+        if FORMAT is None:
+            values = load_rest(source, x.channel, kept, None, CHANNELS)
+        else:
+            values = load_rest(source, x.channel, kept, 0.0, CHANNELS).to(tl.float32)
+            of_head = scales.data + (rows + head * tl.cast(scales.head, tl.int64))
+            divisor = divisor_of(largest_of(values, values, values, CHANNELS), of_head, kept, FORMAT)
+            values = codes_of(tl.div_rn(values, divisor), FORMAT)
+        store_rest(target, out.channel, kept, values, CHANNELS)
 
 
 @triton.jit(
@@ -62,10 +79,10 @@ def _copy_heads(x, out, x_rows, out_rows, heads, kept, CHANNELS: tl.constexpr):
     ]
 )  # fmt: skip
 def store_kernel(
-    q, k, v, q_out, k_out, key_cache, value_cache, slots, positions, frequencies, pair_axis,
-    q_weight, k_weight, eps, offset,
+    q, k, v, q_out, k_out, key_cache, value_cache, q_scales, k_scales, v_scales, slots,
+    positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
     tokens, seq, segments, row_stride, q_heads, k_heads, stored, capacity, block_size, attention_factor,
-    CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr, FORMATS: tl.constexpr,
     COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens, and a share of their heads, in each program, and store those that have slots."""
@@ -77,15 +94,18 @@ def store_kernel(
     rotate_heads(
         q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_Q_REST,
+        q_scales, scale_rows(q_scales, batch, place, FORMATS.q), FORMATS.q,
     )  # fmt: skip
-    kept, page, slot = _slots_of(slots, token, stored, capacity, block_size)
+    kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
     k_rows = rows_of(k, batch, place)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
         cos, sin, kept, CHANNELS, True,
+        k_scales, scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
     )  # fmt: skip
     v_rows, value_rows = rows_of(v, batch, place), rows_of(value_cache, page, slot)
-    _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, VALUE_CHANNELS)
+    v_scale_rows = scale_rows(v_scales, page, slot, FORMATS.v)
+    _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, v_scales, v_scale_rows, VALUE_CHANNELS, FORMATS.v)
     if k_out is not None:
         # Read and turned once more, since tokens without a slot have their k here only; it may be k itself.
         tl.debug_barrier()
@@ -128,7 +148,7 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
 
 def launch_store(
     q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_out: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slots: Tensor, rotation: RotationArguments, norm: Norm = NONE,
+    slots: Tensor, rotation: RotationArguments, norm: Norm = NONE, scales: Scales = NO_SCALES,
 ) -> None:  # fmt: skip
     """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
 
@@ -143,23 +163,26 @@ def launch_store(
         slots: (n,) slots of the first n tokens.
         rotation: how to rotate, forward.
         norm: of the heads before the rotation.
+        scales: of what is stored in 8 bits.
     """
     batch, seq, q_heads, head_dim = q.shape
     k_heads, value_dim = v.shape[2:]
     tokens = batch * seq
     if tokens == 0:
         return
-    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE)
+    width = tiling.width(head_dim, rotation.num_pairs, norm is not NONE or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     with tiling.on(q.device):
         store_kernel[(triton.cdiv(tokens, block), shares)](
-            *map(tiling.heads_of, (q, k, v, q_out)), tiling.heads_of(k_out) if k_out.shape[2] else None,
-            tiling.heads_of(key_cache), tiling.heads_of(value_cache), slots,
+            *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
+            tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),
+            *(heads_of_scales(*each) for each in (scales.of_q(), scales.of_k(), scales.of_v())), slots,
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k_heads,
             slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1], rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
             VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
+            FORMATS=formats_of(q_out.dtype, key_cache.dtype, value_cache.dtype, scales),
             COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Turn keys that lie in a paged cache from one table of positions to another."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary import operators, paged, quantised
+from mmpos.rotary.apply import Implementation, _check_inference, _check_memory, _number_of
+from mmpos.rotary.config import Rotary
+from mmpos.rotary.device import PositionIds, Positions, constants, position_ids
+from mmpos.rotary.paged import CacheLayout, SlotNames
+from mmpos.rotary.reference import FLOATS
+from mmpos.support.checks import counted, one_of
+
+__all__ = ["rerotate"]
+
+
+def rerotate(
+    k_cache: Tensor,
+    slots: Tensor,
+    from_positions: Positions,
+    to_positions: Positions,
+    rotary: Rotary,
+    *,
+    cache_layout: CacheLayout = "NHD",
+    k_scale: Tensor | None = None,
+    implementation: Implementation = "auto",
+    validate: bool = False,
+) -> None:
+    """Turn keys in a paged cache from one table of positions to another, in place: in one launch on a GPU.
+
+    A key that was rotated to one position becomes, on every axis at once, the same key rotated to another one, with one
+    rounding from the rotation by what lies between, and the same bits where nothing lies between: of a chunk that is
+    used again at another place, neither k nor its projection is computed anew.
+
+    It moves a key and does not change its content. Where other text or other images now stand before a chunk, only the
+    first layer's keys are those of the whole prompt computed anew; in deeper layers k and v have seen what stood before
+    them, so that cached ones are an approximation, however exactly they are turned. Values carry no position and stay.
+
+    Args:
+        k_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim) "HND",
+            or (slots, num_kv_heads, head_dim), any strides; float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+        slots: (tokens,) or (batch, seq) int32 or int64 slots, or a row of fewer for the first tokens; a negative one,
+            and on a device one that is too large, is skipped.
+        from_positions: where tokens were: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
+        to_positions: where they go; another sort than from_positions will do.
+        rotary: by which they were rotated; an attention factor was multiplied then and is not again. With
+            ``precision="hf"`` the difference between two such rotations, whose bits are not the same where nothing
+            lies between.
+        cache_layout: "NHD" or "HND".
+        k_scale: of a cache of 8 bits, float32: (), (1,) or (num_kv_heads,), which stay, or the cache's shape without
+            head_dim, a scale for each slot and head. Those grow where a turned key has a channel too large for its
+            own, by √2 at most; what is too large for scales that stay becomes the largest number.
+        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors; the same bits.
+        validate: also check ids, slots and scales that lie on a device, which waits for the device.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or of
+            validated ones, that the cache does not have or that an earlier token has; scales that are missing, or that
+            are not finite and positive.
+        LimitExceededError: 2³¹ slots or more.
+        UnsupportedError: under autograd; a cache of another dtype of 8 bits.
+    """
+    one_of("cache_layout", cache_layout, ("NHD", "HND"))
+    pages = _pages(k_cache, cache_layout, rotary)
+    start = _ids("from_positions", from_positions, rotary, pages, validate)
+    stop = _ids("to_positions", to_positions, rotary, pages, validate)
+    if start.tokens != stop.tokens:
+        raise InvalidInputError(f"to_positions: got {stop.tokens} tokens, want {start.tokens} as in from_positions")
+    batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
+    names = SlotNames("slots", "from_positions", "k_cache")
+    row = paged.slots_of(slots, batch, seq, pages, validate, names)
+    if (k_scale is None) == (pages.dtype in paged.EIGHT_BITS):
+        got = "None" if k_scale is None else type(k_scale).__name__
+        want = "None" if pages.dtype in FLOATS else "its scales: a rotation may need larger ones"
+        raise InvalidInputError(f"k_scale: got {got} for a cache of {pages.dtype}, want {want}")
+    written = None
+    tensors = {"k_cache": k_cache}
+    if k_scale is not None:
+        tensors["k_scale"] = k_scale
+        _, written = quantised.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
+    _check_inference(tensors)
+    _check_memory(paged.in_bytes(tensors), ("k_cache",) if written is None else ("k_cache", "k_scale"))
+    number = _number_of(implementation, pages.device)
+    operators.rerotate_(
+        pages, written, row, start.tensor, start.mode,
+        stop.tensor, *constants(rotary, pages.device), stop.mode, rotary.pairing == "adjacent", 1.0, False, number,
+    )  # fmt: skip
+
+
+def _pages(k_cache: Tensor, cache_layout: CacheLayout, rotary: Rotary) -> Tensor:
+    """Check the cache and view it as (blocks, block_size, heads, head_dim)."""
+    if not isinstance(k_cache, Tensor):
+        raise InvalidInputError(f"k_cache: got {type(k_cache).__name__}, want a tensor")
+    if k_cache.dtype not in (*FLOATS, *paged.EIGHT_BITS):
+        error = UnsupportedError if k_cache.dtype.itemsize == 1 else InvalidInputError
+        raise error(
+            f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
+            "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)"
+        )
+    return paged.as_pages("k_cache", k_cache, cache_layout, "heads", rotary.head_dim)
+
+
+def _ids(name: str, positions: Positions, rotary: Rotary, pages: Tensor, validate: bool) -> PositionIds:
+    ids = position_ids(positions, pages.device, validate, name)
+    if ids.tensor.device != pages.device:
+        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {pages.device} as k_cache")
+    if ids.axes != rotary.axes:
+        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
+    return ids

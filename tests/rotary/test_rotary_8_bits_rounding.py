@@ -1,0 +1,65 @@
+"""Rounding to 8 bits, in torch and by integers in a kernel, against a search for the nearest of all numbers."""
+
+# mypy: ignore-errors
+# ruff: noqa: N803  (constants of a kernel are upper case)
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from store_oracle import DEVICE, nearest
+
+from mmpos.rotary.kernel.quantised import codes_of, format_of, values_of
+from mmpos.rotary.quantised import quantised
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def codes_kernel(x, codes, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Round numbers to the bits of 8-bit ones."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(codes + at, codes_of(tl.load(x + at), FORMAT))
+
+
+@triton.jit
+def values_kernel(codes, x, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Convert the bits of 8-bit numbers."""
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, values_of(tl.load(codes + at), FORMAT))
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of bfloat16, and float32 ones at and beside every midpoint between two numbers of the dtype."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    finite = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    finite = finite[finite.isfinite()]
+    middles = (finite[1:] + finite[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.full_like(middles, end)) for end in (0.0, torch.inf)]
+    x = torch.cat([every, *(sign * part for part in (finite, middles, *beside) for sign in (1, -1))])
+    return torch.cat([x, x.new_zeros(-x.numel() % 1024)]).to(DEVICE)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN, in numpy
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_number_becomes_the_nearest(dtype: torch.dtype) -> None:
+    x = numbers(dtype)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+    codes_kernel[(x.numel() // 1024,)](x, codes, BLOCK=1024, FORMAT=format_of(dtype, False))
+    one = torch.ones(1, device=DEVICE).expand(x.shape)
+    for got in (codes.view(dtype), quantised(x.unsqueeze(-1), one, dtype).squeeze(-1)):
+        found, want = got.double().cpu(), x.double().cpu()
+        assert torch.equal(found.isnan(), want.isnan())
+        there = ~want.isnan()
+        largest = torch.finfo(dtype).max
+        assert torch.equal(found[there], nearest(want[there].clamp(-largest, largest), dtype))
+        assert torch.equal(found[there].signbit(), want[there].signbit())
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_code_is_read(dtype: torch.dtype) -> None:
+    codes, x = torch.arange(256, dtype=torch.uint8, device=DEVICE), torch.empty(256, device=DEVICE)
+    values_kernel[(1,)](codes, x, BLOCK=256, FORMAT=format_of(dtype, False))
+    torch.testing.assert_close(x, codes.view(dtype).float(), rtol=0, atol=0, equal_nan=True)

@@ -20,7 +20,7 @@ from tolerance import ARITHMETIC, gamma, unit
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -211,7 +211,15 @@ DENSE = [
     *launches("dense", turning="sections"),
 ]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE]))
+REROTATE = [
+    *launches("rerotate", tokens=[1, FEW, SOME, MANY]),
+    *launches("rerotate", cache=list(CACHES)),
+    *launches("rerotate", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
+    *launches("rerotate", form=["int32", "fractions"], slots=["int64", "int32", "none"]),
+    *launches("rerotate", layer="vision", turning="axial"),
+]
+
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE]))
 
 
 # What goes in.
@@ -508,6 +516,28 @@ def pages_of(cache: Cache, view: Tensor) -> Tensor:
     return view if cache.layout == "NHD" else view.transpose(1, 2)
 
 
+def move(scene: Scene) -> Iterator[Check]:
+    """Turn stored keys to other positions; every cell without a slot must stay as it was."""
+    launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
+    blocks = -(-launch.tokens // launch.page) + 3
+    made = CACHES[launch.cache](blocks, launch.page, heads, scene.k.shape[2], launch.dtype)
+    slots = _slots(launch, blocks * launch.page)
+    kept = (slots >= 0).nonzero()[:, 0]
+    at = slots[kept].long() // made.block_size, slots[kept].long() % made.block_size
+    keys = pages_of(made, made.key)
+    keys[at] = scene.k[kept]
+    scheme = "rope-tie-fractional" if launch.form == "fractions" else TURNINGS[launch.turning].scheme
+    there = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
+    layout: Any = made.layout
+    to = FORMS[launch.form](there)
+    rerotate(made.key, slots, scene.positions, to, rotary, cache_layout=layout, implementation=TRITON)
+    if len(kept):
+        between = angles(_dense(there).double(), rotary) - scene.angle
+        yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
+    keys[at] = filled(1, 1, dtype=launch.dtype)
+    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
+
+
 def dense(scene: Scene) -> Iterator[Check]:
     """Expand a table into ids on the device: the bits of those made on the host."""
     yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
@@ -518,5 +548,6 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "backward": backward,
     "store": store,
     "dense": dense,
+    "rerotate": move,
 }
 """Each launches, and yields how far everything that it wrote is from the truth."""

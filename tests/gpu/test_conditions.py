@@ -30,7 +30,7 @@ from torch import Tensor
 from waiting import eventually
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary, operators, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary, operators, rerotate, rotate_and_store
 from mmpos_bench.cuda import capture, no_waits
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +50,8 @@ class Bench:
         heads, dim = self.k.shape[1:]
         caches = torch.zeros(2, tokens // PAGE + 1, PAGE, heads, dim, dtype=self.k.dtype, device=DEVICE)
         self.keys, self.values = caches.unbind(0)
+        self.eight = torch.zeros_like(caches, dtype=torch.float8_e4m3fn)
+        self.ids = self.positions.dense()
         self.slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
 
@@ -78,6 +80,21 @@ class Bench:
         self.k_here.copy_(self.k)
         return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, **self.norm)
 
+    def stored_in_8_bits(self) -> Any:
+        """By rotate_and_store into caches of e4m3, whose bits are returned."""
+        scale = torch.full((1,), 0.25, device=DEVICE)
+        keys, values = self.eight.unbind(0)
+        given = self.q, self.k, self.v, self.positions, self.rotary, keys, values, self.slots
+        q, _ = rotate_and_store(*given, k_scale=scale, v_scale=scale, implementation=TRITON)
+        return q, self.eight.view(torch.uint8)
+
+    def moved(self) -> Any:
+        """By rerotate, of keys that were stored as they came, to where they stand in reverse."""
+        self.keys.flatten(0, 1)[self.slots] = self.k
+        there = self.ids.flip(1)
+        rerotate(self.keys, self.slots, self.positions, there, self.rotary, implementation=TRITON)
+        return (self.keys,)
+
     def there_and_back(self, norm: Mapping[str, Any]) -> Any:
         """Gradients of q, k and what else there is."""
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
@@ -96,6 +113,8 @@ CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
     "norm back": ({"norm_rotate", "norm_rotate_backward"}, lambda bench: bench.there_and_back(bench.norm)),
     "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
     "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
+    "store in 8 bits": ({"rotate_and_store"}, lambda bench: bench.stored_in_8_bits()),
+    "rerotate": ({"rerotate_"}, lambda bench: bench.moved()),
     "dense ids": (set(), lambda bench: (bench.positions.dense(),)),
 }
 """A call of every operator, with the names of those that it calls; what it gives is compared from run to run."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary, rerotate, rotate_and_store
 from mmpos_bench.gpu.journal import shortened
 from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
 from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, NormRotate, Rotation
@@ -216,6 +216,28 @@ def _store_apart(work: Work) -> Call:
     return call
 
 
+def _store_in_8_bits(work: Work) -> Call:
+    keys, values = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in work.caches)
+    scale, layer = torch.full((1,), 0.25, device=work.layer.device), work.layer
+    return lambda i: rotate_and_store(
+        *work.sets[i], work.values[i], layer.table, layer.rotary, keys, values, work.slots[i],
+        k_scale=scale, v_scale=scale, implementation=work.how,
+    )  # fmt: skip
+
+
+def _move(work: Work) -> Call:
+    """Turn stored keys to where they stand in reverse."""
+    layer, keys = work.layer, work.caches[0]
+    there = layer.dense.flip(1)
+    return lambda i: rerotate(keys, work.slots[i], layer.table, there, layer.rotary, implementation=work.how)
+
+
+def _with_8_bits(work: Work) -> int:
+    """Bytes of q, k and v, read, of q written, and one for each number that is stored."""
+    q, k = work.sets[0]
+    return 2 * q.nbytes + 2 * k.nbytes + 2 * k.numel()
+
+
 def _with_values(work: Work) -> int:
     """Bytes of q, k and v, read and written."""
     return work.moved + 2 * work.layer.k.nbytes
@@ -240,6 +262,8 @@ WAYS: tuple[Way, ...] = (
     Way(
         "norm and store", lambda work: _store(work, **work.norm), moved=_with_values, prove=partial(_stored, norm=True)
     ),
+    Way("store in 8 bits", _store_in_8_bits, moved=_with_8_bits),
+    Way("rerotate", _move, moved=lambda work: 2 * work.layer.k.nbytes),
     Way("norm, then store", _store_apart, Role.PART, moved=_with_values, prove=partial(_stored, norm=True)),
 )
 """Ours, the limit among them first; what peers do is beside "in place", "new tensors" and "norm"."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -11,10 +10,10 @@ from typing import TypedDict
 
 from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
-from mmpos_bench.proofs import NotEqualError, holds
+from mmpos_bench.proofs import holds
 from mmpos_bench.results import Point
 from mmpos_bench.suites import Case, Contestant, Lineup, Options, Role, limit
-from mmpos_bench.timing import Budget, by_events, one_thread
+from mmpos_bench.timing import Budget, one_thread
 from mmpos_bench.workloads import workload
 
 with needed_for("the rotary suite", extra="all"):
@@ -25,11 +24,13 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import DevicePositions, apply_rotary, cos_sin, rotate_and_store
     from mmpos.rotary.apply import Implementation
     from mmpos.rotary.device import Positions
+    from mmpos_bench.cuda import by_events, capture, no_waits
     from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, Rotate, Rotation
 
 _LONG = (2048, 8192, 32768, 131072, 262144)
 _DECODE = 256
+_REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
 _BUDGET, _CURVE, _EVENTS = Budget(1.0, 15), Budget(0.5, 11), Budget(0.0, 61)
 _EPS = 1e-6
 _BLOCK = 16  # slots in a block of the cache
@@ -198,7 +199,8 @@ def _ours(layer: Layer, *, inplace: bool = False) -> Iterator[_Way]:
 
     yield _Way("mmpos, table", partial(by, layer.table, "auto"))
     yield _Way("mmpos, dense ids", partial(by, layer.dense, "auto"))
-    yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
+    if layer.device == "cpu" or layer.tokens <= _REFERENCE:
+        yield _Way("mmpos, reference", partial(by, layer.table, "reference"), Role.PART)
 
 
 def _peers(layer: Layer, options: Options, choose: Callable[[Rotation], Make | None]) -> Iterator[_Way]:
@@ -337,23 +339,23 @@ def _replayed(tokens: int) -> Lineup:
     def rotate_in_place() -> None:
         apply_rotary(q_out, k_out, device, layer.rotary, inplace=True)
 
-    copied, rotated, turned = (_capture(call) for call in (copy, rotate_in_place, rotate))
+    copied, rotated, turned = (capture(call) for call in (copy, rotate_in_place, rotate))
     turns = cycle(layers)
     compiled = _compiled()
 
-    def step(graph: torch.cuda.CUDAGraph) -> None:
+    def step(replay: Callable[[], object]) -> None:
         device.refresh(next(turns).positions)
-        graph.replay()
+        replay()
 
     def prove() -> None:
         for one in layers:
-            with _no_waits():
+            with no_waits():
                 device.refresh(one.positions)
-                turned.replay()
+                turned()
             one.judge((q_out, k_out), (layer.q, layer.k))
-            copied.replay()
+            copied()
             device.refresh(one.positions)
-            rotated.replay()
+            rotated()
             one.judge((q_out, k_out), (layer.q, layer.k))
         holds(_compiled() == compiled, f"{_compiled()} kernels", f"{compiled}, those of the capture")
 
@@ -361,40 +363,12 @@ def _replayed(tokens: int) -> Lineup:
         return {"kernels compiled after the capture": _compiled() - compiled}
 
     contestants = (
-        limit("copy, replayed", copied.replay),
+        limit("copy, replayed", copied),
         Contestant("refresh, and in place", lambda: step(rotated), proof=prove),
-        Contestant("in place, the same positions", rotated.replay, Role.PART, prove),
+        Contestant("in place, the same positions", rotated, Role.PART, prove),
         Contestant("refresh alone", lambda: device.refresh(next(turns).positions), Role.PART, prove),
     )
     return Lineup(contestants, layer.work, facts)
-
-
-def _capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture the graph of a call, after three to warm up in a stream of their own."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-@contextmanager
-def _no_waits() -> Iterator[None]:
-    """Check that nothing inside makes the host wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        raise NotEqualError(f"got a wait for the device ({error}), want none") from error
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def _compiled() -> int:

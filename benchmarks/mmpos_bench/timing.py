@@ -16,8 +16,6 @@ Tick = Callable[[int, int], None]
 
 _SHORTEST = 2e-4  # seconds that a turn is made to last while it is found out how long a call takes
 _FEWEST = 3  # turns of a contestant that takes more time than it has
-_FLUSH = 256 << 20  # bytes: more than the caches of GPUs hold
-_WARM = 10  # rounds on a GPU that do not count
 
 
 @dataclass(frozen=True)
@@ -116,27 +114,6 @@ def in_turns(
         if turn >= 0:
             tick(turn + 1, rounds)
     return {name: Timing.of(values) for name, values in spent.items()}
-
-
-def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-    """Time contestants on a GPU by its own clock, with a cold cache before every call.
-
-    While the cache is flushed the host gets ahead, so that launches do not count where they are shorter than that.
-    """
-    import torch
-
-    flush = torch.empty(_FLUSH, dtype=torch.int8, device="cuda")
-
-    def seconds(call: Call) -> float:
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), seconds, tick)
 
 
 @contextmanager

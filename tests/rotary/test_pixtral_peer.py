@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("tokenizers")
+
 from chat_tokenizer import chat_tokenizer
 
 import mmpos

@@ -31,6 +31,8 @@ ROTARIES = {
     "sections": Rotary(20, rotary_dim=12, axes=3, allocation="sections", mrope_section=[2, 3, 1]),
     "mrope-interleaved": Rotary(20, rotary_dim=12, axes=3, allocation="mrope-interleaved", mrope_section=[2, 2, 2]),
     "adjacent": Rotary(20, rotary_dim=12, axes=3, allocation="sections", mrope_section=[2, 3, 1], pairing="adjacent"),
+    "whole heads": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3]),  # no power of two: in pieces
+    "whole, adjacent": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3], pairing="adjacent"),
 }
 ROTARY = ROTARIES["sections"]
 
@@ -85,7 +87,8 @@ def test_every_dtype_has_the_bits_of_the_engines_formula(way: Any, dtype: Any, o
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROTARIES)
 def test_every_allocation_and_pairing_reads_the_row_of_its_axis_both_ways(name: str, way: Any) -> None:
-    rotary, cache, (q, _) = ROTARIES[name], cache_of(), tensors()
+    rotary = ROTARIES[name]
+    q, cache = heads(13, 3, rotary.head_dim).to(DEVICE), cache_of(width=rotary.rotary_dim)
     for conjugate in (False, True):
         got, _ = apply_rotary(q, None, TABLE, rotary, cos_sin=cache, implementation=way, conjugate=conjugate)
         assert torch.equal(got, engines(q, ids_of(), cache, rotary, inverse=conjugate))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-HELPER = Path(__file__).parents[1] / "helpers/launches.py"
+HELPER = Path(__file__).parents[1] / "helpers/straight_launches.py"
 
 
 @pytest.fixture(scope="module")

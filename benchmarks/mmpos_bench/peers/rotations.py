@@ -49,7 +49,7 @@ def by_formula(layer: Layer) -> Rotate:
 
 def load_compiled() -> Rotation:
     """Load torch.compile, if it can compile here."""
-    torch.compile(torch.neg)(torch.zeros(1))
+    _need_compiler()
 
     def rotate(layer: Layer) -> Rotate:
         torch.compiler.reset()  # what was compiled for other shapes would count against a limit
@@ -148,7 +148,7 @@ def load_flashinfer() -> Rotation:
 
 def load_compiled_norm() -> NormRotate:
     """Load torch's norm and the formula, compiled together, if torch can compile here."""
-    torch.compile(torch.neg)(torch.zeros(1))
+    _need_compiler()
 
     def norm_rotate(layer: Layer, weights: Pair, eps: float) -> Rotate:
         torch.compiler.reset()
@@ -180,6 +180,11 @@ def load_liger_norm() -> NormRotate:
         return call
 
     return norm_rotate
+
+
+def _need_compiler() -> None:
+    """Fail where torch cannot compile: for a GPU it needs no compiler of C++."""
+    torch.compile(torch.neg)(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _need_gpu() -> None:

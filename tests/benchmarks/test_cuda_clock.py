@@ -1,0 +1,121 @@
+"""The clock of a GPU: neither a slow host nor a warm cache is in what it measures. A device of our own stands in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mmpos_bench import cuda
+from mmpos_bench.timing import Budget
+
+
+class Device:
+    """A device and its host, whose time is in cycles; the host queues, and the device works through the queue."""
+
+    L2_CACHE_SIZE = 50 << 20
+
+    def __init__(self) -> None:
+        self.host = self.free = 0  # now, and when the device has done all that is queued
+        self.slept: list[int] = []
+        self.read: list[int] = []  # elements of a buffer, each time that it was read
+
+    def queue(self, host: int, work: int) -> None:
+        """Spend time of the host, and then work on the device."""
+        self.host += host
+        self.free = max(self.free, self.host) + work
+
+    def sleep(self, cycles: int) -> None:
+        self.slept.append(cycles)
+        self.queue(10, cycles)
+
+    def ones(self, size: int, **_: object) -> Any:
+        device = self
+
+        class Buffer:  # can only be read
+            def sum(self) -> None:
+                device.read.append(size)
+                device.queue(10, 1000)
+
+        return Buffer()
+
+    def event(self, **_: object) -> Any:
+        device = self
+
+        class Event:
+            at = 0
+
+            def record(self) -> None:
+                device.queue(10, 0)
+                self.at = device.free
+
+            def query(self) -> bool:
+                return self.at <= device.host
+
+            def synchronize(self) -> None:
+                device.host = max(device.host, self.at)
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at - self.at) / 1e3
+
+        return Event()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    properties = SimpleNamespace(L2_cache_size=Device.L2_CACHE_SIZE)
+    api = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda index: properties,
+        Event=made.event,
+        _sleep=made.sleep,
+    )
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=made.ones, float32=None))
+    return made
+
+
+@pytest.mark.parametrize("host", [0, 500, 5_000_000])
+def test_time_of_the_host_does_not_count(device: Device, host: int) -> None:
+    took = cuda.Clock().seconds(lambda: device.queue(host, 777))
+    assert took == pytest.approx(777e-6)
+
+
+def test_sleep_grows_until_the_host_is_ahead_and_stays_so(device: Device) -> None:
+    clock = cuda.Clock()
+    for _ in range(2):
+        clock.seconds(lambda: device.queue(3 << 20, 777))
+    assert device.slept == [1 << 20, 2 << 20, 4 << 20, 4 << 20]
+
+
+def test_call_that_waits_for_the_device_is_measured_all_the_same(device: Device) -> None:
+    def waits() -> None:
+        device.host = device.free
+        device.queue(500, 777)
+
+    assert cuda.Clock().seconds(waits) == pytest.approx(1277e-6, abs=20e-6)
+
+
+def test_more_than_the_cache_is_read_before_every_call(device: Device) -> None:
+    times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4), tick)
+    assert list(times) == ["a", "b"]
+    assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
+    assert [timing.turns for timing in times.values()] == [4, 4]
+    assert len(device.read) == len(device.slept)
+    assert min(device.read) * 4 >= 4 * Device.L2_CACHE_SIZE
+
+
+def tick(done: int, rounds: int) -> None:
+    pass
+
+
+def test_calls_of_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CUDA calls are made as they are, by the clock of the host; each is made once in a replay."""
+    made: list[str] = []
+    moments = iter(range(100))
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
+    timing = cuda.Clock().timing([lambda: made.append("a"), lambda: made.append("b")], 5)
+    assert (timing.median, timing.p20, timing.p80, timing.turns) == (0.5, 0.5, 0.5, 5)
+    assert made == ["a", "b"] * 8

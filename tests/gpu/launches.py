@@ -1,0 +1,553 @@
+"""Every kind of launch in a table, with its inputs and its truth in float64: full size on a GPU, toys elsewhere.
+
+A further kind is a function of a scene in `KINDS`, fields of `Launch` for its own options, and lines of `LAUNCHES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from itertools import product
+from math import inf, isnan, pi, sqrt
+from typing import Any, Literal
+
+import torch
+from mpmath import mp
+from rotary_oracle import frequencies, pair_axes
+from store_oracle import CACHES, FILL, Cache, bits, filled
+from tolerance import ARITHMETIC, gamma, unit
+from torch import Tensor
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+TRITON: Literal["triton"] = "triton"
+
+EPS = 1e-6
+
+
+def sized(full: int, toy: int) -> int:
+    """A size on a GPU, or in the interpreter, which runs program after program."""
+    return full if GPU else toy
+
+
+FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
+"""Tokens: a warp a program with few of them, several warps, and a machine that is full."""
+
+LAYERS: Mapping[str, tuple[int, int, int]] = {
+    "7B": (32, 8, 128) if GPU else (3, 1, 16),
+    "72B": (64, 8, 128) if GPU else (4, 1, 16),
+    "vision": (16, 16, 80) if GPU else (2, 2, 12),
+    **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
+}
+"""Heads of q and of k, and their channels."""
+
+
+@dataclass(frozen=True)
+class Turning:
+    """Arguments of a Rotary for a number of channels, and the scheme of its ids."""
+
+    options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
+    scheme: str = "rope-tie"
+
+
+TURNINGS: Mapping[str, Turning] = {
+    "interleaved": Turning(),
+    "adjacent": Turning(lambda dim: {"pairing": "adjacent"}),
+    "half of a head": Turning(lambda dim: {"rotary_dim": dim // 2}),
+    "a quarter of a head, adjacent": Turning(lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
+    "four channels": Turning(lambda dim: {"rotary_dim": 4}),
+    "axial": Turning(lambda dim: {"allocation": "axial"}),
+    "sections": Turning(
+        lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, 3 * dim // 16, 3 * dim // 16]}, "mrope"
+    ),
+    "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
+    "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
+    "theta": Turning(lambda dim: {"theta": 1e6}),
+}
+
+FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
+    "table": lambda table: DevicePositions.from_table(table, DEVICE),
+    "fractions": lambda table: DevicePositions.from_table(table, DEVICE),
+    "capacity": lambda table: DevicePositions.from_table(table, DEVICE, table.num_segments + 100),
+    "host": lambda table: table,
+    "int32": lambda table: _dense(table).to(torch.int32),
+    "int64": lambda table: _dense(table).to(torch.int64),
+    "float64": lambda table: _dense(table).double() + 0.25,
+}
+"""Forms of positions; "fractions" takes them of a scheme that has some."""
+
+
+def _dense(table: PositionTable) -> Tensor:
+    return torch.from_numpy(table.dense()).to(DEVICE)
+
+
+def _moved(held: Tensor, x: Tensor) -> Tensor:
+    return held.view(x.shape).copy_(x) if held.dim() == 1 else held.copy_(x)
+
+
+STRIDES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "misaligned": lambda x: _moved(x.new_empty(x.numel() + 1)[1:], x),  # by one element
+    "odd rows": lambda x: _moved(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # no multiple of 16 bytes
+    "channels apart": lambda x: _moved(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
+}
+"""Where heads lie; "fused" is a view of a packed qkv."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch; what a kind does not take, it leaves at its default."""
+
+    kind: str = "rotate"
+    tokens: int = SOME
+    layer: str = "7B"
+    dtype: torch.dtype = torch.bfloat16
+    turning: str = "interleaved"
+    form: str = "table"
+    layout: str = "thd"
+    documents: int = 1
+    start: int = 0
+    strides: str = "contiguous"
+    inplace: bool = False
+    conjugate: bool = False
+    norm: str = ""  # of "q", "k" or "qk"
+    offset: float = 0.0
+    weights: torch.dtype | None = None  # that of the heads
+    only: str = ""  # "q": without k, or gradients of it alone; "k", "weights": likewise
+    cache: str = "NHD"
+    page: int = 16
+    value_dim: int | None = None
+    slots: str = "int64"
+    return_k: bool = False
+
+    def __str__(self) -> str:
+        """What is not as in every launch."""
+        words = [self.kind]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default or field.name == "tokens":
+                words.append(f"{field.name}={str(value).removeprefix('torch.')}")
+        return " ".join(words)
+
+
+def launches(kind: str, **options: Iterable[Any] | Any) -> Iterator[Launch]:
+    """Give the product of all options that are lists."""
+    listed = [value if isinstance(value, list) else [value] for value in options.values()]
+    for values in product(*listed):
+        yield Launch(kind, **dict(zip(options, values, strict=True)))
+
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+ROTATE = [
+    *launches("rotate", tokens=[1, 2, 3, 15, 16, FEW, SOME, MANY, sized(40_000, 40)]),
+    *launches("rotate", dtype=[F16, F32]),
+    *launches("rotate", layer="72B", tokens=[FEW, MANY]),
+    *launches("rotate", layer="vision", turning="axial", tokens=[FEW, MANY], dtype=[BF16, F32]),
+    *launches("rotate", turning="adjacent", dtype=[BF16, F16, F32], tokens=[FEW, SOME]),
+    *launches("rotate", form=["int32", "int64", "float64", "fractions", "capacity", "host"], dtype=[BF16, F32]),
+    *launches("rotate", form="fractions", turning="adjacent"),
+    *launches("rotate", turning=list(TURNINGS), dtype=[BF16, F32]),
+    *launches("rotate", turning="half of a head", inplace=True, tokens=[FEW, SOME]),
+    *launches("rotate", turning="sections", form="int32"),
+    *launches("rotate", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
+    *launches("rotate", inplace=True, tokens=[FEW, SOME, MANY], turning=["interleaved", "adjacent"]),
+    *launches("rotate", conjugate=True, form=["table", "fractions"], dtype=[BF16, F32]),
+    *launches("rotate", strides=["fused", *STRIDES], dtype=[BF16, F32], inplace=[False, True]),
+    *launches("rotate", strides="misaligned", tokens=FEW),
+    *launches("rotate", only="q", inplace=[False, True]),
+    *launches("rotate", layer=[name for name in LAYERS if "of" in name and name != "heads of 2"], dtype=F32),
+    *launches("rotate", layer="heads of 2", dtype=F32, turning="one axis"),
+    *launches("rotate", start=[-(2**31), 2**31 - 200_000], dtype=F32, form=["table", "int32"]),
+    *launches("rotate", tokens=sized(8192, 32), documents=[sized(n, m) for n, m in ((64, 4), (512, 8), (4096, 16))]),
+]
+
+NORM = [
+    *launches("rotate", norm="qk", tokens=[1, FEW, SOME, MANY]),
+    *launches("rotate", norm=["q", "k"]),
+    *launches("rotate", norm="qk", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
+    *launches("rotate", norm="qk", offset=1.0, dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", weights=F32),
+    *launches("rotate", norm="qk", inplace=True, tokens=[FEW, SOME], turning=["interleaved", "four channels"]),
+    *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", form="fractions"),
+    *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
+]
+
+BACKWARD = [
+    *launches("backward", dtype=[F16, BF16, F32]),
+    *launches("backward", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
+    *launches("backward", layout=["bshd", "bhsd"], documents=3),
+    *launches("backward", only=["q", "k"]),
+    *launches("backward", norm=["q", "k", "qk"], dtype=F32),
+    *launches("backward", norm="qk", tokens=[1, FEW, SOME, MANY]),
+    *launches("backward", norm="qk", dtype=F32, turning=["adjacent", "half of a head", "four channels"]),
+    *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
+    *launches("backward", norm="qk", dtype=F32, only=["q", "k", "weights"]),
+    *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
+]
+
+STORE = [
+    *launches("store", tokens=[1, FEW, SOME, MANY]),
+    *launches("store", cache=list(CACHES)),
+    *launches("store", norm="qk", tokens=[1, FEW, SOME], inplace=[False, True]),
+    *launches("store", return_k=True, inplace=[False, True], norm=["", "qk"]),
+    *launches("store", dtype=[F16, F32]),
+    *launches("store", slots=["int32", "short", "none"]),
+    *launches("store", turning=["adjacent", "half of a head"], norm=["", "qk"]),
+    *launches("store", form=["int32", "fractions"]),
+    *launches("store", strides=["fused", *STRIDES]),
+    *launches("store", page=[1, 24]),
+    *launches("store", value_dim=sized(64, 8)),
+    *launches("store", cache="k and v side by side", norm="qk", return_k=True, layer="72B"),
+]
+
+DENSE = [
+    *launches("dense", tokens=[1, FEW, 256, 257, SOME, MANY], form=["table", "fractions"]),
+    *launches("dense", turning="sections"),
+]
+
+REROTATE = [
+    *launches("rerotate", tokens=[1, FEW, SOME, MANY]),
+    *launches("rerotate", cache=list(CACHES)),
+    *launches("rerotate", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
+    *launches("rerotate", form=["int32", "fractions"], slots=["int64", "int32", "none"]),
+    *launches("rerotate", layer="vision", turning="axial"),
+]
+
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE]))
+
+
+# What goes in.
+
+
+def documents(tokens: int, count: int = 1) -> list[list[Text | Grid]]:
+    """Documents of equal length with an image of 16×16 in every 320 tokens, or of 2×2 in every 8 of short ones."""
+    each = tokens // count
+    side, every = (16, 320) if each >= 320 else (2, 8)
+    parts: list[Text | Grid] = [Text(every - side * side), Grid(side, side)] * (each // every)
+    if each % every:
+        parts.append(Text(each % every))
+    return [parts] * count
+
+
+def placed(tokens: int, scheme: str = "rope-tie", count: int = 1, start: int = 0) -> PositionTable:
+    return place(SegmentTable.from_documents(documents(tokens, count)), scheme, start)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = F32) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+@cache
+def turns(rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    """(pairs,) turns per id in units of 2⁻⁶⁴ modulo one turn, rad per id, and axes, from frequencies of 60 digits."""
+    with mp.workdps(60):
+        omegas = frequencies(rotary)
+        words = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 64)) % 2**64 for omega in omegas]
+    signed = torch.tensor([word - 2**64 if word >= 2**63 else word for word in words], device=DEVICE)
+    rad = torch.tensor([float(omega) for omega in omegas], dtype=torch.float64, device=DEVICE)
+    return signed, rad, torch.tensor(pair_axes(rotary), device=DEVICE)
+
+
+def angles(ids: Tensor, rotary: Rotary) -> Tensor:
+    """(tokens, pairs) float64 angles of (axes, tokens) ids: products of whole ids wrap modulo one turn, exactly."""
+    words, rad, axis = turns(rotary)
+    whole = ids.floor()
+    wrapped = whole.long()[axis].T * words
+    return wrapped.double() * (2 * pi / 2**64) + (ids - whole)[axis].T * rad
+
+
+class Scene:
+    """Tensors and positions for a launch."""
+
+    def __init__(self, launch: Launch, seed: int = 0) -> None:
+        turning = TURNINGS[launch.turning]
+        count = launch.documents
+        scheme = "rope-tie-fractional" if launch.form == "fractions" else turning.scheme
+        self.launch = replace(launch, tokens=launch.tokens - launch.tokens % count)
+        self.table = placed(self.launch.tokens, scheme, count, launch.start)
+        self.positions = FORMS[launch.form](self.table)
+        self.ids = self.positions.double() if isinstance(self.positions, Tensor) else _dense(self.table).double()
+        q_heads, k_heads, dim = LAYERS[launch.layer]
+        self.rotary = Rotary(dim, **{"axes": self.table.axes, **turning.options(dim)})
+        self.seed = seed
+        shapes = (q_heads, dim), (k_heads, dim), (k_heads, launch.value_dim or dim)
+        tensors = [normal(self.launch.tokens, *s, seed=seed + i, dtype=launch.dtype) for i, s in enumerate(shapes)]
+        if launch.strides == "fused":
+            self.q, self.k, self.v = torch.cat(tensors, dim=1).split([q_heads, k_heads, k_heads], dim=1)
+        else:
+            self.q, self.k, self.v = (STRIDES[launch.strides](x) for x in tensors)
+        kind = launch.weights or launch.dtype
+        self.weights = [
+            normal(dim, seed=seed + 7 + i, dtype=kind).abs() + 0.5 if name in launch.norm else None
+            for i, name in enumerate("qk")
+        ]
+
+    @cached_property
+    def angle(self) -> Tensor:
+        """(tokens, pairs) float64."""
+        turn = angles(self.ids, self.rotary)
+        return -turn if self.launch.conjugate else turn
+
+    @property
+    def norm(self) -> dict[str, Any]:
+        """Arguments of the norm."""
+        if not self.launch.norm:
+            return {}
+        weights = {"q_norm_weight": self.weights[0], "k_norm_weight": self.weights[1]}
+        return weights | {"norm_eps": EPS, "norm_weight_offset": self.launch.offset}
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of every call."""
+        return {"implementation": TRITON} | self.norm
+
+    def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """float64 RMSNorm of heads, which has gradients."""
+        x = x.double()
+        if weight is None:
+            return x
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight.double() + self.launch.offset)
+
+    @property
+    def bound(self) -> float:
+        """Of the distance from the truth over the length of a pair: arithmetic, and one rounding of each channel."""
+        dtype = self.launch.dtype
+        rounding = unit(dtype) * (2 if dtype == BF16 and not GPU else 1)  # the interpreter truncates bfloat16
+        arithmetic = ARITHMETIC + (gamma(self.rotary.head_dim + 16) if self.launch.norm else 0)
+        return rounding * (1 + arithmetic) + arithmetic
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """(tokens, heads, head_dim) as the layout has it, a view."""
+        if self.launch.layout == "thd":
+            return x
+        rows = x.unflatten(0, (self.launch.documents, -1))
+        return rows.transpose(1, 2) if self.launch.layout == "bhsd" else rows
+
+    def flat(self, x: Tensor) -> Tensor:
+        """(tokens, heads, head_dim) of a tensor in the layout."""
+        if self.launch.layout == "thd":
+            return x
+        return (x.transpose(1, 2) if self.launch.layout == "bhsd" else x).flatten(0, 1)
+
+    def poison(self) -> None:
+        """Leave NaN where fresh outputs will lie, so that an element that nobody writes shows."""
+        for x in (self.q, self.k):
+            torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
+
+
+# How far results are from the truth.
+
+Check = tuple[str, float]
+"""A name, and an error as a share of its bound: right up to 1."""
+
+
+def same(name: str, fact: bool) -> Check:
+    return name, 0.0 if fact else inf
+
+
+def split(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    """First and second channels of pairs, and the rest."""
+    turning, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
+    if rotary.pairing == "adjacent":
+        return turning[..., 0::2], turning[..., 1::2], rest
+    half = rotary.rotary_dim // 2
+    return turning[..., :half], turning[..., half:], rest
+
+
+def turned(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
+    """float64 heads turned by the formula, which has gradients."""
+    cos, sin = (f(angle)[:, None] * rotary.attention_factor for f in (torch.cos, torch.sin))
+    a, b, rest = split(x, rotary)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    both = (
+        torch.stack((first, second), -1).flatten(-2) if rotary.pairing == "adjacent" else torch.cat((first, second), -1)
+    )
+    return torch.cat((both, rest), -1)
+
+
+def distance(got: Tensor, x: Tensor, angle: Tensor, rotary: Rotary) -> float:
+    """The greatest distance of a pair from x turned, over its length, and of the rest over its size; inf for NaN."""
+    worst, step = 0.0, 4096
+    floor = 1e-3 if got.dtype == F16 else 1e-30  # float16 has subnormal numbers near
+    for at in range(0, x.shape[0], step):
+        part = slice(at, at + step)
+        a, b, rest = split(turned(x[part].double(), angle[part], rotary), rotary)
+        got_a, got_b, got_rest = split(got[part].double(), rotary)
+        shares = [torch.hypot(a - got_a, b - got_b) / torch.hypot(a, b).clamp_min(floor)]
+        shares.append((rest - got_rest).abs() / rest.abs().clamp_min(floor))
+        found = max(float(share.amax()) for share in shares if share.numel())
+        worst = inf if isnan(found) else max(worst, found)
+    return worst
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖; infinite where anything is not finite."""
+    if not bool(torch.isfinite(got).all()):
+        return inf
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+# The kinds.
+
+
+def rotate(scene: Scene) -> Iterator[Check]:
+    """Rotate q and k, normalised or not, into new tensors or in place."""
+    launch, rotary = scene.launch, scene.rotary
+    untouched = scene.q.clone(), scene.k.clone()
+    before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
+    q, k = scene.arranged(scene.q), None if launch.only == "q" else scene.arranged(scene.k)
+    options: Any = {"layout": launch.layout, "conjugate": launch.conjugate}
+    scene.poison()
+    got = apply_rotary(q, k, scene.positions, rotary, inplace=launch.inplace, **options, **scene.how)
+    for name, x, out in zip("qk", before, got, strict=True):
+        if out is not None:
+            yield name, distance(scene.flat(out), x, scene.angle, rotary) / scene.bound
+    if not launch.inplace or launch.only == "q":
+        yield same("k as it was", torch.equal(scene.k, untouched[1]))
+    if not launch.inplace:
+        yield same("q as it was", torch.equal(scene.q, untouched[0]))
+    # A norm sums in another order in the kernel, and the interpreter truncates bfloat16.
+    if not launch.norm and launch.tokens <= 2100 and (GPU or launch.dtype != BF16):
+        again = [scene.arranged(x) for x in untouched]
+        options |= {"implementation": "reference"}
+        want = apply_rotary(again[0], None if k is None else again[1], scene.positions, rotary, **options)
+        pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
+        yield same("bits of the reference", all(torch.equal(a, b) for a, b in pairs))
+
+
+def backward(scene: Scene) -> Iterator[Check]:
+    """Bring gradients of q, k and the weights back, against those of the formula in float64."""
+    launch, wants = scene.launch, scene.launch.only
+    inputs = {"q": scene.q, "k": scene.k, "q weight": scene.weights[0], "k weight": scene.weights[1]}
+    asked = {"": list(inputs), "weights": ["q weight", "k weight"]}.get(wants, [wants])
+    names = [name for name in asked if inputs[name] is not None]
+    # Views keep their strides: gradients go to what was detached, not to copies.
+    leaves = {name: None if x is None else x.detach().requires_grad_(name in names) for name, x in inputs.items()}
+    wide = {n: None if x is None else x.detach().double().requires_grad_(n in names) for n, x in inputs.items()}
+    incoming = [normal(*x.shape, seed=scene.seed + 31, dtype=x.dtype) for x in (scene.q, scene.k)]
+
+    def gradients(outs: Any, of: Mapping[str, Tensor | None], grads: list[Tensor]) -> Any:
+        reached = [i for i, out in enumerate(outs) if out.requires_grad]
+        wanted = [of[name] for name in names]
+        return torch.autograd.grad([outs[i] for i in reached], wanted, [grads[i] for i in reached])  # type: ignore[arg-type]
+
+    def by_kernel() -> Any:
+        q, k = (scene.arranged(x) for x in (leaves["q"], leaves["k"]) if x is not None)
+        norm = scene.norm
+        if norm:
+            norm |= {"q_norm_weight": leaves["q weight"], "k_norm_weight": leaves["k weight"]}
+        layout: Any = launch.layout
+        outs = apply_rotary(q, k, scene.positions, scene.rotary, layout=layout, implementation=TRITON, **norm)
+        return gradients(outs, leaves, [scene.arranged(x) for x in incoming])
+
+    scene.poison()
+    got = by_kernel()
+    truth = [
+        turned(scene.normed(x, w), scene.angle, scene.rotary)
+        for x, w in ((wide["q"], wide["q weight"]), (wide["k"], wide["k weight"]))
+        if x is not None
+    ]
+    want = gradients(truth, wide, [x.double() for x in incoming])
+    for name, found, right in zip(names, got, want, strict=True):
+        heads = LAYERS[launch.layer][0 if name[0] == "q" else 1]
+        summed = 8 * sqrt(launch.tokens * heads) * unit(F32) if "weight" in name else 0.0
+        rounding = unit(found.dtype) * (2 if found.dtype == BF16 and not GPU else 1)
+        bound = 2 * (rounding + ARITHMETIC + gamma(scene.rotary.head_dim + 16)) + summed
+        yield name, relative(found, right) / bound
+    again = by_kernel()
+    yield same("the same bits again", all(torch.equal(a, b) for a, b in zip(got, again, strict=True)))
+
+
+def store(scene: Scene) -> Iterator[Check]:
+    """Rotate q and k, and write k and v into a cache of which every other cell must stay as it was."""
+    launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
+    blocks, page = -(-launch.tokens // launch.page) + 3, launch.page
+    made = CACHES[launch.cache](blocks, page, heads, scene.k.shape[2], launch.dtype)
+    if launch.value_dim:
+        values = filled(blocks, page, heads, launch.value_dim, dtype=launch.dtype)
+        made = Cache(made.key, values, (made.key, values), "NHD", page)
+    slots = _slots(launch, blocks * page)
+    untouched, values_before = (scene.q.clone(), scene.k.clone()), scene.v.clone()
+    before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
+    scene.poison()
+    layout: Any = made.layout
+    outs = rotate_and_store(
+        scene.q, scene.k, scene.v, scene.positions, rotary, made.key, made.value, slots, cache_layout=layout,
+        return_k=launch.return_k, inplace=launch.inplace, **scene.how,
+    )  # fmt: skip
+    for name, x, out in zip("qk", before, outs, strict=True):
+        if out is not None:
+            yield name, distance(out, x, scene.angle, rotary) / scene.bound
+    if not launch.inplace:
+        yield same("q and k as they were", all(map(torch.equal, (scene.q, scene.k), untouched)))
+    kept = (slots >= 0).nonzero()[:, 0]
+    at = slots[kept].long() // made.block_size, slots[kept].long() % made.block_size
+    keys, values = pages_of(made, made.key), pages_of(made, made.value)
+    if len(kept):
+        yield "keys", distance(keys[at], before[1][kept], scene.angle[kept], rotary) / scene.bound
+    yield same("values", torch.equal(values[at], values_before[kept]))
+    for held in (keys, values):
+        held[at] = filled(1, 1, dtype=launch.dtype)
+    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
+
+
+def _slots(launch: Launch, capacity: int) -> Tensor:
+    """Slots in any order, some tokens without one; "short" ends before the tokens do, "none" keeps none."""
+    order = torch.randperm(capacity, generator=torch.Generator().manual_seed(launch.tokens))[: launch.tokens]
+    order[:: max(2, launch.tokens // 7)] = -1
+    if launch.slots == "none":
+        order[:] = -1
+    if launch.slots == "short":
+        order = order[: launch.tokens // 2]
+    return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
+
+
+def pages_of(cache: Cache, view: Tensor) -> Tensor:
+    """(blocks, block_size, heads, head_dim) of any layout, a view."""
+    if view.dim() == 3:
+        return view.unsqueeze(1)
+    return view if cache.layout == "NHD" else view.transpose(1, 2)
+
+
+def move(scene: Scene) -> Iterator[Check]:
+    """Turn stored keys to other positions; every cell without a slot must stay as it was."""
+    launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
+    blocks = -(-launch.tokens // launch.page) + 3
+    made = CACHES[launch.cache](blocks, launch.page, heads, scene.k.shape[2], launch.dtype)
+    slots = _slots(launch, blocks * launch.page)
+    kept = (slots >= 0).nonzero()[:, 0]
+    at = slots[kept].long() // made.block_size, slots[kept].long() % made.block_size
+    keys = pages_of(made, made.key)
+    keys[at] = scene.k[kept]
+    scheme = "rope-tie-fractional" if launch.form == "fractions" else TURNINGS[launch.turning].scheme
+    there = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
+    layout: Any = made.layout
+    to = FORMS[launch.form](there)
+    rerotate(made.key, slots, scene.positions, to, rotary, cache_layout=layout, implementation=TRITON)
+    if len(kept):
+        between = angles(_dense(there).double(), rotary) - scene.angle
+        yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
+    keys[at] = filled(1, 1, dtype=launch.dtype)
+    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
+
+
+def dense(scene: Scene) -> Iterator[Check]:
+    """Expand a table into ids on the device: the bits of those made on the host."""
+    yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
+
+
+KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
+    "rotate": rotate,
+    "backward": backward,
+    "store": store,
+    "dense": dense,
+    "rerotate": move,
+}
+"""Each launches, and yields how far everything that it wrote is from the truth."""

@@ -1,0 +1,393 @@
+"""The conditions that engines launch under: graphs, streams, compiled code, other devices, huge tensors, no waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from launches import (
+    DEVICE,
+    F32,
+    FEW,
+    GPU,
+    MANY,
+    SOME,
+    TRITON,
+    Launch,
+    Scene,
+    angles,
+    distance,
+    normal,
+    placed,
+    relative,
+    sized,
+)
+from tolerance import unit
+from torch import Tensor
+from waiting import eventually
+
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary, operators, rerotate, rotate_and_store
+from mmpos_bench.cuda import capture, no_waits
+
+pytestmark = pytest.mark.gpu
+
+PAGE = 16
+
+
+class Bench:
+    """A scene with a cache, and copies of q and k for what writes in place."""
+
+    def __init__(self, tokens: int, capacity: int | None = None, start: int = 0) -> None:
+        self.scene = Scene(Launch(tokens=tokens, norm="qk", start=start), seed=3)
+        self.tokens, self.rotary, self.norm = tokens, self.scene.rotary, self.scene.norm
+        self.q, self.k, self.v = self.scene.q, self.scene.k, self.scene.v
+        self.positions = DevicePositions.from_table(self.scene.table, DEVICE, capacity)
+        self.q_here, self.k_here = self.q.clone(), self.k.clone()
+        heads, dim = self.k.shape[1:]
+        caches = torch.zeros(2, tokens // PAGE + 1, PAGE, heads, dim, dtype=self.k.dtype, device=DEVICE)
+        self.keys, self.values = caches.unbind(0)
+        self.eight = torch.zeros_like(caches, dtype=torch.float8_e4m3fn)
+        self.ids = self.positions.dense()
+        self.slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
+
+    def rotated(self, **options: Any) -> Any:
+        """By apply_rotary."""
+        return apply_rotary(self.q, self.k, self.positions, self.rotary, implementation=TRITON, **options)
+
+    def rotated_here(self, **options: Any) -> Any:
+        """By apply_rotary in place, of copies of q and k."""
+        self.q_here.copy_(self.q)
+        self.k_here.copy_(self.k)
+        q, k = self.q_here, self.k_here
+        return apply_rotary(q, k, self.positions, self.rotary, inplace=True, implementation=TRITON, **options)
+
+    def stored(self, q: Tensor, k: Tensor, **options: Any) -> Any:
+        """By rotate_and_store; the caches too."""
+        rotated, k_out = rotate_and_store(
+            q, k, self.v, self.positions, self.rotary, self.keys, self.values, self.slots,
+            implementation=TRITON, **options,
+        )  # fmt: skip
+        return rotated, k_out, self.keys, self.values
+
+    def stored_here(self) -> Any:
+        """By rotate_and_store in place, with a norm."""
+        self.q_here.copy_(self.q)
+        self.k_here.copy_(self.k)
+        return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, **self.norm)
+
+    def stored_in_8_bits(self) -> Any:
+        """By rotate_and_store into caches of e4m3, whose bits are returned."""
+        scale = torch.full((1,), 0.25, device=DEVICE)
+        keys, values = self.eight.unbind(0)
+        given = self.q, self.k, self.v, self.positions, self.rotary, keys, values, self.slots
+        q, _ = rotate_and_store(*given, k_scale=scale, v_scale=scale, implementation=TRITON)
+        return q, self.eight.view(torch.uint8)
+
+    def moved(self) -> Any:
+        """By rerotate, of keys that were stored as they came, to where they stand in reverse."""
+        self.keys.flatten(0, 1)[self.slots] = self.k
+        there = self.ids.flip(1)
+        rerotate(self.keys, self.slots, self.positions, there, self.rotary, implementation=TRITON)
+        return (self.keys,)
+
+    def there_and_back(self, norm: Mapping[str, Any]) -> Any:
+        """Gradients of q, k and what else there is."""
+        leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
+        weights = {name: value.detach().requires_grad_() for name, value in norm.items() if isinstance(value, Tensor)}
+        q, k = leaves
+        outs = apply_rotary(q, k, self.positions, self.rotary, implementation=TRITON, **{**norm, **weights})
+        return torch.autograd.grad([x for x in outs if x is not None], [*leaves, *weights.values()], self.grads)
+
+
+CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
+    "rotate": ({"rotate"}, lambda bench: bench.rotated()),
+    "rotate in place": ({"rotate_"}, lambda bench: bench.rotated_here()),
+    "rotate back": ({"rotate"}, lambda bench: bench.there_and_back({})),
+    "norm": ({"norm_rotate"}, lambda bench: bench.rotated(**bench.norm)),
+    "norm in place": ({"norm_rotate_"}, lambda bench: bench.rotated_here(**bench.norm)),
+    "norm back": ({"norm_rotate", "norm_rotate_backward"}, lambda bench: bench.there_and_back(bench.norm)),
+    "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
+    "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
+    "store in 8 bits": ({"rotate_and_store"}, lambda bench: bench.stored_in_8_bits()),
+    "rerotate": ({"rerotate_"}, lambda bench: bench.moved()),
+    "dense ids": (set(), lambda bench: (bench.positions.dense(),)),
+}
+"""A call of every operator, with the names of those that it calls; what it gives is compared from run to run."""
+
+
+later = pytest.mark.gpu if GPU else pytest.mark.slow
+"""Marks what the interpreter runs in `make slow` alone, since `make test` has something of its kind."""
+
+FIRST = [n if n in ("rotate", "norm and store in place") else pytest.param(n, marks=later) for n in CALLS]
+
+
+def bits_of(results: Any) -> list[Tensor]:
+    return [x.clone() for x in results if x is not None]
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    assert [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)] == []
+
+
+def test_every_operator_is_called() -> None:
+    called = set().union(*(names for names, _ in CALLS.values()))
+    assert set(operators.__all__) <= called
+
+
+@pytest.mark.parametrize("tokens", [FEW, pytest.param(sized(5000, 21), marks=later)])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
+    """Nothing depends on the order of programs, nor on what memory held before."""
+    bench, (_, call) = Bench(tokens), CALLS[name]
+    want = bits_of(call(bench))
+    for _ in range(sized(30, 2)):
+        bench.scene.poison()
+        assert_same(bits_of(call(bench)), want)
+
+
+def tables(tokens: int) -> list[PositionTable]:
+    """Tables of as many tokens: at other places, of text alone, with one small image."""
+    parts: list[list[Text | Grid]] = [[Text(tokens)], [Text(3), Grid(2, 2), Text(tokens - 7)]]
+    others = [place(SegmentTable.from_documents([part]), "rope-tie") for part in parts]
+    return [*(placed(tokens, start=start) for start in (0, 77, 100_000)), *others][:: sized(1, 4)]
+
+
+@pytest.mark.parametrize("tokens", [sized(256, 9), pytest.param(MANY, marks=later)])
+@pytest.mark.parametrize("name", CALLS)
+def test_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
+    """A graph that was captured once gives the bits of a call with each table, and neither refresh nor replay waits."""
+    chosen = tables(tokens)
+    most = max(table.num_segments for table in chosen)
+    bench, fresh, (_, call) = Bench(tokens, most), Bench(tokens, most), CALLS[name]
+    held: list[Any] = []
+
+    def keep() -> None:
+        held[:] = [call(bench)]
+
+    replay = capture(keep)
+    for table in chosen:
+        fresh.positions.refresh(table)
+        want = bits_of(call(fresh))
+        for x in (bench.q_here, bench.k_here, bench.keys, bench.values):
+            x.zero_()
+        with no_waits():
+            bench.positions.refresh(table)
+            replay()
+        assert_same(bits_of(held[0]), want)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_calls_do_not_wait_for_the_device(name: str) -> None:
+    bench, (_, call) = Bench(FEW), CALLS[name]
+    want = bits_of(call(bench))
+    with no_waits():
+        got = call(bench)
+    assert_same(bits_of(got), want)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Work in a stream beside the current one, behind a long wait; the current one goes on after it."""
+    if not GPU:
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_launches_go_to_the_current_stream(name: str) -> None:
+    """What a call reads is written behind a long wait in a stream, and the call is made in that stream."""
+    bench, (_, call) = Bench(SOME), CALLS[name]
+    want = bits_of(call(bench))
+    for _ in range(sized(4, 1)):
+        q, k, v = (x.clone() for x in (bench.q, bench.k, bench.v))
+        for x in (bench.q, bench.k, bench.v, bench.keys, bench.values):
+            x.zero_()
+        with beside():
+            for x, held in ((bench.q, q), (bench.k, k), (bench.v, v)):
+                x.copy_(held)
+            bench.positions = DevicePositions.from_table(bench.scene.table, DEVICE)
+            got = call(bench)
+        assert_same(bits_of(got), want)
+
+
+@pytest.fixture
+def fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _loss(out: Any) -> Tensor:
+    return sum(((x.float() ** 2).sum() for x in out if x is not None), torch.zeros((), device=DEVICE))
+
+
+Step = Callable[[Tensor, Tensor], Any]
+
+
+def by_function(bench: Bench, **norm: Any) -> Step:
+    return lambda q, k: apply_rotary(q * 2, k, bench.positions, bench.rotary, implementation=TRITON, **norm)
+
+
+def by_module(bench: Bench) -> Step:
+    module = RotaryEmbedding(bench.rotary).to(DEVICE)
+    return lambda q, k: module(q * 2, k, bench.positions, implementation=TRITON)
+
+
+COMPILED: Mapping[str, Callable[[Bench], Step]] = {
+    "apply_rotary": by_function,
+    "apply_rotary with a norm": lambda bench: by_function(bench, **bench.norm),
+    "RotaryEmbedding": by_module,
+}
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("name", [n if n == "apply_rotary" else pytest.param(n, marks=later) for n in COMPILED])
+def test_compiled_graph_is_whole_and_has_the_gradients_of_eager(name: str) -> None:
+    bench = Bench(sized(1000, 9))
+    function = COMPILED[name](bench)
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    q, k = (x.clone().requires_grad_() for x in (bench.q, bench.k))
+    want = torch.autograd.grad(_loss(function(q, k)), (q, k))
+    got = torch.autograd.grad(_loss(compiled(q, k)), (q, k))
+    for a, b in zip(got, want, strict=True):
+        # Fused operations round once where eager ones do so at each: of the rotation, of both doublings.
+        assert relative(a, b.double()) <= 4 * unit(a.dtype)
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_compiled_store_writes_what_eager_writes() -> None:
+    bench, eager = Bench(sized(1000, 9)), Bench(sized(1000, 9))
+    want = bits_of(eager.stored(eager.q, eager.k))
+
+    def step(q: Tensor, k: Tensor) -> Any:
+        return bench.stored(q, k)[0]
+
+    with torch.no_grad():
+        got = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "aot_eager")(bench.q, bench.k)
+    assert_same([got, bench.keys, bench.values], want)
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+@later
+def test_compiled_graph_that_is_replayed_gives_the_bits_of_eager() -> None:
+    bench = Bench(sized(1000, 9))
+    module = RotaryEmbedding(bench.rotary).to(DEVICE)
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        out: Tensor = module(q * 1, k, bench.positions, implementation=TRITON)[0] + 0
+        return out
+
+    options: Any = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
+    fast = torch.compile(step, fullgraph=True, **options)
+    with torch.no_grad():
+        want = step(bench.q, bench.k)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(fast(bench.q, bench.k), want)
+
+
+# Sizes beyond 32 bits.
+
+
+def room(gigabytes: int) -> None:
+    """Wait until a GPU has so much memory free, which other tests may have; skip on one that never does."""
+    if not GPU:
+        return
+    torch.cuda.empty_cache()
+    if not eventually(lambda: torch.cuda.mem_get_info()[0] >= gigabytes << 30):
+        pytest.skip(f"less than {gigabytes} GB of memory are free")
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE).uniform_(-1, 1)
+
+
+def bound(tokens: int) -> float:
+    return Scene(Launch(tokens=tokens)).bound
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_more_than_two_to_the_31_elements(inplace: bool) -> None:
+    room(24)
+    heads, dim = sized(64, 3), sized(128, 12)
+    tokens = sized(300_000, 30)  # 2.46e9 elements
+    table = placed(tokens)
+    rotary, ids = Rotary(dim), torch.from_numpy(table.dense()).to(DEVICE).double()
+    q, k = uniform(tokens, heads, dim), uniform(tokens, 1, dim)
+    edge = sized(262_144, 15)  # where 64 heads of 128 channels pass 2³¹
+    width = sized(300, 4)
+    parts = [slice(at, at + width) for at in (0, edge // 2, edge - width // 2, tokens - width)]
+    before = [(q[part].clone(), k[part].clone()) for part in parts]
+    outs = apply_rotary(q, k, DevicePositions.from_table(table, DEVICE), rotary, inplace=inplace, implementation=TRITON)
+    for part, pair in zip(parts, before, strict=True):
+        for out, x in zip(outs, pair, strict=True):
+            assert out is not None
+            assert distance(out[part], x, angles(ids[:, part], rotary), rotary) <= bound(1)
+
+
+def test_rows_more_than_two_to_the_31_elements_apart() -> None:
+    room(24)
+    heads, dim, seq = sized(8, 2), sized(128, 12), sized(40_000, 10)
+    table = placed(2 * seq, count=2)
+    rotary, positions = Rotary(dim), DevicePositions.from_table(table, DEVICE)
+    step = sized(17 * 2**27, 2 * seq * heads * dim)  # elements of a row: 2.28e9
+    apart = torch.empty(2, step, dtype=torch.bfloat16, device=DEVICE)
+    q = apart[:, : seq * heads * dim].view(2, seq, heads, dim).uniform_(-1, 1)
+    k = uniform(2, seq, 1, dim)
+    angle = angles(torch.from_numpy(table.dense()).to(DEVICE).double(), rotary)
+    assert q.stride(0) == step
+    got = apply_rotary(q, k, positions, rotary, implementation=TRITON)[0]
+    assert distance(got.flatten(0, 1), q.flatten(0, 1), angle, rotary) <= bound(1)
+    apply_rotary(q, k, positions, rotary, inplace=True, implementation=TRITON)
+    assert torch.equal(q, got)
+
+
+def test_cache_of_more_than_two_to_the_31_elements() -> None:
+    room(16)
+    bench = Bench(sized(4096, 20))
+    blocks = sized(140_000, 4)  # 2.3e9 elements
+    shape = blocks, PAGE, *bench.k.shape[1:]
+    bench.keys, bench.values = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    bench.slots = blocks * PAGE - 1 - bench.slots
+    _, _, keys, values = bench.stored(bench.q, bench.k)
+    angle = bench.scene.angle
+    assert distance(keys.flatten(0, 1)[bench.slots], bench.k, angle, bench.rotary) <= bound(1)
+    assert torch.equal(values.flatten(0, 1)[bench.slots], bench.v)
+
+
+# Tables and devices.
+
+
+@pytest.mark.parametrize("images", [sized(200, 3), sized(10_000, 5), sized(60_000, 7)])
+def test_tables_of_many_segments(images: int) -> None:
+    parts: list[Text | Grid] = []
+    for i in range(images):
+        parts += [Text(1 + i % 3), Grid(1 + i % 2, 1 + i % 5)]
+    table = place(SegmentTable.from_documents([parts]), "rope-tie")
+    rotary = Rotary(sized(80, 12))
+    q = normal(table.num_tokens, 2, rotary.head_dim, seed=1)
+    got, _ = apply_rotary(q, None, DevicePositions.from_table(table, DEVICE), rotary, implementation=TRITON)
+    angle = angles(torch.from_numpy(table.dense()).to(DEVICE).double(), rotary)
+    assert distance(got, q, angle, rotary) <= Scene(Launch(tokens=1, dtype=F32)).bound
+
+
+def test_tensors_on_a_device_that_is_not_the_current_one() -> None:
+    """The last device; where there is one alone, this is the current one."""
+    there = torch.device(f"cuda:{torch.cuda.device_count() - 1}") if GPU else DEVICE
+    scene = Scene(Launch(tokens=SOME))
+    positions = DevicePositions.from_table(scene.table, there)
+    got, _ = apply_rotary(scene.q.to(there), scene.k.to(there), positions, scene.rotary, implementation=TRITON)
+    assert got.device == there
+    assert distance(got.to(DEVICE), scene.q, scene.angle, scene.rotary) <= scene.bound

@@ -340,11 +340,10 @@ def test_recorder_keeps_what_failed_and_counts(tmp_path: Path) -> None:
         "MMPOS_SUITE": "some",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mmpos_bench.gpu.recorder", "-p", "no:cacheprovider"]
     command += ["--continue-on-collection-errors", "."]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=usual | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     unread, failed, skipped, counts = Journal(tmp_path / "j.jsonl").rows
     assert (unread["name"], unread["outcome"]) == ("test_other.py", "failed")

@@ -219,7 +219,26 @@ REROTATE = [
     *launches("rerotate", layer="vision", turning="axial"),
 ]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE]))
+AFTER = [
+    *launches("norm after", norm="qk", tokens=[1, FEW, SOME, MANY]),
+    *launches("norm after", norm=["q", "k"], dtype=F32),
+    *launches("norm after", norm="qk", dtype=[F16, F32], turning=["adjacent", "half of a head", "YaRN"]),
+    *launches("norm after", norm="qk", layer="vision", turning="axial", inplace=[False, True]),
+]
+
+CACHED = [
+    *launches("cached", tokens=[1, FEW, SOME, MANY]),
+    *launches("cached", dtype=[F16, F32], turning=["adjacent", "half of a head", "sections"]),
+    *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
+]
+
+EIGHT_BITS = [
+    *launches("store in 8 bits", tokens=[1, FEW, SOME, MANY]),
+    *launches("store in 8 bits", norm="qk", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
+    *launches("store in 8 bits", slots=["short", "none"], page=24),
+]
+
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED, *EIGHT_BITS]))
 
 
 # What goes in.
@@ -538,6 +557,54 @@ def move(scene: Scene) -> Iterator[Check]:
     yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
 
 
+def norm_after(scene: Scene) -> Iterator[Check]:
+    """Rotate q and k, and normalise what came of it."""
+    before = scene.q.clone(), scene.k.clone()
+    scene.poison()
+    options: Any = {"inplace": scene.launch.inplace, "norm_order": "after"}
+    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, **options, **scene.how)
+    for name, x, weight, out in zip("qk", before, scene.weights, got, strict=True):
+        assert out is not None
+        yield name, relative(out, scene.normed(turned(x.double(), scene.angle, scene.rotary), weight)) / scene.bound
+
+
+def cached(scene: Scene) -> Iterator[Check]:
+    """Rotate by the rows of an engine's cache of cos and sin, of float32."""
+    rows = int(scene.ids.max()) + 1
+    every = angles(torch.arange(rows, device=DEVICE).double().expand(scene.table.axes, rows), scene.rotary)
+    cos_sin = torch.cat((every.cos(), every.sin()), -1).float()
+    scene.poison()
+    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, cos_sin=cos_sin, **scene.how)
+    for name, x, out in zip("qk", (scene.q, scene.k), got, strict=True):
+        assert out is not None
+        yield name, distance(out, x.double(), scene.angle, scene.rotary) / scene.bound
+
+
+def store_in_8_bits(scene: Scene) -> Iterator[Check]:
+    """Write k and v in e4m3 with a scale for each token and head, which are 16 steps apart at the top."""
+    launch, (tokens, heads, dim) = scene.launch, scene.k.shape
+    blocks = -(-tokens // launch.page) + 3
+    keys, values = torch.zeros(2, blocks, launch.page, heads, dim, dtype=torch.float8_e4m3fn, device=DEVICE)
+    k_scale, v_scale = torch.zeros(2, blocks, launch.page, heads, device=DEVICE)
+    slots = _slots(launch, blocks * launch.page)
+    rotate_and_store(
+        scene.q, scene.k, scene.v, scene.positions, scene.rotary, keys, values, slots,
+        k_scale=k_scale, v_scale=v_scale, **scene.how,
+    )  # fmt: skip
+    kept = (slots >= 0).nonzero()[:, 0]
+    at = slots[kept].long() // launch.page, slots[kept].long() % launch.page
+    truth = turned(scene.normed(scene.k, scene.weights[1]), scene.angle, scene.rotary)
+    for name, codes, scale, want in (("keys", keys, k_scale, truth), ("values", values, v_scale, scene.v.double())):
+        error = (codes[at].double() * scale[at][..., None] - want[kept]).abs()
+        # Half a step: a sixteenth of a normal number, and of the subnormal ones 2⁻¹⁰ of 448 parts of the largest.
+        bound = (want[kept].abs() / 16).clamp_min(want[kept].abs().amax(-1, keepdim=True) * 2**-10 / 448)
+        yield name, float((error / (bound * 1.01 + 1e-30)).amax()) if len(kept) else 0.0
+    free = torch.ones(blocks * launch.page, dtype=torch.bool, device=DEVICE)
+    free[slots[kept].long()] = False
+    untouched = [x.flatten(0, 1)[free].float() for x in (keys, values, k_scale, v_scale)]
+    yield same("other cells", not any(bool(x.any()) for x in untouched))
+
+
 def dense(scene: Scene) -> Iterator[Check]:
     """Expand a table into ids on the device: the bits of those made on the host."""
     yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
@@ -549,5 +616,8 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "store": store,
     "dense": dense,
     "rerotate": move,
+    "norm after": norm_after,
+    "cached": cached,
+    "store in 8 bits": store_in_8_bits,
 }
 """Each launches, and yields how far everything that it wrote is from the truth."""

@@ -176,6 +176,15 @@ def _by_ids(work: Work) -> Call:
     return lambda i: apply_rotary(*work.sets[i], layer.dense, layer.rotary, inplace=True, implementation=work.how)
 
 
+def _by_cache(work: Work) -> Call:
+    """Rotate by the rows of an engine's cache of cos and sin."""
+    layer, pairs = work.layer, work.layer.shape.head_dim // 2
+    frequencies = layer.rotary.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * frequencies
+    rows = torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32)
+    return lambda i: apply_rotary(*work.sets[i], layer.table, layer.rotary, cos_sin=rows, implementation=work.how)
+
+
 def _half_turned(work: Work) -> Call:
     half = Rotary(work.layer.shape.head_dim, rotary_dim=work.layer.shape.head_dim // 2)
     return lambda i: apply_rotary(*work.sets[i], work.layer.table, half, implementation=work.how)
@@ -250,9 +259,11 @@ WAYS: tuple[Way, ...] = (
     Way("in place, dense ids", _by_ids, prove=_rotated),
     Way("new tensors", _by_table, prove=_rotated),
     Way("conjugate", partial(_by_table, conjugate=True), prove=partial(_rotated, backwards=True)),
+    Way("by an engine's cache", _by_cache, prove=_rotated),
     Way("half of each head", _half_turned),
     Way("there and back", _there_and_back, moved=lambda work: 2 * work.moved),
     Way("norm", lambda work: _by_table(work, **work.norm), prove=_normalised),
+    Way("norm after", lambda work: _by_table(work, norm_order="after", **work.norm)),
     Way("norm, in place", lambda work: _by_table(work, inplace=True, **work.norm)),
     # Back it reads q and k once more, beside their gradients.
     Way(

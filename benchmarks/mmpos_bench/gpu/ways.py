@@ -178,9 +178,8 @@ def _by_ids(work: Work) -> Call:
 
 def _by_cache(work: Work) -> Call:
     """Rotate by the rows of an engine's cache of cos and sin."""
-    layer, pairs = work.layer, work.layer.shape.head_dim // 2
-    frequencies = layer.rotary.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * frequencies
+    layer = work.layer
+    angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * torch.from_numpy(layer.rotary.inv_freq_array.copy())
     rows = torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32)
     return lambda i: apply_rotary(*work.sets[i], layer.table, layer.rotary, cos_sin=rows, implementation=work.how)
 

@@ -17,6 +17,7 @@ from mmpos.rotary.hf_models import (
     ADJACENT,
     ALPHA,
     AXIAL,
+    FACTOR_UNREAD,
     FIXED_THETA,
     FULL_HEAD_DIM,
     HEAD_DIM_UNREAD,
@@ -340,7 +341,8 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
 def _factor(fields: Fields, rope: Values) -> Any:
     """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
-    if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
+    own = fields.model_type not in FACTOR_UNREAD and not _by_layer(fields.defaults.get("rope_parameters", {}))
+    if factor is None and own:
         factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
 
@@ -585,7 +587,7 @@ class Fields:
 
     def _spellings(self, name: str) -> list[str]:
         others = self.defaults.get("names", {})
-        return [name, others[name]] if name in others else [name]
+        return [name, *(other for pair in others.items() if name in pair for other in pair if other != name)]
 
     def _holds(self, name: str) -> bool:
         return name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)

@@ -103,7 +103,7 @@ class Rotary:
         """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
 
         Args:
-            config: a config object or the mapping of its config.json.
+            config: a config object, the mapping of its config.json, or the folder with that.
             layer_type: which one, where a config has rope parameters per layer type.
             overrides: arguments of Rotary that replace what the config says.
         """

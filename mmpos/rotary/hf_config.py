@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, overload
 
@@ -17,6 +17,7 @@ from mmpos.rotary.hf_models import (
     ADJACENT,
     ALPHA,
     AXIAL,
+    FACTOR_UNREAD,
     FIXED_THETA,
     FULL_HEAD_DIM,
     HEAD_DIM_UNREAD,
@@ -36,7 +37,7 @@ from mmpos.rotary.hf_models import (
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
-__all__ = ["ROPE_TYPES", "Fields", "class_defaults", "hf_arguments", "hf_pairing", "read_field"]
+__all__ = ["ROPE_TYPES", "Fields", "class_defaults", "hf_arguments", "hf_pairing", "read_field", "read_json"]
 
 
 Values: TypeAlias = Mapping[str, Any]
@@ -77,8 +78,8 @@ def hf_arguments(
     default, two interleaved, which on text is the RoPE-1D of the model.
 
     Args:
-        config: a config object or the mapping of its config.json, read in text_config if it has one; of a vision
-            encoder pass its vision_config.
+        config: a config object, the mapping of its config.json or the folder with that, read in text_config if it has
+            one; of a vision encoder pass its vision_config.
         layer_type: which one, where the layers of a model turn in several ways.
         overrides: arguments of Rotary that replace what the config says.
 
@@ -340,7 +341,8 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
 def _factor(fields: Fields, rope: Values) -> Any:
     """Read the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
-    if factor is None and not _by_layer(fields.defaults.get("rope_parameters", {})):
+    own = fields.model_type not in FACTOR_UNREAD and not _by_layer(fields.defaults.get("rope_parameters", {}))
+    if factor is None and own:
         factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
 
@@ -476,6 +478,27 @@ def class_defaults() -> Mapping[str, Values]:
     return MappingProxyType(table)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Raises:
+        InvalidInputError: the file cannot be read, or holds something else; the message names the file and the line.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        at, got = f"{path}:{error.lineno}", f"no valid JSON ({error.msg}, column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        at, got = str(path), f"no valid JSON ({error})"
+    except OSError as error:
+        at, got = str(path), error.strerror or str(error)
+    else:
+        if isinstance(values, dict):
+            return values
+        at, got = str(path), type(values).__name__
+    raise InvalidInputError(f"{at}: got {got}, want a JSON object")
+
+
 def read_field(config: object, name: str) -> Any:
     """Read a field of an object or a mapping; None where it is not there."""
     try:
@@ -501,15 +524,21 @@ class Fields:
 
     @classmethod
     def of(cls, config: object) -> Fields:
-        """Make the fields of a whole config.
+        """Make the fields of a whole config, or of the config.json in a folder.
 
         Raises:
-            InvalidInputError: the name of a file or of a checkpoint: nothing is read or fetched here.
+            InvalidInputError: no config.json there, or none that can be read; or the name of something else, such as a
+                checkpoint: nothing is downloaded.
         """
+        if isinstance(config, str | PurePath) and str(config) and Path(config).is_dir():
+            path = Path(config, "config.json")
+            if not path.exists():
+                raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
+            config = read_json(path)
         if config is None or isinstance(config, str | bytes | PurePath):
             raise InvalidInputError(
                 f"config: got {type(config).__name__}, want a config object, or the mapping of a config.json, "
-                "json.loads(Path(...).read_text())"
+                "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
             )
         return cls("config", config, _model_type(config))
 
@@ -585,7 +614,7 @@ class Fields:
 
     def _spellings(self, name: str) -> list[str]:
         others = self.defaults.get("names", {})
-        return [name, others[name]] if name in others else [name]
+        return [name, *(other for pair in others.items() if name in pair for other in pair if other != name)]
 
     def _holds(self, name: str) -> bool:
         return name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)

@@ -9,6 +9,7 @@ __all__ = [
     "ADJACENT",
     "ALPHA",
     "AXIAL",
+    "FACTOR_UNREAD",
     "FIXED_THETA",
     "FULL_HEAD_DIM",
     "HEAD_DIM_UNREAD",
@@ -94,6 +95,9 @@ PARTIAL: Mapping[str, float] = MappingProxyType(
 
 All others turn all of it, whatever their config says; every other rope_type heeds it.
 """
+
+FACTOR_UNREAD = _names("bamba")
+"""Model types whose class overwrites a partial_rotary_factor beside rope_parameters by its own."""
 
 UNSCALED = _names("codegen esm gptj roformer")
 """Model types that read no rope_parameters."""

@@ -151,7 +151,7 @@ def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
     """Collect the defaults that a class puts under a config inside that leaves them out."""
-    names = (*FIELDS, *ROTATION_FIELDS, "rope_theta")
+    names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
     if not defaults or config.model_type == "fun_asr_nano":  # which refuses what does not fit its other parts
         return {}

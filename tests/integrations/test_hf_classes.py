@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import sys
@@ -62,14 +63,14 @@ STRAY: dict[str, Any] = {
     "embed_dim": 512,
     "global_head_dim": 128,
     "global_rope_theta": 888.0,
-    "head_dim": 64,
+    "head_dim": 96,
     "heads": 8,
     "layer_rope_theta": [5000.0] * 100,
     "local_rope_theta": 999.0,
     "n_embed": 1024,
     "num_heads": 8,
     "original_max_position_embeddings": 1024,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.75,
     "partial_rotary_factors": [0.5] * 100,
     "qk_rope_head_dim": 32,
     "rope_local_base_freq": 777.0,
@@ -80,7 +81,19 @@ STRAY: dict[str, Any] = {
     "swa_rope_theta": 333.0,
     "width": 512,
 }
-"""Fields that some class reads and others do not."""
+"""Fields that some class reads and others do not, with values that are no default."""
+
+PART_FIELDS: list[dict[str, Any]] = [
+    {},
+    {"hidden_size": 1536, "num_attention_heads": 12},
+    {"head_dim": 96},
+    {"max_position_embeddings": 4096},
+    {"partial_rotary_factor": 0.25},
+    {"rope_local_base_freq": 5000.0},
+    {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_theta": 77777.0},
+]
+"""What a config.json may say of a model or a part, all else left out."""
 
 SCALED: dict[str, dict[str, Any]] = {
     "default": {},
@@ -124,12 +137,18 @@ def buffer(module: object, name: str, layer_type: str | None) -> Any:
     return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
 
 
-def ours(config: object, layer_type: str | None = None) -> Rotary | str:
-    """The rotation that is read, or the words of the refusal."""
+def words_or(reader: Any, config: object, layer_type: str | None) -> Any:
+    """What is read, or the words of the refusal."""
     try:
-        return Rotary.from_hf_config(config, layer_type=layer_type)
+        return reader(config, layer_type=layer_type)
     except MmposError as error:
         return str(error)
+
+
+def ours(config: object, layer_type: str | None = None) -> Rotary | str:
+    """The rotation that is read, or the words of the refusal."""
+    reading: Rotary | str = words_or(Rotary.from_hf_config, config, layer_type)
+    return reading
 
 
 def as_json(config: dict[str, object]) -> dict[str, Any]:
@@ -397,6 +416,37 @@ def test_a_whole_config_gives_the_rotation_of_its_language_model(model: str) -> 
             assert ours({"model_type": model} | least, layer_type) == ours(bare, layer_type)
         want = f"config.{part}: got none, want the config of the language model"
         assert ours({"model_type": model}, layer_type) == (rotary if model in TEXT_AT_TOP else want)
+
+
+def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:
+    """The config with nothing but its parts, which have nothing but theirs, and their model types."""
+    parts = {name: bare(full[name], typed) for name in full if name.endswith("_config") and full[name]}
+    return {"model_type": full["model_type"], **parts} if typed and "model_type" in full else parts
+
+
+def parts_of(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield told
+    for name in told.keys() - {"model_type"}:
+        yield from parts_of(told[name])
+
+
+@pytest.mark.parametrize("model", [model for model in [*ROTATING, *WHOLE] if model in CONFIGS])
+def test_a_config_without_its_defaults_gives_what_its_object_gives_or_is_refused(model: str) -> None:
+    full = as_json(CONFIGS[model]().to_dict())
+    readers = (Rotary.from_hf_config, mmpos.from_hf_config) if model in MODEL_TYPES else (Rotary.from_hf_config,)
+    for typed in (True, False):
+        count = len([*parts_of(bare(full, typed))])
+        for part, said in itertools.product(range(count), PART_FIELDS):
+            told = {**bare(full, typed), "model_type": model}
+            [*parts_of(told)][part].update(copy.deepcopy(said))
+            try:
+                config = CONFIGS[model](**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
+            except Exception:  # Transformers cannot read it
+                continue
+            for reader, layer_type in itertools.product(readers, (None, *LAYERS)):
+                readings = [words_or(reader, each, layer_type) for each in (config, told)]
+                refused = [isinstance(reading, str) for reading in readings]
+                assert readings[0] == readings[1] or (any(refused) if said else all(refused)), (told, layer_type)
 
 
 def with_parts_left_out(full: dict[str, object]) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,14 @@ PaddingStrategy = pytest.importorskip("transformers.utils").PaddingStrategy
 NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 CONFIG = transformers.Qwen2VLConfig(**dict(zip(NAMES, range(5, 9), strict=True)))
 SETTINGS = mmpos.from_hf_config(CONFIG)
-PIXELS = normalised(SETTINGS.image_processor().mean, SETTINGS.image_processor().std)
+IMAGES = transformers.Qwen2VLImageProcessor()
+PROCESSOR = SETTINGS.image_processor(
+    mean=IMAGES.image_mean,
+    std=IMAGES.image_std,
+    min_pixels=IMAGES.size["shortest_edge"],
+    max_pixels=IMAGES.size["longest_edge"],
+)
+PIXELS = normalised(PROCESSOR.mean, PROCESSOR.std)
 IMAGE = "".join(QWENS[token] for token in (0, 2, 1))
 MARKED = {"extra_special_tokens": {"image_token": QWENS[2], "video_token": QWENS[3]}}
 
@@ -34,7 +41,7 @@ def both(tokenizer: Any) -> tuple[MMPosProcessor, Any]:
     """Our processor and theirs."""
     ours = MMPosProcessor(
         tokenizer,
-        SETTINGS.image_processor(),
+        PROCESSOR,
         SETTINGS.scheme,
         SETTINGS.markers,
         add_markers=False,

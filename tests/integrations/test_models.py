@@ -110,8 +110,9 @@ def test_glm_leaves_the_ids_of_the_caller_as_they_are() -> None:
 
 def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
     settings = settings_of("qwen3_vl")
+    told: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 3136, "max_pixels": 2**24}
     builder = mmpos.SequenceBuilder(
-        images=settings.image_processor(max_tokens=16, backend="pillow"),
+        images=settings.image_processor(max_tokens=16, backend="pillow", **told),
         scheme=settings.scheme,
         markers=settings.markers,
     )
@@ -120,7 +121,7 @@ def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
     again = settings.segments(sequence.input_ids, sequence.grid_thw * [1, 2, 2])
     np.testing.assert_array_equal(settings.place(again).dense(), sequence.positions.dense())
     assert builder.images == mmpos.ImageProcessor(
-        "pillow", patch_size=16, spatial_merge_size=2, order="merged", max_tokens=16
+        "pillow", patch_size=16, spatial_merge_size=2, order="merged", max_tokens=16, **told
     )
 
 

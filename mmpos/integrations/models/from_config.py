@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.models.image_file import ImageFile
 from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
@@ -182,7 +184,8 @@ def from_hf_config(
     """Read the scheme, token ids, merge size and rotations of a model from its config.
 
     Args:
-        config: the whole config object of a model, or the mapping of its config.json.
+        config: the whole config object of a model, the mapping of its config.json, or the folder with that, where
+            preprocessor_config.json (or image_processor in processor_config.json) is read for `image_processor`.
         engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL): of
             "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
             video.
@@ -191,7 +194,8 @@ def from_hf_config(
     Raises:
         UnsupportedError: a model type that is not known, or whose positions have no scheme here; the message names
             those that are known.
-        InvalidInputError: the config lacks a field, or contradicts itself; the message names the field.
+        InvalidInputError: the config lacks a field, or contradicts itself; the message names the field. Or a file of
+            the folder is missing or not JSON; the message names the file.
     """
     one_of("engine", engine, ("transformers", "serving"))
     fields = Fields.of(config)
@@ -212,6 +216,7 @@ def from_hf_config(
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
+        image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
         **(settings if vision is None else settings | _encoder(known, scheme, vision)),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.models.image_file import ImageFile
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
@@ -47,6 +48,7 @@ class ModelSettings:
         patch_size: side of a patch in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
+        image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
     """
 
     model_type: str
@@ -64,6 +66,7 @@ class ModelSettings:
     patch_size: int | None = None
     temporal_patch_size: int | None = None
     frames_apart: bool = False
+    image_file: ImageFile | None = None
 
     def __post_init__(self) -> None:
         if self.rotary.axes != self.scheme.axes:
@@ -145,10 +148,13 @@ class ModelSettings:
         """Make an ImageProcessor with the patches, merging and order of the encoder.
 
         Args:
-            arguments: of ImageProcessor that are not in a config: limits of sizes, mean and std.
+            arguments: of ImageProcessor, in place of what the image_file says.
 
         Raises:
-            UnsupportedError: the order of the encoder's patches is not known.
+            UnsupportedError: the order of the encoder's patches is not known, or the image_file is of an image
+                processor that ImageProcessor does not follow.
+            InvalidInputError: mean, std, min_pixels and max_pixels are neither told nor in an image_file: a config.json
+                does not hold them; or the image_file contradicts the config.
         """
         from mmpos.images import ImageProcessor
 
@@ -156,7 +162,19 @@ class ModelSettings:
             raise UnsupportedError(
                 f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
             )
-        sizes = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
+        sizes: dict[str, Any] = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
+        missing = [name for name in ("mean", "std", "min_pixels", "max_pixels") if name not in arguments]
+        if missing and self.image_file is None:
+            raise InvalidInputError(
+                f"image_processor: got no {', '.join(missing)}, which a config.json does not hold, want them told, or "
+                "mmpos.from_hf_config(folder) of a folder with its preprocessor_config.json"
+            )
+        if missing and self.image_file is not None:
+            sizes |= self.image_file.arguments(
+                patch_size=self.patch_size,
+                merge_size=self.spatial_merge_size,
+                temporal_patch_size=self.temporal_patch_size,
+            )
         return ImageProcessor(**{**sizes, "order": self.vision_scheme.order, **arguments})
 
     def _merged_frames(self, video_grid_thw: npt.ArrayLike | None) -> npt.ArrayLike | None:

@@ -1,0 +1,100 @@
+"""ImageFile: how the images of a model are prepared, from the file beside its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.hf_config import read_json
+from mmpos.support.checks import finite, integer
+
+__all__ = ["IMAGE_TYPES", "ImageFile"]
+
+IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "Qwen2VLImageProcessor": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "temporal_patch_size": 2},
+        "Ernie4_5_VLMoeImageProcessor": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177},
+    }
+)
+"""Image processors of Transformers that resize as ImageProcessor does, and the defaults of their classes."""
+
+_FIXED = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
+"""Fields with one value that ImageProcessor follows: resample 3 is bicubic."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """Values of an image processor of Transformers, as its file has them.
+
+    Args:
+        path: the file, as messages call it.
+        values: of the image processor.
+    """
+
+    path: str
+    values: Mapping[str, Any] = field(hash=False, repr=False)
+
+    @classmethod
+    def beside(cls, folder: Path) -> ImageFile | None:
+        """Read image_processor in processor_config.json, or else preprocessor_config.json, as Transformers does.
+
+        Raises:
+            InvalidInputError: a file that is not the JSON of an object; the message names file and line.
+        """
+        path = folder / "processor_config.json"
+        if path.is_file():
+            inside = read_json(path).get("image_processor")
+            if isinstance(inside, Mapping):
+                return cls(f"{path}: image_processor", inside)
+        path = folder / "preprocessor_config.json"
+        return cls(str(path), read_json(path)) if path.is_file() else None
+
+    def arguments(self, **sizes: int | None) -> dict[str, Any]:
+        """Return mean, std, min_pixels and max_pixels for ImageProcessor.
+
+        Args:
+            sizes: patch_size, merge_size and temporal_patch_size of the config, None where it has none.
+
+        Raises:
+            UnsupportedError: an image processor, or an option of it, that ImageProcessor does not follow.
+            InvalidInputError: sizes differ from those of the config, or a field has no such value.
+        """
+        kind = self.values.get("image_processor_type")
+        defaults = IMAGE_TYPES.get(str(kind).removesuffix("Fast").removesuffix("Pil"))
+        if defaults is None:
+            got = "none" if kind is None else repr(kind)
+            want = ", ".join(sorted(IMAGE_TYPES))
+            raise UnsupportedError(
+                f"{self.path}: image_processor_type: got {got}, which is not known to resize as ImageProcessor does, "
+                f"want one of {want}, or mean, std, min_pixels and max_pixels told"
+            )
+        for name, value in _FIXED.items():
+            if self._get(name, value) != value:
+                raise UnsupportedError(f"{self.path}: {name}: got {self.values[name]!r}, want {value}")
+        scale = finite(f"{self.path}: rescale_factor", self._get("rescale_factor", 1 / 255), above=0)
+        if abs(255 * scale - 1) > 1e-6:
+            raise UnsupportedError(f"{self.path}: rescale_factor: got {scale}, want 1 / 255")
+        for name, size in sizes.items():
+            own = self._get(name, {"patch_size": 14, "merge_size": 2, **defaults}.get(name))
+            if None not in (size, own) and own != size:
+                raise InvalidInputError(f"{self.path}: {name}: got {own!r}, want {size} as config.json has it")
+        arguments: dict[str, Any] = {}
+        limits = self._get("size", defaults)
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            value = self._get(name, limits.get(edge) if isinstance(limits, Mapping) else None)
+            if value is None:
+                raise InvalidInputError(f"{self.path}: size: got {limits!r}, want {edge}, or {name} beside it")
+            arguments[name] = integer(f"{self.path}: {name}", value, minimum=1)
+        for name in ("mean", "std"):
+            if self._get(f"image_{name}", None) is not None:
+                arguments[name] = self.values[f"image_{name}"]
+        return arguments
+
+    def _get(self, name: str, default: Any) -> Any:
+        """Read a field; the default of its class where it is left out or null."""
+        value = self.values.get(name)
+        return default if value is None else value

@@ -1,0 +1,160 @@
+"""Folders of models: config.json, and how images are prepared from the file beside it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_configs import config_of
+
+import mmpos
+from mmpos.integrations.models import from_hf_config
+from mmpos.rotary import Rotary
+
+transformers = pytest.importorskip("transformers")
+
+QWEN3_VL: dict[str, Any] = {
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": 2,
+    "patch_size": 16,
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "temporal_patch_size": 2,
+}
+"""preprocessor_config.json as released."""
+TOLD: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 65536, "max_pixels": 16777216}
+
+
+def folder_of(tmp_path: Path, model: str, **files: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(config_of(model).to_json_string(use_diff=False))
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in QWEN3_VL.items() if name not in names}
+
+
+def test_a_folder_gives_the_images_of_its_preprocessor(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL)
+    want = mmpos.ImageProcessor(patch_size=16, spatial_merge_size=2, order="merged", **TOLD)
+    for path in (folder, str(folder)):
+        assert from_hf_config(path).image_processor() == want
+    assert from_hf_config(folder).image_processor(max_pixels=70000).max_pixels == 70000
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "values"),
+    [
+        ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL),
+        ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL | {"min_pixels": 4096, "max_pixels": 10**6}),
+        ("qwen3_vl", "Qwen2VLImageProcessor", without("size", "image_mean", "temporal_patch_size")),
+        ("qwen2_vl", "Qwen2VLImageProcessor", {}),
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessor", {}),
+    ],
+)
+def test_values_and_defaults_are_those_of_the_class(
+    tmp_path: Path, model: str, name: str, values: dict[str, Any]
+) -> None:
+    folder = folder_of(tmp_path, model, preprocessor_config=values | {"image_processor_type": name})
+    ours = from_hf_config(folder).image_processor()
+    theirs = getattr(transformers, name).from_pretrained(folder)
+    assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
+    limits = theirs.size["shortest_edge"], theirs.size["longest_edge"]
+    assert (ours.min_pixels, ours.max_pixels) == limits
+    assert (ours.patch_size, ours.spatial_merge_size) == (theirs.patch_size, theirs.merge_size)
+    smart_resize, factor = sys.modules[type(theirs).__module__].smart_resize, theirs.patch_size * theirs.merge_size
+    for height, width in itertools.product((1, 40, 333, 1024, 4001), (37, 200, 1000)):
+        if max(height, width) <= 200 * min(height, width):
+            assert ours.fit(height, width) == smart_resize(height, width, factor, *limits)
+
+
+def test_an_image_processor_inside_a_processor_comes_first(tmp_path: Path) -> None:
+    inside = {"image_processor": QWEN3_VL, "processor_class": "Qwen3VLProcessor"}
+    other = QWEN3_VL | {"min_pixels": 4096}
+    folder = folder_of(tmp_path, "qwen3_vl", processor_config=inside, preprocessor_config=other)
+    assert from_hf_config(folder).image_processor().min_pixels == 65536
+    folder_of(tmp_path, "qwen3_vl", processor_config={"processor_class": "Qwen3VLProcessor"})
+    assert from_hf_config(folder).image_processor().min_pixels == 4096
+
+
+def test_the_rest_is_that_of_the_config(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "qwen3_vl")
+    assert from_hf_config(folder) == from_hf_config(config_of("qwen3_vl"))
+    assert Rotary.from_hf_config(folder) == Rotary.from_hf_config(config_of("qwen3_vl"))
+
+
+def test_what_no_file_says_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    message = (
+        "image_processor: got no mean, std, min_pixels, max_pixels, which a config.json does not hold, want them told, "
+        "or mmpos.from_hf_config(folder) of a folder with its preprocessor_config.json"
+    )
+    for config in (config_of("qwen3_vl"), folder_of(tmp_path, "qwen3_vl")):
+        with pytest.raises(mmpos.InvalidInputError) as caught:
+            from_hf_config(config).image_processor()
+        assert str(caught.value) == message
+        assert from_hf_config(config).image_processor(**TOLD).min_pixels == 65536
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"image_processor_type": "Glm4vImageProcessor"},
+            "image_processor_type: got 'Glm4vImageProcessor', which is not",
+        ),
+        ({"image_processor_type": None}, "image_processor_type: got none, which is not known"),
+        ({"do_normalize": False}, "do_normalize: got False, want True"),
+        ({"resample": 2}, "resample: got 2, want 3"),
+        ({"rescale_factor": 1}, "rescale_factor: got 1.0, want 1 / 255"),
+        ({"patch_size": 14}, "patch_size: got 14, want 16 as config.json has it"),
+        ({"merge_size": 4}, "merge_size: got 4, want 2 as config.json has it"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size: got 1, want 2 as config.json has it"),
+        ({"size": {"shortest_edge": 4096}}, "size: got {'shortest_edge': 4096}, want longest_edge, or max_pixels"),
+        ({"size": {"shortest_edge": 1.5, "longest_edge": 9}}, "min_pixels: got 1.5, want an integer"),
+    ],
+)
+def test_what_an_image_processor_of_ours_does_not_do_is_refused(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    settings = from_hf_config(folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL | values))
+    assert settings.place(settings.segments([1, 2])).next_positions.tolist() == [2]
+    with pytest.raises(mmpos.MmposError) as caught:
+        settings.image_processor()
+    assert str(caught.value).startswith(f"{tmp_path / 'preprocessor_config.json'}: {message}")
+    assert settings.image_processor(**TOLD).min_pixels == 65536
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{\n"a": 1,\n}', ":3: got no valid JSON (Expecting property name enclosed in double quotes, column 1), want"),
+        (b"[]", ": got list, want a JSON object"),
+        (b"\xff", ": got no valid JSON ('utf-8' codec can't decode byte 0xff"),
+        (b"[" * 100_000, ": got no valid JSON ("),
+    ],
+    ids=["syntax", "list", "bytes", "depth"],
+)
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "processor_config.json"])
+def test_a_file_that_is_not_json_is_named_with_its_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+    path = folder_of(tmp_path, "qwen3_vl") / name
+    path.write_bytes(text)
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        from_hf_config(tmp_path)
+    assert str(caught.value).startswith(f"{path}{message}")
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    for read in (from_hf_config, Rotary.from_hf_config):
+        with pytest.raises(mmpos.InvalidInputError) as caught:
+            read(tmp_path)
+        assert str(caught.value) == f"{tmp_path}: got a folder without config.json, want that of a model"
+        with pytest.raises(mmpos.InvalidInputError, match="config: got str, want a config object, or the mapping"):
+            read("")

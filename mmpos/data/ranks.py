@@ -47,7 +47,9 @@ class RankLoader(Generic[_Item]):
     def __init__(self, loader: Iterable[_Item], even: Even | None = None) -> None:
         self.loader = loader
         self.even = one_of("even", even, (None, *get_args(Even)))
-        self._group = distributed.new_group(backend="gloo") if even and _ranks() > 1 else None
+        self._group: distributed.ProcessGroup | None = None
+        if even and _ranks() > 1:
+            self._group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo"))
 
     @property
     def dataset(self) -> object:

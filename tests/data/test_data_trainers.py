@@ -101,11 +101,17 @@ def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
             dispatch([plain], 0)
 
 
+def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader of batches as they are."""
+    listed: Any = batches
+    return DataLoader(listed, batch_size=None, **options)
+
+
 def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
     arguments = collate_packed(examples()).as_dict(batched=True)
     moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
-    collected = next(iter(DataLoader([arguments], batch_size=None)))
-    collected_by_worker = next(iter(DataLoader([arguments], batch_size=None, num_workers=1)))
+    collected = next(iter(loader(arguments)))
+    collected_by_worker = next(iter(loader(arguments, num_workers=1)))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
     for found in copies:
         assert type(found) is type(arguments)
@@ -119,9 +125,9 @@ def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
 
 def test_accelerate_leaves_a_rank_loader_as_it_is() -> None:
     packed = collate_packed(examples())
-    loader = RankLoader(DataLoader([packed], batch_size=None))
-    assert not isinstance(loader, DataLoader)
-    assert list(loader) == [packed]
+    taken = RankLoader(loader(packed))
+    assert not isinstance(taken, DataLoader)
+    assert list(taken) == [packed]
 
 
 class Epochs:
@@ -140,11 +146,11 @@ class Epochs:
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
 def test_one_rank_has_all_of_its_batches_and_the_epoch_reaches_the_dataset(even: Even | None) -> None:
     dataset = Epochs()
-    loader = RankLoader(dataset, even)
-    assert list(loader) == list(loader) == [1, 2]
-    loader.set_epoch(3)
+    taken = RankLoader(dataset, even)
+    assert list(taken) == list(taken) == [1, 2]
+    taken.set_epoch(3)
     assert dataset.seen == [3]
-    assert loader.dataset is dataset
+    assert taken.dataset is dataset
     RankLoader([1]).set_epoch(3)
 
 
@@ -155,7 +161,7 @@ def test_a_dataset_that_ranks_share_is_not_shared_again() -> None:
         return getattr(dataset, "generator", None)
 
     assert share(0, 1) is None
-    with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2 .* want .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .* want .*RankLoader"):
         share(1, 2)
 
 
@@ -191,11 +197,12 @@ def on_two_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
 
 def _epochs(rank: int) -> dict[str, Any]:
     """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
-    batches, found = [10 * rank + i for i in range((5, 2)[rank])], {}
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
+    found: dict[str, Any] = {}
     kinds: tuple[Even, ...] = ("drop", "repeat")
     for even in kinds:
-        loader = RankLoader(DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="fork"), even)
-        found[even] = [list(loader), list(loader)]
+        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        found[even] = [list(taken), list(taken)]
     with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
         list(RankLoader(batches if rank else [], "repeat"))
     found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
@@ -218,9 +225,9 @@ def _train(rank: int, even: Even) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = 0
     for epoch in range(2):
-        loader = RankLoader(DataLoader(dataset, batch_size=None), even)
-        loader.set_epoch(epoch)
-        for batch in loader:
+        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
+        taken.set_epoch(epoch)
+        for batch in taken:
             model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -243,7 +250,7 @@ class Shards:
         return self.size
 
     @staticmethod
-    def example(raw: int, location: Location) -> Example:
+    def example(raw: Any, location: Location) -> Example:
         sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
         return Example(str(location), sequence, sequence.input_ids)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.job import Progress, Summary, write_sequences
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, ready
     from mmpos.data.quarantine import read_quarantine
+    from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Piece",
     "Preprocess",
     "Progress",
+    "RankLoader",
     "Reader",
     "RecordError",
     "SequenceShard",
@@ -73,6 +75,7 @@ _ROOMS = {
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
+    "ranks": ("RankLoader",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "ready"),

@@ -258,16 +258,17 @@ class Batch:
             batched: whether a packed batch gets a batch dimension of 1, as Transformers wants.
 
         Returns:
-            input_ids, labels, cu_seqlens, max_seqlen, grid_thw, image_spans, feature_spans, and where there are any
+            max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
             attention_mask and patches. Shifted labels are shift_labels too, which keeps Transformers' losses from
             shifting them again.
 
         Raises:
-            UnsupportedError: ids that may be fractions, which mixed precision would round.
+            UnsupportedError: ids that may be fractions, which mixed precision would round; later, if accelerate's
+                dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
         add = boolean("batched", batched) and self.packed
-        arguments: dict[str, Any] = {"input_ids": self.input_ids, "labels": self.labels}
+        arguments = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
             arguments["shift_labels"] = self.labels
         if positions == "ids":
@@ -278,10 +279,11 @@ class Batch:
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if add:
             arguments = {name: tensor.unsqueeze(-2) for name, tensor in arguments.items()}
-        if positions == "table":
-            arguments["positions"] = self.device_positions
-        names = ("cu_seqlens", "max_seqlen", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
-        return arguments | {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = ("cu_seqlens", "attention_mask", "patches", "grid_thw", "image_spans", "feature_spans")
+        rest = {name: value for name in names if (value := getattr(self, name)) is not None}
+        table = {"positions": self.device_positions} if positions == "table" else {}
+        # An integer comes first: the dispatcher counts rows in what is first and fails, also where this was copied.
+        return _Arguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def _each(self, move: methodcaller) -> Batch:
         names = _PER_TOKEN + _PER_BATCH
@@ -293,6 +295,22 @@ class Batch:
         documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
         images = counted(len(self.grid_thw), "image")
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a model that refuse to be cut.
+
+    accelerate's dispatcher makes a mapping of this class from descriptions of the tensors, and then cuts each tensor
+    after as many rows as the first has, cu_seqlens and patches too.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if any(type(value).__name__ == "TensorInformation" for value in self.values()):
+            raise UnsupportedError(
+                "as_dict: got arguments that accelerate's dispatcher is about to cut by their first dimension, want "
+                "the batch whole: load through mmpos.data.RankLoader, which accelerate leaves as it is"
+            )
 
 
 def mask_mod(

@@ -43,7 +43,8 @@ class BatchDataset(IterableDataset[Item]):
 
     The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
     read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
-    resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches.
+    resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches, which
+    a RankLoader evens.
 
     Args:
         shards: readers of ``mmpos.data.readers`` or of your own, the same on every rank.
@@ -122,6 +123,19 @@ class BatchDataset(IterableDataset[Item]):
         """Choose the order of the next iteration, after the rest of a state; running workers see it, too."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
+
+    @property
+    def generator(self) -> None:
+        """None: all shuffling follows from the seed; accelerate looks here before it shares a dataset over ranks.
+
+        Raises:
+            UnsupportedError: ranks share the dataset already, and would lose what accelerate gives to others.
+        """
+        if self._split.world_size > 1:
+            raise UnsupportedError(
+                f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
+                "is about to share over ranks again, want it left as it is: load through mmpos.data.RankLoader"
+            )
 
     def __iter__(self) -> BatchStream:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""

@@ -1,0 +1,264 @@
+"""Batches under accelerate, which Transformers' Trainer loads with: taken whole or refused, and even over ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmpos import Grid, SequenceBuilder
+from mmpos.data.collate import PackedCollator, collate_packed, collate_padded
+from mmpos.data.examples import Example, Location
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.ranks import Even, RankLoader
+from mmpos.errors import InvalidInputError, UnsupportedError
+
+BUILDER = SequenceBuilder()
+
+
+def examples() -> list[Example]:
+    """Three documents, two with an image."""
+    parts: list[list[Any]] = [["one"], ["two", Grid(2, 2)], [Grid(1, 3), "three"]]
+    sequences = [BUILDER.build(document) for document in parts]
+    return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
+
+
+# accelerate.data_loader.DataLoaderDispatcher, which it puts around every IterableDataset unless told otherwise: the
+# first rank joins one batch of its loader for each rank by their first dimension, says to all ranks what tensors come,
+# and each rank cuts its part out of every tensor, as many rows as the first tensor has for it.
+
+
+@dataclass(frozen=True)
+class TensorInformation:
+    """Shape and dtype of a tensor, sent in its place."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def apply(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    if isinstance(data, Mapping):
+        make: Any = type(data)
+        return make({name: apply(function, value) for name, value in data.items()})
+    return function(data) if isinstance(data, torch.Tensor) else data
+
+
+def concatenate(batches: list[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Mapping):
+        make: Any = type(first)
+        return make({name: concatenate([batch[name] for batch in batches]) for name in first.keys()})  # noqa: SIM118
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if len(batches) == 1:
+        return first
+    raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+
+
+def find_batch_size(data: Any) -> int:
+    if isinstance(data, Mapping):
+        return find_batch_size(data[next(iter(data.keys()))])
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+    return data.shape[0]
+
+
+def dispatch(batches: list[Any], rank: int) -> Any:
+    """The part of a rank, of a batch for each."""
+    batch = concatenate(batches)
+    apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), batch)
+    rows = find_batch_size(batch) // len(batches)
+    return apply(lambda tensor: tensor[rank * rows : (rank + 1) * rows], batch)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("collate", [collate_packed, collate_padded])
+def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batched: bool) -> None:
+    arguments = collate(examples()).as_dict(batched=batched)
+    with pytest.raises(UnsupportedError, match=r"^as_dict: .* want the batch whole: .*RankLoader"):
+        dispatch([arguments], 0)
+
+
+def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
+    arguments = collate_packed(examples()).as_dict(batched=True)
+    with pytest.raises(TypeError, match="Can only concatenate tensors but got <class 'int'>"):
+        dispatch([arguments, arguments], 0)
+    for plain in (dict(arguments), arguments | {"weights": torch.ones(1)}):
+        with pytest.raises(TypeError, match="Can only find the batch size of tensors but got <class 'int'>"):
+            dispatch([plain], 0)
+
+
+def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader of batches as they are."""
+    listed: Any = batches
+    return DataLoader(listed, batch_size=None, **options)
+
+
+def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
+    arguments = collate_packed(examples()).as_dict(batched=True)
+    moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
+    collected = next(iter(loader(arguments)))
+    collected_by_worker = next(iter(loader(arguments, num_workers=1)))
+    copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
+    for found in copies:
+        assert type(found) is type(arguments)
+        assert list(found) == list(arguments)
+        for name, value in arguments.items():
+            assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+
+
+# Ranks
+
+
+def test_accelerate_leaves_a_rank_loader_as_it_is() -> None:
+    packed = collate_packed(examples())
+    taken = RankLoader(loader(packed))
+    assert not isinstance(taken, DataLoader)
+    assert list(taken) == [packed]
+
+
+class Epochs:
+    """A dataset that writes down its epochs."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.seen.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, 2))
+
+
+@pytest.mark.parametrize("even", [None, "drop", "repeat"])
+def test_one_rank_has_all_of_its_batches_and_the_epoch_reaches_the_dataset(even: Even | None) -> None:
+    dataset = Epochs()
+    taken = RankLoader(dataset, even)
+    assert list(taken) == list(taken) == [1, 2]
+    taken.set_epoch(3)
+    assert dataset.seen == [3]
+    assert taken.dataset is dataset
+    RankLoader([1]).set_epoch(3)
+
+
+def test_a_dataset_that_ranks_share_is_not_shared_again() -> None:
+    def share(rank: int, world_size: int) -> object:
+        """The question of accelerate's prepare_data_loader, with dispatch_batches=False and several ranks."""
+        dataset = BatchDataset([], Shards.example, Packer(60), rank=rank, world_size=world_size)
+        return getattr(dataset, "generator", None)
+
+    assert share(0, 1) is None
+    with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .* want .*RankLoader"):
+        share(1, 2)
+
+
+def test_even_is_checked() -> None:
+    wrong: Any = "pad"
+    with pytest.raises(InvalidInputError, match="even: got 'pad', want one of None, 'drop', 'repeat'"):
+        RankLoader([1], wrong)
+
+
+def _rank(rank: int, folder: Path, work: Callable[[int], Any]) -> None:
+    early = RankLoader([1], "drop")
+    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
+    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
+        next(iter(early))
+    result = work(rank)
+    torch.distributed.barrier()
+    (folder / str(rank)).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def on_two_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
+    """What work gives on each of two ranks, in processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(rank, folder, work)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
+
+
+def _epochs(rank: int) -> dict[str, Any]:
+    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
+    found: dict[str, Any] = {}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        found[even] = [list(taken), list(taken)]
+    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
+        list(RankLoader(batches if rank else [], "repeat"))
+    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_get_as_many_batches(tmp_path: Path) -> None:
+    first, second = on_two_ranks(_epochs, tmp_path)
+    assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]]}
+    assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]]}
+
+
+def _train(rank: int, even: Even) -> list[Any]:
+    """Train by DDP on the packs of a corpus that ranks share unevenly."""
+    numbers = Shards("a", 40)
+    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
+    uneven = sum(1 for _ in dataset)
+    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    for epoch in range(2):
+        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
+        taken.set_epoch(epoch)
+        for batch in taken:
+            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return [uneven, steps, float(model.module.weight.detach().sum())]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A shard whose even records are long, so that the second of two ranks packs fewer."""
+
+    source: str
+    size: int
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, self.size, step):
+            yield Location(self.source, i), i
+
+    def count(self) -> int | None:
+        return self.size
+
+    @staticmethod
+    def example(raw: Any, location: Location) -> Example:
+        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
+        return Example(str(location), sequence, sequence.input_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("even", "longest"), [("drop", min), ("repeat", max)])
+def test_training_on_ranks_with_different_numbers_of_batches_ends(even: Even, longest: Any, tmp_path: Path) -> None:
+    first, second = on_two_ranks(partial(_train, even=even), tmp_path)
+    assert first[0] != second[0], "the corpus is uneven"
+    assert first[1:] == second[1:], "as many steps, and the same weights"
+    assert first[1] == 2 * longest(first[0], second[0])

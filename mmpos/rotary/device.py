@@ -17,9 +17,19 @@ from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
-from mmpos.support.checks import INT32_MAX, INT32_MIN, integer
+from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer
 
-__all__ = ["DevicePositions", "PositionIds", "Positions", "cache_of", "constants", "frequencies_of", "position_ids"]
+__all__ = [
+    "DevicePositions",
+    "PositionIds",
+    "Positions",
+    "cache_of",
+    "check_axes",
+    "constants",
+    "frequencies_of",
+    "ids_beside",
+    "position_ids",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +183,32 @@ def position_ids(
             f"{name}: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
         )
     return _dense_ids(positions, validate, name)
+
+
+def ids_beside(
+    x: Tensor, like: str, positions: Positions, rotary: Rotary, validate: bool, name: str = "positions"
+) -> PositionIds:
+    """Return positions as ``position_ids`` does, checked to have a rotary's axes and to lie where a tensor does.
+
+    Args:
+        x: the tensor.
+        like: its name, for messages.
+        positions: DevicePositions, a PositionTable, or dense ids.
+        rotary: whose axes they must have.
+        validate: also check dense ids that lie on a device.
+        name: of the positions, for messages.
+    """
+    ids = position_ids(positions, x.device, validate, name)
+    if ids.tensor.device != x.device:
+        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {x.device} as {like}")
+    check_axes(ids, rotary, name)
+    return ids
+
+
+def check_axes(ids: PositionIds, rotary: Rotary, name: str = "positions") -> None:
+    """Refuse ids of another number of axes than a rotary has."""
+    if ids.axes != rotary.axes:
+        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,7 @@ from mmpos.rotary.device import (
 )
 from mmpos.rotary.memory import check_inference, check_inplace, check_written
 from mmpos.rotary.operators import Implementation, number_of
-from mmpos.rotary.paged import CacheLayout
-from mmpos.rotary.quantised import NO_SCALES, Scales, scale_of_cache, scale_of_queries
+from mmpos.rotary.paged import NO_SCALES, CacheLayout, Scales, scale_of_cache, scale_of_queries
 from mmpos.rotary.reference import (
     FLOATS,
     NONE,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.rotary import cpu, paged, quantised, reference
-from mmpos.rotary.quantised import NO_SCALES, Scales
+from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary.paged import NO_SCALES, Scales
 from mmpos.rotary.reference import AUTO, NONE, REFERENCE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 from mmpos.support.checks import one_of
@@ -136,7 +136,7 @@ def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationA
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch(q, k, q_out, k_out, rotation)
+        kernel.launch_rotate(q, k, q_out, k_out, rotation)
     elif batch * seq and not _rotated_in_c(q, k, q_out, k_out, rotation):
         cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
         sin = -sin if rotation.conjugate else sin
@@ -193,7 +193,7 @@ def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, ro
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch(q, k, q_out, k_out, rotation, norm)
+        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
     elif q.shape[0] * q.shape[1] and not _rotated_in_c(q, k, q_out, k_out, rotation, norm):
         turn = _turn(q, rotation)
         for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
@@ -350,14 +350,14 @@ def _store_scaled(
     for x, pages, (scale, computed) in zip((turned, v), caches, (scales.of_k(), scales.of_v()), strict=True):
         divisor = scale
         if computed is not None:
-            divisor = quantised.computed_scale(x.to(torch.float32), pages.dtype)
+            divisor = paged.computed_scale(x.to(torch.float32), pages.dtype)
             paged.write((computed,), (divisor,), slots)
-        stored.append(x.to(pages.dtype) if divisor is None else quantised.quantised(x, divisor, pages.dtype))
+        stored.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
     paged.write(caches, stored, slots)
     if scales.q_computed is None:
         return q_out.to(q.dtype), turned
-    scale = scales.q_computed.copy_(quantised.computed_scale(q_out, quantised.QUERY))
-    return quantised.quantised(q_out, scale, quantised.QUERY), turned
+    scale = scales.q_computed.copy_(paged.computed_scale(q_out, paged.QUERY))
+    return paged.quantised(q_out, scale, paged.QUERY), turned
 
 
 def _scales_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Scales, Norm, RotationArguments]:
@@ -391,14 +391,14 @@ def _rerotate_plainly(
     cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
     reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
     if scales is not None:
-        growth = quantised.grown(turned, pages.dtype)
+        growth = paged.grown(turned, pages.dtype)
         scale = paged.read(scales, slots).unsqueeze(0) * growth
-        paged.write((pages, scales), (quantised.quantised(turned, growth, pages.dtype), scale), slots)
+        paged.write((pages, scales), (paged.quantised(turned, growth, pages.dtype), scale), slots)
     elif turned is keys:
         paged.write((pages,), (keys,), slots)
     else:
         one = turned.new_ones(())
-        paged.write((pages,), (quantised.quantised(turned, one, pages.dtype),), slots)
+        paged.write((pages,), (paged.quantised(turned, one, pages.dtype),), slots)
 
 
 # Shapes without values, for graphs that are traced.
@@ -420,7 +420,7 @@ def _fake_store(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scales = Scales(*arguments[: len(NO_SCALES)])
-    q_out = torch.empty_like(q, dtype=q.dtype if scales.q_computed is None else quantised.QUERY)
+    q_out = torch.empty_like(q, dtype=q.dtype if scales.q_computed is None else paged.QUERY)
     return q_out, torch.empty_like(k) if return_k else _without_heads(k)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import operators, paged, quantised
+from mmpos.rotary import operators, paged
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import Positions, constants, ids_beside
 from mmpos.rotary.memory import check_inference, check_written
@@ -80,7 +80,7 @@ def rerotate(
     tensors = {"k_cache": k_cache}
     if k_scale is not None:
         tensors["k_scale"] = k_scale
-        _, written = quantised.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
+        _, written = paged.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
     check_inference(tensors)
     check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = number_of(implementation, pages.device)

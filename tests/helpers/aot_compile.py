@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.quantised import Formats, format_of
+from mmpos.rotary.kernel.float8 import Formats, format_of
 from mmpos.rotary.kernel.rerotate import rerotate_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import launching, tiling
-from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
-from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.kernel.quantised import (
+from mmpos.rotary.kernel.float8 import (
     as_bits,
     codes_of,
     divisor_of,
@@ -19,7 +17,9 @@ from mmpos.rotary.kernel.quantised import (
     largest_of,
     scale_rows,
 )
-from mmpos.rotary.quantised import NO_SCALES, Scales
+from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
+from mmpos.rotary.kernel.phases import phases
+from mmpos.rotary.paged import NO_SCALES, Scales
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
 
 
@@ -116,7 +116,9 @@ def store_kernel(
         )  # fmt: skip
 
 
-def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE) -> None:
+def launch_rotate(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
+) -> None:
     """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
 
     Args:

@@ -291,52 +291,41 @@ def _differentiable_gradients(
 # The paged cache: for inference, without gradients.
 
 
-def _store(
-    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scales, norm, rotation = _scales_norm_and_rotation(arguments)
-    caches = key_cache, value_cache
-    if rotation.implementation == TRITON:
-        from mmpos.rotary import kernel
-
-        q_out, k_out = _fake_store(q, k, v, *caches, slots, return_k, *scales)
-        kernel.launch_store(q, k, v, q_out, k_out, *caches, slots, rotation, norm, scales)
-    elif scales.are_none:
-        q_out, turned = rotate(q, k, *rotation) if norm is NONE else norm_rotate(q, k, *norm, *rotation)
-        paged.write(caches, (turned, v), slots)
-        k_out = turned if return_k else _without_heads(k)
-    else:
-        q_out, turned = _store_scaled(q, k, v, caches, slots, scales, norm, rotation)
-        k_out = turned.to(k.dtype) if return_k else _without_heads(k)
-    _mark_written(*caches, *_computed(scales))
+def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _fake_store(q, k, *arguments)
+    _run_store(q, k, q_out, k_out, *arguments)
     return q_out, k_out
 
 
-def _store_in_place(
-    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
-    *arguments: Any,
+def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
+    _, _, _, _, return_k, *_ = arguments
+    k_out = k if return_k else _without_heads(k)
+    _run_store(q, k, q, k_out, *arguments)
+    _mark_written(q, k_out)
+
+
+def _run_store(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor,
+    v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool, *arguments: Any,
 ) -> None:  # fmt: skip
     scales, norm, rotation = _scales_norm_and_rotation(arguments)
     caches = key_cache, value_cache
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        k_out = k if return_k else _without_heads(k)
-        kernel.launch_store(q, k, v, q, k_out, *caches, slots, rotation, norm, scales)
-        _mark_written(q, k_out)
+        kernel.launch_store(q, k, v, q_out, k_out, *caches, slots, rotation, norm, scales)
     elif scales.are_none:
-        turned = k if return_k else k.clone()
+        turned = k_out if return_k else torch.empty_like(k)
         if norm is NONE:
-            rotate_(q, turned, *rotation)
+            _run(q, k, q_out, turned, rotation)
         else:
-            norm_rotate_(q, turned, *norm, *rotation)
+            _run_norm(q, k, q_out, turned, norm, rotation)
         paged.write(caches, (turned, v), slots)
     else:
-        for x, out in zip((q, k), _store_scaled(q, k, v, caches, slots, scales, norm, rotation), strict=True):
-            if x is q or return_k:
-                x.copy_(out)
-    _mark_written(*caches, *_computed(scales))
+        for out, x in zip((q_out, k_out), _store_scaled(q, k, v, caches, slots, scales, norm, rotation), strict=True):
+            if out is q_out or return_k:
+                out.copy_(x)
+    _mark_written(*caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None))
 
 
 def _store_scaled(
@@ -365,10 +354,6 @@ def _scales_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Scales, Norm, R
     return Scales(*arguments[:count]), *_norm_and_rotation(arguments[count:])
 
 
-def _computed(scales: Scales) -> list[Tensor]:
-    return [x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None]
-
-
 def _rerotate_in_place(
     pages: Tensor, scales: Tensor | None, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any
 ) -> None:
@@ -390,15 +375,12 @@ def _rerotate_plainly(
     turned = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
     cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
     reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
-    if scales is not None:
-        growth = paged.grown(turned, pages.dtype)
-        scale = paged.read(scales, slots).unsqueeze(0) * growth
-        paged.write((pages, scales), (paged.quantised(turned, growth, pages.dtype), scale), slots)
-    elif turned is keys:
-        paged.write((pages,), (keys,), slots)
-    else:
-        one = turned.new_ones(())
-        paged.write((pages,), (paged.quantised(turned, one, pages.dtype),), slots)
+    if turned is not keys:
+        growth = turned.new_ones(()) if scales is None else paged.grown(turned, pages.dtype)
+        turned = paged.quantised(turned, growth, pages.dtype)
+        if scales is not None:
+            paged.write((scales,), (paged.read(scales, slots).unsqueeze(0) * growth,), slots)
+    paged.write((pages,), (turned,), slots)
 
 
 # Shapes without values, for graphs that are traced.

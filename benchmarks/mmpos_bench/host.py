@@ -17,8 +17,8 @@ with needed_for("the host time of rotations", extra="all"):
     from triton.runtime import driver
 
     from mmpos.rotary import apply_rotary, paged, rotate_and_store
+    from mmpos.rotary.device import Implementation
     from mmpos.rotary.kernel import launching
-    from mmpos.rotary.operators import Implementation
     from mmpos_bench.layers import SHAPES, Layer, interleaved
 
 __all__ = ["StandIn", "host_times"]

@@ -13,16 +13,17 @@ from mmpos.rotary import operators, paged, reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import (
     DevicePositions,
+    Implementation,
     PositionIds,
     Positions,
     cache_of,
     check_axes,
     constants,
     ids_beside,
+    number_of,
     position_ids,
 )
 from mmpos.rotary.memory import check_inference, check_inplace, check_written
-from mmpos.rotary.operators import Implementation, number_of
 from mmpos.rotary.paged import NO_SCALES, CacheLayout, Scales, scale_of_cache, scale_of_queries
 from mmpos.rotary.reference import (
     FLOATS,

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from mmpos.rotary.apply import Layout, rotate_with
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import Positions, frequencies_of
-from mmpos.rotary.operators import Implementation
+from mmpos.rotary.device import Implementation, Positions, frequencies_of
 from mmpos.rotary.reference import NormOrder, norm_of
 
 __all__ = ["RotaryEmbedding"]

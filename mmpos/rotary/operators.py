@@ -6,35 +6,20 @@ and put together again behind them. q, k and v are (batch, seq, heads, head_dim)
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmpos.errors import InvalidInputError
 from mmpos.rotary import cpu, paged, reference
 from mmpos.rotary.paged import NO_SCALES, Scales
-from mmpos.rotary.reference import AUTO, NONE, REFERENCE, TRITON, Norm, RotationArguments
+from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
-from mmpos.support.checks import one_of
-from mmpos.support.extras import missing
 
-__all__ = [
-    "Implementation",
-    "norm_rotate",
-    "norm_rotate_",
-    "number_of",
-    "rerotate_",
-    "rotate",
-    "rotate_",
-    "rotate_and_store",
-    "rotate_and_store_",
-]
+__all__ = ["norm_rotate", "norm_rotate_", "rerotate_", "rotate", "rotate_", "rotate_and_store", "rotate_and_store_"]
 
 _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
@@ -86,35 +71,6 @@ rotate_and_store_ = torch.ops.mmpos.rotate_and_store_.default
 """Rotate q in place, and k where it is wanted, and write k and v to a cache."""
 rerotate_ = torch.ops.mmpos.rerotate_.default
 """Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
-
-
-Implementation = Literal["auto", "reference", "triton"]
-"""Implementations, as callers name them."""
-
-
-def number_of(implementation: Implementation, device: torch.device) -> int:
-    """Return the number of an implementation in the operators, if it can run on the device."""
-    one_of("implementation", implementation, ("auto", "reference", "triton"))
-    if implementation == "auto":
-        return TRITON if device.type == "cuda" and _has_triton() else AUTO
-    if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
-    if implementation == "triton" and not _has_triton():
-        raise missing('implementation "triton"', "triton", extra="all")
-    return TRITON if implementation == "triton" else REFERENCE
-
-
-@cache
-def _found_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _look_for_triton() -> bool:
-    return _found_triton()
-
-
-_has_triton: Any = _look_for_triton
-_has_triton._dynamo_marked_constant = True  # as in device: looking for a module is nothing for a graph
 
 
 # The rotation.

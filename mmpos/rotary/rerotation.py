@@ -7,9 +7,8 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import operators, paged
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import Positions, constants, ids_beside
+from mmpos.rotary.device import Implementation, Positions, constants, ids_beside, number_of
 from mmpos.rotary.memory import check_inference, check_written
-from mmpos.rotary.operators import Implementation, number_of
 from mmpos.rotary.paged import CacheLayout, SlotNames
 from mmpos.rotary.reference import FLOATS
 from mmpos.support.checks import one_of

@@ -1,6 +1,6 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py and others in a process without Triton's interpreter: ``python aot_compile.py "table integer
+Run by aot_facts.py in a process without Triton's interpreter: ``python aot_compile.py "table integer
 half"``, ``"store: plain"`` for the kernel that stores, ``"rerotate: plain"`` for the one that turns stored keys.
 """
 

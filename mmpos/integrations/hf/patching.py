@@ -30,8 +30,7 @@ from mmpos.integrations.hf.positions import (
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.apply import apply_rotary, cos_sin
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import DevicePositions
-from mmpos.rotary.operators import Implementation
+from mmpos.rotary.device import DevicePositions, Implementation
 from mmpos.support.checks import one_of
 
 __all__ = ["patch", "unpatch"]

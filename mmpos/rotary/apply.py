@@ -96,7 +96,7 @@ def apply_rotary(
             where ids are read, on the host and with ``validate``; unread, on a device, its pairs become NaN.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
             in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, for a norm,
-            whose sum has another order in the kernel, and for "hf", whose cos and sin are those of libraries.
+            whose sum has an order of its own in each, and for "hf", whose cos and sin are those of libraries.
         validate: also check dense ids that lie on a device, and with ``cos_sin`` those of a table, which waits for it.
 
     Returns:

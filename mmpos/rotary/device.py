@@ -1,4 +1,4 @@
-"""Positions and frequencies on a device: a table at an address that may stay fixed; and which implementation runs there."""
+"""Positions and frequencies on a device, in a table whose address may stay fixed, and what can run there."""
 
 from __future__ import annotations
 

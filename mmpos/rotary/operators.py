@@ -1,7 +1,8 @@
 """Register the rotations as torch operators: tensors and numbers in, with gradients of their own.
 
-Operators take plain tensors and numbers alone, so ``RotationArguments`` and ``Norm`` are spread over their arguments
-and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads are no k.
+Operators take plain tensors and numbers alone, so ``RotationArguments``, ``Norm`` and ``Stored`` are spread over their
+arguments and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads
+are no k.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmpos.rotary import cpu, paged, reference
-from mmpos.rotary.paged import NO_SCALES, Scales
+from mmpos.rotary.paged import NO_SCALES, Scales, Stored
 from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
@@ -249,65 +250,69 @@ def _differentiable_gradients(
 
 def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _fake_store(q, k, *arguments)
-    _run_store(q, k, q_out, k_out, *arguments)
+    _run_store(q, k, q_out, k_out, *_stored_norm_and_rotation(arguments))
     return q_out, k_out
 
 
 def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    _, _, _, _, return_k, *_ = arguments
-    k_out = k if return_k else _without_heads(k)
-    _run_store(q, k, q, k_out, *arguments)
+    stored, norm, rotation = _stored_norm_and_rotation(arguments)
+    k_out = k if stored.return_k else _without_heads(k)
+    _run_store(q, k, q, k_out, stored, norm, rotation)
     _mark_written(q, k_out)
 
 
+def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
+    v, key_cache, value_cache, slots, return_k, *others = arguments
+    count = len(NO_SCALES)
+    stored = Stored(v, key_cache, value_cache, slots, return_k, Scales(*others[:count]))
+    return stored, *_norm_and_rotation(others[count:])
+
+
 def _run_store(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor,
-    v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool, *arguments: Any,
-) -> None:  # fmt: skip
-    scales, norm, rotation = _scales_norm_and_rotation(arguments)
-    caches = key_cache, value_cache
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
+) -> None:
+    scales = stored.scales
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch_store(q, k, v, q_out, k_out, *caches, slots, rotation, norm, scales)
+        kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
     elif scales.are_none:
-        turned = k_out if return_k else torch.empty_like(k)
+        turned = k_out if stored.return_k else torch.empty_like(k)
         if norm is NONE:
             _run(q, k, q_out, turned, rotation)
         else:
             _run_norm(q, k, q_out, turned, norm, rotation)
-        paged.write(caches, (turned, v), slots)
+        paged.write(stored.caches, (turned, stored.v), stored.slots)
     else:
-        for out, x in zip((q_out, k_out), _store_scaled(q, k, v, caches, slots, scales, norm, rotation), strict=True):
-            if out is q_out or return_k:
-                out.copy_(x)
-    _mark_written(*caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None))
+        q_wanted, turned = _store_scaled(q, k, stored, norm, rotation)
+        q_out.copy_(q_wanted)
+        if stored.return_k:
+            k_out.copy_(turned)
+    _mark_written(
+        *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
+    )
 
 
 def _store_scaled(
-    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, scales: Scales, norm: Norm,
-    rotation: RotationArguments,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
+) -> tuple[Tensor, Tensor]:
     """Store k and v, and return q as it is wanted and k in float32, from which what is stored is rounded once."""
-    full = q.to(torch.float32), k.to(torch.float32)
+    full, scales = (q.to(torch.float32), k.to(torch.float32)), stored.scales
     q_out, turned = rotate(*full, *rotation) if norm is NONE else norm_rotate(*full, *norm, *rotation)
-    stored = []
-    for x, pages, (scale, computed) in zip((turned, v), caches, (scales.of_k(), scales.of_v()), strict=True):
+    rows = []
+    for x, pages, (scale, computed) in zip(
+        (turned, stored.v), stored.caches, (scales.of_k(), scales.of_v()), strict=True
+    ):
         divisor = scale
         if computed is not None:
             divisor = paged.computed_scale(x.to(torch.float32), pages.dtype)
-            paged.write((computed,), (divisor,), slots)
-        stored.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
-    paged.write(caches, stored, slots)
+            paged.write((computed,), (divisor,), stored.slots)
+        rows.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
+    paged.write(stored.caches, rows, stored.slots)
     if scales.q_computed is None:
-        return q_out.to(q.dtype), turned
+        return q_out, turned
     scale = scales.q_computed.copy_(paged.computed_scale(q_out, paged.QUERY))
     return paged.quantised(q_out, scale, paged.QUERY), turned
-
-
-def _scales_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Scales, Norm, RotationArguments]:
-    count = len(NO_SCALES)
-    return Scales(*arguments[:count]), *_norm_and_rotation(arguments[count:])
 
 
 def _rerotate_in_place(
@@ -353,13 +358,10 @@ def _fake_norm_backward(
     return tuple(torch.empty_like(x) if want else q.new_empty(0) for x, want in zip(like, wanted, strict=True))
 
 
-def _fake_store(
-    q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scales = Scales(*arguments[: len(NO_SCALES)])
-    q_out = torch.empty_like(q, dtype=q.dtype if scales.q_computed is None else paged.QUERY)
-    return q_out, torch.empty_like(k) if return_k else _without_heads(k)
+def _fake_store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    stored, _, _ = _stored_norm_and_rotation(arguments)
+    q_out = torch.empty_like(q, dtype=q.dtype if stored.scales.q_computed is None else paged.QUERY)
+    return q_out, torch.empty_like(k) if stored.return_k else _without_heads(k)
 
 
 def _fake_in_place(*_: Any) -> None:

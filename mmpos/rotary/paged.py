@@ -21,6 +21,7 @@ __all__ = [
     "CacheLayout",
     "Scales",
     "SlotNames",
+    "Stored",
     "as_pages",
     "computed_scale",
     "grown",
@@ -255,6 +256,31 @@ class Scales(NamedTuple):
 
 NO_SCALES = Scales(None, None, None, None, None)
 """Nothing is stored in 8 bits."""
+
+
+class Stored(NamedTuple):
+    """All that storing takes beside q and k, in the order in which the operators take it.
+
+    Args:
+        v: (batch, seq, heads, head_dim), with the heads of k.
+        key_cache: (blocks, block_size, heads, head_dim), any strides.
+        value_cache: likewise, with the head_dim of v.
+        slots: (n,) slots of the first n tokens.
+        return_k: whether rotated k is wanted outside of the cache too.
+        scales: of what is stored in 8 bits.
+    """
+
+    v: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    slots: Tensor
+    return_k: bool
+    scales: Scales
+
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Those of k and of v."""
+        return self.key_cache, self.value_cache
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 
 OLDEST := .venv-torch-2.11
 
-.PHONY: help demo gallery test slow versions gpu fuzz portable check format proto baseline bench tables dist clean
+.PHONY: help demo gallery test slow versions gpu fuzz systemd portable check format proto baseline bench tables dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -31,7 +31,7 @@ slow: $(VENV)/dev  ## the tests that take longer
 versions: $(OLDEST)/rotary  ## the rotary tests with torch 2.11 and triton 3.6: gigabytes of their own
 	$(OLDEST)/bin/pytest -q -W "ignore:Conversion of an array with ndim:DeprecationWarning" tests/rotary  # by that triton
 
-gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: PART=1, 2 or 3, OUT=, PEERS=, DRY=1
+gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: docs/gpu.md
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m mmpos_bench.gpu $(if $(PART),--part $(PART)) \
 	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(if $(DRY),--dry)
 

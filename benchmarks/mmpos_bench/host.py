@@ -17,7 +17,7 @@ with needed_for("the host time of rotations", extra="all"):
     from triton.runtime import driver
 
     from mmpos.rotary import apply_rotary, paged, rotate_and_store
-    from mmpos.rotary.apply import Implementation
+    from mmpos.rotary.device import Implementation
     from mmpos.rotary.kernel import launching
     from mmpos_bench.layers import SHAPES, Layer, interleaved
 

@@ -22,8 +22,7 @@ with needed_for("the rotary suite", extra="all"):
     from torch.nn.functional import rms_norm
 
     from mmpos.rotary import DevicePositions, apply_rotary, cos_sin, rotate_and_store
-    from mmpos.rotary.apply import Implementation
-    from mmpos.rotary.device import Positions
+    from mmpos.rotary.device import Implementation, Positions
     from mmpos_bench.cuda import by_events, capture, no_waits
     from mmpos_bench.layers import SHAPES, Layer, Pair, Shape, interleaved
     from mmpos_bench.peers.rotations import NORMS, ROTATIONS, Make, Rotate, Rotation

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,29 +11,36 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import operators, paged, reference
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import DevicePositions, PositionIds, Positions, cache_of, constants, position_ids
-from mmpos.rotary.paged import CacheLayout
-from mmpos.rotary.quantised import NO_SCALES, Scales, scale_of_cache, scale_of_queries
+from mmpos.rotary.device import (
+    DevicePositions,
+    Implementation,
+    PositionIds,
+    Positions,
+    cache_of,
+    check_axes,
+    constants,
+    ids_beside,
+    number_of,
+    position_ids,
+)
+from mmpos.rotary.memory import check_inference, check_inplace, check_written
+from mmpos.rotary.paged import NO_SCALES, CacheLayout, Scales, scale_of_cache, scale_of_queries
 from mmpos.rotary.reference import (
-    AUTO,
     FLOATS,
     NONE,
     REFERENCE,
-    TRITON,
     Norm,
     NormOrder,
     RotationArguments,
     check_no_tangent,
     norm_of,
 )
-from mmpos.support.checks import counted, one_of
-from mmpos.support.extras import missing
+from mmpos.support.checks import one_of
 
 __all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_with"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
-Implementation = Literal["auto", "reference", "triton"]
 
 
 def apply_rotary(
@@ -92,7 +96,7 @@ def apply_rotary(
             where ids are read, on the host and with ``validate``; unread, on a device, its pairs become NaN.
         implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension
             in C on those of a CPU where it was built; all give the same bits, but for those of a NaN, for a norm,
-            whose sum has another order in the kernel, and for "hf", whose cos and sin are those of libraries.
+            whose sum has an order of its own in each, and for "hf", whose cos and sin are those of libraries.
         validate: also check dense ids that lie on a device, and with ``cos_sin`` those of a table, which waits for it.
 
     Returns:
@@ -138,9 +142,9 @@ def rotate_with(
     rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
     if inplace:
-        if k is q:  # seen also where a graph is traced
+        if k is q:  # here, where a graph that is being traced sees it too
             raise InvalidInputError("k: got the memory of q, want inplace=False")
-        _check_inplace(q4, k4, norm)
+        check_inplace(q, k, norm)
         if norm is NONE:
             operators.rotate_(q4, keys, *rotation)
         else:
@@ -244,10 +248,10 @@ def rotate_and_store(
             scales = scales._replace(q_computed=_query_scale(q_scale, q, layout, inplace))
         given["q_scale"] = q_scale
         tensors |= {name: scale for name, scale in given.items() if scale is not None}
-    _check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
+    check_inference(tensors | {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight})
     slots = paged.slots_of(slot_mapping, q4.shape[0], q4.shape[1], caches[0], validate)
     written = ("key_cache", "value_cache", *scales.written, *("qk" if return_k else "q") * inplace)
-    _check_memory(tensors, written)
+    check_written(tensors, written)
     if inplace:
         operators.rotate_and_store_(q4, k4, v4, *caches, slots, return_k, *scales, *norm, *rotation)
         return q, k if return_k else None
@@ -321,7 +325,7 @@ def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | N
     if device is None:
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
     ids = position_ids(positions, torch.device(device))
-    _check_axes(ids, rotary)
+    check_axes(ids, rotary)
     return ids
 
 
@@ -343,9 +347,9 @@ def _arguments(
     """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
     if q.shape[3] != rotary.head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
-    ids = position_ids(positions, q.device, validate)
-    _check_positions(ids, rotary, q)
-    number = _number_of(implementation, q.device)
+    ids = ids_beside(q, "q", positions, rotary, validate)
+    _check_tokens(ids, q)
+    number = number_of(implementation, q.device)
     turns, pair_axis = constants(rotary, q.device) if frequencies is None else frequencies
     if turns.device != q.device:
         raise InvalidInputError(f"q: got a tensor on {q.device}, want {turns.device} as the frequencies")
@@ -418,11 +422,8 @@ def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
     return x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def _check_positions(ids: PositionIds, rotary: Rotary, q: Tensor) -> None:
+def _check_tokens(ids: PositionIds, q: Tensor) -> None:
     batch, seq, heads, _ = q.shape
-    if ids.tensor.device != q.device:
-        raise InvalidInputError(f"positions: got a tensor on {ids.tensor.device}, want {q.device} as q")
-    _check_axes(ids, rotary)
     if ids.tokens != batch * seq:
         hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
         raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
@@ -433,23 +434,6 @@ def _check_positions(ids: PositionIds, rotary: Rotary, q: Tensor) -> None:
             f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
             "pad the table, or use layout thd"
         )
-
-
-def _check_axes(ids: PositionIds, rotary: Rotary) -> None:
-    if ids.axes != rotary.axes:
-        raise InvalidInputError(f"positions: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
-
-
-def _number_of(implementation: Implementation, device: torch.device) -> int:
-    """Return the number of an implementation in the operators, if it can run on the device."""
-    one_of("implementation", implementation, ("auto", "reference", "triton"))
-    if implementation == "auto":
-        return TRITON if device.type == "cuda" and _has_triton() else AUTO
-    if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
-    if implementation == "triton" and not _has_triton():
-        raise missing('implementation "triton"', "triton", extra="all")
-    return TRITON if implementation == "triton" else REFERENCE
 
 
 def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
@@ -508,117 +492,3 @@ def _query_scale(q_scale: Tensor, q: Tensor, layout: Layout | None, inplace: boo
     if inplace:
         raise InvalidInputError("q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn")
     return _as_bshd(scale_of_queries(q_scale, q).unsqueeze(-1), layout).squeeze(-1)
-
-
-def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
-    grad = torch.is_grad_enabled()
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if grad and x.requires_grad:
-            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
-        check_no_tangent(name, x)
-
-
-def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:
-    """Refuse to write where anything else lies."""
-    # A graph that is being traced has no addresses yet, but it has the same tensor twice.
-    memory = {} if torch.compiler.is_compiling() else {name: _memory_of(x) for name, x in tensors.items()}
-    for name in written:
-        if memory and not _nested(memory[name].steps):
-            raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want each by itself")
-        for other, y in tensors.items():
-            if other != name and (tensors[name] is y or (memory and not _disjoint(memory[name], memory[other]))):
-                raise InvalidInputError(f"{name}: got the memory of {other}, want memory of its own")
-
-
-def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
-    """Refuse tensors that gradients go through, or whose elements would be read after they were written.
-
-    Args:
-        q: (batch, seq, heads, head_dim).
-        k: likewise, or None.
-        norm: whose weights may not require gradients either.
-
-    Raises:
-        UnsupportedError: something requires gradients.
-        InvalidInputError: elements share memory.
-    """
-    for name, weight in (("q_norm_weight", norm.q_weight), ("k_norm_weight", norm.k_weight)):
-        if weight is not None and torch.is_grad_enabled() and weight.requires_grad:
-            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    tensors = {"q": q} if k is None else {"q": q, "k": k}
-    for name, x in tensors.items():
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    # A graph that is being traced has no addresses yet.
-    memory = [] if torch.compiler.is_compiling() else [_memory_of(x) for x in tensors.values()]
-    for name, each in zip(tensors, memory, strict=False):
-        if not _nested(each.steps):
-            raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
-    if len(memory) == 2 and not _disjoint(*memory):
-        raise InvalidInputError("k: got the memory of q, want inplace=False")
-
-
-_Steps = tuple[tuple[int, int], ...]
-_seen = lru_cache(maxsize=1 << 12)
-"""Remembers what follows from shapes, strides and distances alone: it would take longer than a launch to find anew."""
-
-
-class _Memory(NamedTuple):
-    """Bytes of a tensor: its address, how far it reaches from there, and strides and sizes of its dimensions."""
-
-    begin: int
-    reach: int
-    steps: _Steps
-
-
-def _memory_of(x: Tensor) -> _Memory:
-    return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
-
-
-@_seen
-def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
-    """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
-    by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
-    steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
-    return 0 if 0 in sizes else _reach(steps) + 1, steps
-
-
-def _reach(steps: _Steps) -> int:
-    return sum(stride * (size - 1) for stride, size in steps)
-
-
-@_seen
-def _nested(steps: _Steps) -> bool:
-    """Check whether no two elements share memory: every step passes all that lies below it."""
-    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
-
-
-def _disjoint(x: _Memory, y: _Memory) -> bool:
-    """Check whether two views share no byte: one lies behind the other, in all or within equal outer steps."""
-    low, high = (x, y) if x.begin <= y.begin else (y, x)
-    gap = high.begin - low.begin
-    return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)
-
-
-@_seen
-def _interleaved(inner: _Steps, other: _Steps, gap: int) -> bool:
-    while _reach(inner) >= gap:
-        if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
-            return False
-        inner, other = inner[1:], other[1:]
-    return True
-
-
-@lru_cache(maxsize=1)
-def _found_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _look_for_triton() -> bool:
-    return _found_triton()
-
-
-_has_triton: Any = _look_for_triton
-_has_triton._dynamo_marked_constant = True  # as in device: looking for a module is nothing for a graph

@@ -1,11 +1,13 @@
-"""Positions and frequencies as tensors on a device: a position table at an address that may stay fixed."""
+"""Positions and frequencies on a device, in a table whose address may stay fixed, and what can run there."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +19,22 @@ from mmpos.positions.rows import AXES, OFFSET, padding_column
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
-from mmpos.support.checks import INT32_MAX, INT32_MIN, integer
+from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
+from mmpos.support.extras import missing
 
-__all__ = ["DevicePositions", "PositionIds", "Positions", "cache_of", "constants", "frequencies_of", "position_ids"]
+__all__ = [
+    "DevicePositions",
+    "Implementation",
+    "PositionIds",
+    "Positions",
+    "cache_of",
+    "check_axes",
+    "constants",
+    "frequencies_of",
+    "ids_beside",
+    "number_of",
+    "position_ids",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +190,32 @@ def position_ids(
     return _dense_ids(positions, validate, name)
 
 
+def ids_beside(
+    x: Tensor, like: str, positions: Positions, rotary: Rotary, validate: bool, name: str = "positions"
+) -> PositionIds:
+    """Return positions as ``position_ids`` does, checked to have a rotary's axes and to lie where a tensor does.
+
+    Args:
+        x: the tensor.
+        like: its name, for messages.
+        positions: DevicePositions, a PositionTable, or dense ids.
+        rotary: whose axes they must have.
+        validate: also check dense ids that lie on a device.
+        name: of the positions, for messages.
+    """
+    ids = position_ids(positions, x.device, validate, name)
+    if ids.tensor.device != x.device:
+        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {x.device} as {like}")
+    check_axes(ids, rotary, name)
+    return ids
+
+
+def check_axes(ids: PositionIds, rotary: Rotary, name: str = "positions") -> None:
+    """Refuse ids of another number of axes than a rotary has."""
+    if ids.axes != rotary.axes:
+        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
+
+
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Make frequencies and pair axes as the operators take them.
 
@@ -284,3 +325,32 @@ def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:
             raise InvalidInputError(f"{name}: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
     flat = reference.fixed_from_float(flat) if mode == reference.DENSE_FIXED else flat
     return PositionIds(flat, mode, flat.shape[0], flat.shape[1], tuple(ids.shape[1:]))
+
+
+Implementation = Literal["auto", "reference", "triton"]
+"""Implementations, as callers name them."""
+
+
+def number_of(implementation: Implementation, device: torch.device) -> int:
+    """Return the number of an implementation in the operators, if it can run on the device."""
+    one_of("implementation", implementation, ("auto", "reference", "triton"))
+    if implementation == "auto":
+        return reference.TRITON if device.type == "cuda" and _has_triton() else reference.AUTO
+    if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
+    if implementation == "triton" and not _has_triton():
+        raise missing('implementation "triton"', "triton", extra="all")
+    return reference.TRITON if implementation == "triton" else reference.REFERENCE
+
+
+@cache
+def _found_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _look_for_triton() -> bool:
+    return _found_triton()
+
+
+_has_triton: Any = _look_for_triton
+_has_triton._dynamo_marked_constant = True  # as above: looking for a module is nothing for a graph

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.rotary.apply import Implementation, Layout, rotate_with
+from mmpos.rotary.apply import Layout, rotate_with
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import Positions, frequencies_of
+from mmpos.rotary.device import Implementation, Positions, frequencies_of
 from mmpos.rotary.reference import NormOrder, norm_of
 
 __all__ = ["RotaryEmbedding"]

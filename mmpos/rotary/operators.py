@@ -1,7 +1,8 @@
 """Register the rotations as torch operators: tensors and numbers in, with gradients of their own.
 
-Operators take plain tensors and numbers alone, so ``RotationArguments`` and ``Norm`` are spread over their arguments
-and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads are no k.
+Operators take plain tensors and numbers alone, so ``RotationArguments``, ``Norm`` and ``Stored`` are spread over their
+arguments and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads
+are no k.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos.rotary import cpu, paged, quantised, reference
-from mmpos.rotary.quantised import NO_SCALES, Scales
+from mmpos.rotary import cpu, paged, reference
+from mmpos.rotary.paged import NO_SCALES, Scales, Stored
 from mmpos.rotary.reference import AUTO, NONE, TRITON, Norm, RotationArguments
 from mmpos.support import native
 
@@ -92,7 +93,7 @@ def _run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationA
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch(q, k, q_out, k_out, rotation)
+        kernel.launch_rotate(q, k, q_out, k_out, rotation)
     elif batch * seq and not _rotated_in_c(q, k, q_out, k_out, rotation):
         cos, sin = (x.view(batch, seq, -1) for x in reference.cos_sin(rotation, batch * seq))
         sin = -sin if rotation.conjugate else sin
@@ -149,7 +150,7 @@ def _run_norm(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, ro
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch(q, k, q_out, k_out, rotation, norm)
+        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
     elif q.shape[0] * q.shape[1] and not _rotated_in_c(q, k, q_out, k_out, rotation, norm):
         turn = _turn(q, rotation)
         for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
@@ -247,82 +248,71 @@ def _differentiable_gradients(
 # The paged cache: for inference, without gradients.
 
 
-def _store(
-    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scales, norm, rotation = _scales_norm_and_rotation(arguments)
-    caches = key_cache, value_cache
-    if rotation.implementation == TRITON:
-        from mmpos.rotary import kernel
-
-        q_out, k_out = _fake_store(q, k, v, *caches, slots, return_k, *scales)
-        kernel.launch_store(q, k, v, q_out, k_out, *caches, slots, rotation, norm, scales)
-    elif scales.are_none:
-        q_out, turned = rotate(q, k, *rotation) if norm is NONE else norm_rotate(q, k, *norm, *rotation)
-        paged.write(caches, (turned, v), slots)
-        k_out = turned if return_k else _without_heads(k)
-    else:
-        q_out, turned = _store_scaled(q, k, v, caches, slots, scales, norm, rotation)
-        k_out = turned.to(k.dtype) if return_k else _without_heads(k)
-    _mark_written(*caches, *_computed(scales))
+def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _fake_store(q, k, *arguments)
+    _run_store(q, k, q_out, k_out, *_stored_norm_and_rotation(arguments))
     return q_out, k_out
 
 
-def _store_in_place(
-    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, return_k: bool,
-    *arguments: Any,
-) -> None:  # fmt: skip
-    scales, norm, rotation = _scales_norm_and_rotation(arguments)
-    caches = key_cache, value_cache
+def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
+    stored, norm, rotation = _stored_norm_and_rotation(arguments)
+    k_out = k if stored.return_k else _without_heads(k)
+    _run_store(q, k, q, k_out, stored, norm, rotation)
+    _mark_written(q, k_out)
+
+
+def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
+    v, key_cache, value_cache, slots, return_k, *others = arguments
+    count = len(NO_SCALES)
+    stored = Stored(v, key_cache, value_cache, slots, return_k, Scales(*others[:count]))
+    return stored, *_norm_and_rotation(others[count:])
+
+
+def _run_store(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
+) -> None:
+    scales = stored.scales
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        k_out = k if return_k else _without_heads(k)
-        kernel.launch_store(q, k, v, q, k_out, *caches, slots, rotation, norm, scales)
-        _mark_written(q, k_out)
+        kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
     elif scales.are_none:
-        turned = k if return_k else k.clone()
+        turned = k_out if stored.return_k else torch.empty_like(k)
         if norm is NONE:
-            rotate_(q, turned, *rotation)
+            _run(q, k, q_out, turned, rotation)
         else:
-            norm_rotate_(q, turned, *norm, *rotation)
-        paged.write(caches, (turned, v), slots)
+            _run_norm(q, k, q_out, turned, norm, rotation)
+        paged.write(stored.caches, (turned, stored.v), stored.slots)
     else:
-        for x, out in zip((q, k), _store_scaled(q, k, v, caches, slots, scales, norm, rotation), strict=True):
-            if x is q or return_k:
-                x.copy_(out)
-    _mark_written(*caches, *_computed(scales))
+        q_wanted, turned = _store_scaled(q, k, stored, norm, rotation)
+        q_out.copy_(q_wanted)
+        if stored.return_k:
+            k_out.copy_(turned)
+    _mark_written(
+        *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
+    )
 
 
 def _store_scaled(
-    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, scales: Scales, norm: Norm,
-    rotation: RotationArguments,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
+) -> tuple[Tensor, Tensor]:
     """Store k and v, and return q as it is wanted and k in float32, from which what is stored is rounded once."""
-    full = q.to(torch.float32), k.to(torch.float32)
+    full, scales = (q.to(torch.float32), k.to(torch.float32)), stored.scales
     q_out, turned = rotate(*full, *rotation) if norm is NONE else norm_rotate(*full, *norm, *rotation)
-    stored = []
-    for x, pages, (scale, computed) in zip((turned, v), caches, (scales.of_k(), scales.of_v()), strict=True):
+    rows = []
+    for x, pages, (scale, computed) in zip(
+        (turned, stored.v), stored.caches, (scales.of_k(), scales.of_v()), strict=True
+    ):
         divisor = scale
         if computed is not None:
-            divisor = quantised.computed_scale(x.to(torch.float32), pages.dtype)
-            paged.write((computed,), (divisor,), slots)
-        stored.append(x.to(pages.dtype) if divisor is None else quantised.quantised(x, divisor, pages.dtype))
-    paged.write(caches, stored, slots)
+            divisor = paged.computed_scale(x.to(torch.float32), pages.dtype)
+            paged.write((computed,), (divisor,), stored.slots)
+        rows.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
+    paged.write(stored.caches, rows, stored.slots)
     if scales.q_computed is None:
-        return q_out.to(q.dtype), turned
-    scale = scales.q_computed.copy_(quantised.computed_scale(q_out, quantised.QUERY))
-    return quantised.quantised(q_out, scale, quantised.QUERY), turned
-
-
-def _scales_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Scales, Norm, RotationArguments]:
-    count = len(NO_SCALES)
-    return Scales(*arguments[:count]), *_norm_and_rotation(arguments[count:])
-
-
-def _computed(scales: Scales) -> list[Tensor]:
-    return [x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None]
+        return q_out, turned
+    scale = scales.q_computed.copy_(paged.computed_scale(q_out, paged.QUERY))
+    return paged.quantised(q_out, scale, paged.QUERY), turned
 
 
 def _rerotate_in_place(
@@ -346,15 +336,12 @@ def _rerotate_plainly(
     turned = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
     cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
     reference.rotate([(turned, turned)], cos, sin, adjacent=stop.adjacent)
-    if scales is not None:
-        growth = quantised.grown(turned, pages.dtype)
-        scale = paged.read(scales, slots).unsqueeze(0) * growth
-        paged.write((pages, scales), (quantised.quantised(turned, growth, pages.dtype), scale), slots)
-    elif turned is keys:
-        paged.write((pages,), (keys,), slots)
-    else:
-        one = turned.new_ones(())
-        paged.write((pages,), (quantised.quantised(turned, one, pages.dtype),), slots)
+    if turned is not keys:
+        growth = turned.new_ones(()) if scales is None else paged.grown(turned, pages.dtype)
+        turned = paged.quantised(turned, growth, pages.dtype)
+        if scales is not None:
+            paged.write((scales,), (paged.read(scales, slots).unsqueeze(0) * growth,), slots)
+    paged.write((pages,), (turned,), slots)
 
 
 # Shapes without values, for graphs that are traced.
@@ -371,13 +358,10 @@ def _fake_norm_backward(
     return tuple(torch.empty_like(x) if want else q.new_empty(0) for x, want in zip(like, wanted, strict=True))
 
 
-def _fake_store(
-    q: Tensor, k: Tensor, _v: Tensor, _key_cache: Tensor, _value_cache: Tensor, _slots: Tensor, return_k: bool,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scales = Scales(*arguments[: len(NO_SCALES)])
-    q_out = torch.empty_like(q, dtype=q.dtype if scales.q_computed is None else quantised.QUERY)
-    return q_out, torch.empty_like(k) if return_k else _without_heads(k)
+def _fake_store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    stored, _, _ = _stored_norm_and_rotation(arguments)
+    q_out = torch.empty_like(q, dtype=q.dtype if stored.scales.q_computed is None else paged.QUERY)
+    return q_out, torch.empty_like(k) if stored.return_k else _without_heads(k)
 
 
 def _fake_in_place(*_: Any) -> None:

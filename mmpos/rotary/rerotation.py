@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import operators, paged, quantised
-from mmpos.rotary.apply import Implementation, _check_inference, _check_memory, _number_of
+from mmpos.rotary import operators, paged
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import PositionIds, Positions, constants, position_ids
+from mmpos.rotary.device import Implementation, Positions, constants, ids_beside, number_of
+from mmpos.rotary.memory import check_inference, check_written
 from mmpos.rotary.paged import CacheLayout, SlotNames
 from mmpos.rotary.reference import FLOATS
-from mmpos.support.checks import counted, one_of
+from mmpos.support.checks import one_of
 
 __all__ = ["rerotate"]
 
@@ -64,8 +64,8 @@ def rerotate(
     """
     one_of("cache_layout", cache_layout, ("NHD", "HND"))
     pages = _pages(k_cache, cache_layout, rotary)
-    start = _ids("from_positions", from_positions, rotary, pages, validate)
-    stop = _ids("to_positions", to_positions, rotary, pages, validate)
+    start = ids_beside(pages, "k_cache", from_positions, rotary, validate, "from_positions")
+    stop = ids_beside(pages, "k_cache", to_positions, rotary, validate, "to_positions")
     if start.tokens != stop.tokens:
         raise InvalidInputError(f"to_positions: got {stop.tokens} tokens, want {start.tokens} as in from_positions")
     batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
@@ -79,10 +79,10 @@ def rerotate(
     tensors = {"k_cache": k_cache}
     if k_scale is not None:
         tensors["k_scale"] = k_scale
-        _, written = quantised.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
-    _check_inference(tensors)
-    _check_memory(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
-    number = _number_of(implementation, pages.device)
+        _, written = paged.scale_of_cache("k_scale", k_scale, k_cache, pages, cache_layout, validate)
+    check_inference(tensors)
+    check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
+    number = number_of(implementation, pages.device)
     operators.rerotate_(
         pages, written, row, start.tensor, start.mode,
         stop.tensor, *constants(rotary, pages.device), stop.mode, rotary.pairing == "adjacent", 1.0, False, number,
@@ -100,12 +100,3 @@ def _pages(k_cache: Tensor, cache_layout: CacheLayout, rotary: Rotary) -> Tensor
             "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)"
         )
     return paged.as_pages("k_cache", k_cache, cache_layout, "heads", rotary.head_dim)
-
-
-def _ids(name: str, positions: Positions, rotary: Rotary, pages: Tensor, validate: bool) -> PositionIds:
-    ids = position_ids(positions, pages.device, validate, name)
-    if ids.tensor.device != pages.device:
-        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {pages.device} as k_cache")
-    if ids.axes != rotary.axes:
-        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
-    return ids

@@ -1,6 +1,6 @@
 """Compiles the rotary kernels for GPUs that need not be here, and prints as JSON what came of it.
 
-Run by test_rotary_aot.py and others in a process without Triton's interpreter: ``python aot_compile.py "table integer
+Run by aot_facts.py in a process without Triton's interpreter: ``python aot_compile.py "table integer
 half"``, ``"store: plain"`` for the kernel that stores, ``"rerotate: plain"`` for the one that turns stored keys.
 """
 
@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from mmpos.rotary import reference
 from mmpos.rotary.kernel.backward import backward_kernel
-from mmpos.rotary.kernel.quantised import Formats, format_of
+from mmpos.rotary.kernel.float8 import Formats, format_of
 from mmpos.rotary.kernel.rerotate import rerotate_kernel
 from mmpos.rotary.kernel.rotate import rotary_kernel, store_kernel
 from mmpos.rotary.kernel.tiling import Angles, Heads, channels_of, pieces_of

@@ -48,7 +48,7 @@ def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
 def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch", by_the_reference)
+    monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
     model, counter = patched(implementation), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
@@ -101,7 +101,7 @@ def test_inductor_agrees_with_eager() -> None:
 
 @pytest.mark.slow
 def test_training_compiles(monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch", by_the_reference)
+    monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
     model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
     patch(model, rotary_of(model), implementation="triton")
     device = DevicePositions.from_table(two_rows())
@@ -119,13 +119,13 @@ def test_training_compiles(monkeypatch: Any) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of q in each launch of the kernel."""
     shapes: list[tuple[int, ...]] = []
-    original = kernel.launch
+    original = kernel.launch_rotate
 
     def launch(q: Tensor, *args: Any, **kwargs: Any) -> None:
         shapes.append(tuple(q.shape))
         original(q, *args, **kwargs)
 
-    monkeypatch.setattr(kernel, "launch", launch)
+    monkeypatch.setattr(kernel, "launch_rotate", launch)
     return shapes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_rotary_aot import facts_of, those
+from aot_facts import facts_of, those
 
 pytest.importorskip("triton")
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from store_oracle import DEVICE, nearest
 
-from mmpos.rotary.kernel.quantised import codes_of, format_of, values_of
-from mmpos.rotary.quantised import quantised
+from mmpos.rotary.kernel.float8 import codes_of, format_of, values_of
+from mmpos.rotary.paged import quantised
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from aot_facts import each_on_one, facts_of, those
 
 pytest.importorskip("triton")
-
-
-SCRIPT = Path(__file__).parents[1] / "helpers/aot_compile.py"
-
-
-def each_on_one(names: list[str]) -> list[str]:
-    """Every case on one of the GPUs, in turns: what takes its shape hardly depends on the GPU."""
-    return [f"{name}, sm_{(80, 90, 100)[i % 3]}" for i, name in enumerate(names)]
-
 
 QUICK = ["table integer half, sm_90", "norm half, sm_90"]
 REST = [
@@ -75,18 +61,6 @@ NORM_REGISTERS = {"norm": 80, "backward": 128}
 """With norms 72 and 128 are seen: six and four programs of 128 threads share a multiprocessor."""
 
 
-def facts_of(names: list[str], cache: Path) -> dict[str, dict[str, int]]:
-    """Compile these cases in a process of their own, and give its counts by case and architecture."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(SCRIPT), *names]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    facts: dict[str, dict[str, int]] = json.loads(found.stdout)
-    assert len(facts) == sum(1 if ", sm_" in name or ", gfx" in name else 3 for name in names)
-    return facts
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Facts that quick tests share."""
@@ -105,13 +79,6 @@ def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     """Facts that slow tests of norms share."""
     names = [*NORMS, *each_on_one(NORM_REST + NORM_PARTIAL)]
     return facts_of(names, tmp_path_factory.mktemp("triton"))
-
-
-def those(names: list[str], cases: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Facts of some cases."""
-    found = {case: facts for case, facts in cases.items() if case.split(", sm_")[0] in names}
-    assert len(found) >= len(names)
-    return found
 
 
 def test_the_kernel_compiles_to_wide_exact_code_without_spills(quick: dict[str, dict[str, int]]) -> None:

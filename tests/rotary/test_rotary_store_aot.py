@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_rotary_aot import each_on_one, facts_of, those
+from aot_facts import each_on_one, facts_of, those
 
 pytest.importorskip("triton")
 

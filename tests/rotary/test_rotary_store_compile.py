@@ -18,7 +18,7 @@ from mmpos.rotary import DevicePositions, Rotary, rotate_and_store
 from mmpos.rotary.device import constants, position_ids
 from mmpos.rotary.operators import rotate_and_store as store
 from mmpos.rotary.operators import rotate_and_store_ as store_
-from mmpos.rotary.quantised import NO_SCALES
+from mmpos.rotary.paged import NO_SCALES
 from mmpos.rotary.reference import AUTO, NONE
 
 ROTARY = Rotary(12)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmpos import InvalidInputError
 from mmpos.rotary import Rotary, apply_rotary, operators, paged, rotate_and_store
 from mmpos.rotary.device import constants, position_ids
-from mmpos.rotary.quantised import NO_SCALES
+from mmpos.rotary.paged import NO_SCALES
 from mmpos.rotary.reference import NONE, REFERENCE, TRITON
 
 TABLE = packed("rope-tie").slice(4, 17)

@@ -28,9 +28,9 @@ from mmpos.integrations.hf.positions import (
     tokens_of,
 )
 from mmpos.positions.table import PositionTable
-from mmpos.rotary.apply import Implementation, apply_rotary, cos_sin
+from mmpos.rotary.apply import apply_rotary, cos_sin
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.device import DevicePositions
+from mmpos.rotary.device import DevicePositions, Implementation
 from mmpos.support.checks import one_of
 
 __all__ = ["patch", "unpatch"]

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from mmpos.rotary.kernel.quantised import codes_of_heads
+from mmpos.rotary.kernel.float8 import codes_of_heads
 
 
 @triton.jit

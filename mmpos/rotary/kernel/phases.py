@@ -163,7 +163,7 @@ def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.
     """Load the words of the frequencies, before the search for a segment, whose loads wait for each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
-    if ANGLES.as_hf or ANGLES.cache_rows > 0:
+    if ANGLES.as_hf:
         inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)
         return inv_freq, inv_freq, inv_freq
     hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
@@ -222,14 +222,17 @@ def phases(
     stop = tl.minimum(first + block, tokens)
     token = first + tl.arange(0, BLOCK) // CHANNELS.pieces
     valid = token < stop
-    words = _words(frequencies, CHANNELS, ANGLES, BLOCK)
-    whole, fraction = _ids_of_pairs(
-        positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
-    )
     if ANGLES.cache_rows > 0:
+        whole, _ = _ids_of_pairs(
+            positions, segments, row_stride, pair_axis, token, valid, first, stop, CHANNELS, ANGLES, BLOCK
+        )
         cos, sin = _cos_sin_of_cache(frequencies, whole, valid, CHANNELS, ANGLES, BLOCK)
     else:
-        cos, sin = cos_sin_of(_angles(words, whole, fraction, ANGLES), ANGLES.as_hf)
+        angles = angles_of(
+            positions, segments, row_stride, frequencies, pair_axis,
+            token, valid, first, stop, CHANNELS, ANGLES, BLOCK,
+        )  # fmt: skip
+        cos, sin = cos_sin_of(angles, ANGLES.as_hf)
     if ANGLES.scaled:
         cos, sin = cos * attention_factor, sin * attention_factor
     if ANGLES.conjugate:

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import launching, tiling
+from mmpos.rotary.kernel.float8 import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
 from mmpos.rotary.kernel.heads import load_pairs, load_rest, rows_of, share_of, store_pairs, store_rest, turned
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
-from mmpos.rotary.kernel.quantised import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
 from mmpos.rotary.kernel.rotate import slots_of
 from mmpos.rotary.reference import RotationArguments
 

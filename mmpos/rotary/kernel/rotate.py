@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import launching, tiling
-from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
-from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.kernel.quantised import (
+from mmpos.rotary.kernel.float8 import (
     as_bits,
     codes_of,
     divisor_of,
@@ -19,7 +17,9 @@ from mmpos.rotary.kernel.quantised import (
     largest_of,
     scale_rows,
 )
-from mmpos.rotary.quantised import NO_SCALES, Scales
+from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
+from mmpos.rotary.kernel.phases import phases
+from mmpos.rotary.paged import Stored
 from mmpos.rotary.reference import NONE, Norm, RotationArguments
 
 
@@ -116,7 +116,9 @@ def store_kernel(
         )  # fmt: skip
 
 
-def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE) -> None:
+def launch_rotate(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NONE
+) -> None:
     """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
 
     Args:
@@ -150,25 +152,21 @@ def launch(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotatio
 
 
 def launch_store(
-    q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, k_out: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slots: Tensor, rotation: RotationArguments, norm: Norm = NONE, scales: Scales = NO_SCALES,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm = NONE
+) -> None:
     """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
 
     Args:
         q: (batch, seq, heads, head_dim).
         k: likewise.
-        v: likewise, with the heads of k.
         q_out: as q; it may be q.
         k_out: as k; it may be k, and no heads are not wanted.
-        key_cache: (blocks, block_size, heads, head_dim).
-        value_cache: likewise.
-        slots: (n,) slots of the first n tokens.
+        stored: v, and where it and k go.
         rotation: how to rotate, forward.
         norm: of the heads before the rotation, or after it.
-        scales: of what is stored in 8 bits.
     """
     batch, seq, q_heads, head_dim = q.shape
+    v, key_cache, value_cache, slots, _, scales = stored
     k_heads, value_dim = v.shape[2:]
     tokens = batch * seq
     if tokens == 0:

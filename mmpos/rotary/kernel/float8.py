@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmpos.rotary import quantised as reference
+from mmpos.rotary import paged
 from mmpos.rotary.kernel.tiling import Heads
-from mmpos.rotary.quantised import Scales
+from mmpos.rotary.paged import Scales
 
-LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
+LEAST_SCALE = tl.constexpr(paged.LEAST_SCALE)
 
 
 class Format(NamedTuple):

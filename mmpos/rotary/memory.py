@@ -1,0 +1,107 @@
+"""Refuse to write where a gradient goes through, or where anything else lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.rotary.reference import Norm, check_no_tangent
+
+__all__ = ["check_inference", "check_inplace", "check_written"]
+
+
+def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuse tensors that gradients go through, in either mode."""
+    grad = torch.is_grad_enabled()
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if grad and x.requires_grad:
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made")
+        check_no_tangent(name, x)
+
+
+def check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
+    """Refuse to rotate in place what gradients go through, or what shares memory."""
+    tensors = {"q": q} if k is None else {"q": q, "k": k}
+    weights = {"q_norm_weight": norm.q_weight, "k_norm_weight": norm.k_weight}
+    for name, x in (weights | tensors).items():
+        if x is not None and torch.is_grad_enabled() and x.requires_grad:
+            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
+    check_written(tensors, ("q",) if k is None else ("k", "q"), want="inplace=False")
+
+
+def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: str | None = None) -> None:
+    """Refuse to write where anything else lies.
+
+    Args:
+        tensors: all that are read or written, by name.
+        written: names of those that are written.
+        want: of the caller, for messages; None is memory of their own.
+    """
+    # A graph that is being traced has no addresses yet, but it has the same tensor twice.
+    memory = {} if torch.compiler.is_compiling() else {name: _memory_of(x) for name, x in tensors.items()}
+    for name in written:
+        if memory and not _nested(memory[name].steps):
+            raise InvalidInputError(
+                f"{name}: got a tensor whose elements share memory, want {want or 'each by itself'}"
+            )
+        for other, y in tensors.items():
+            if other != name and (tensors[name] is y or (memory and not _disjoint(memory[name], memory[other]))):
+                raise InvalidInputError(f"{name}: got the memory of {other}, want {want or 'memory of its own'}")
+
+
+_Steps = tuple[tuple[int, int], ...]
+_seen = lru_cache(maxsize=1 << 12)
+"""Remembers what follows from shapes, strides and distances alone: it would take longer than a launch to find anew."""
+
+
+class _Memory(NamedTuple):
+    """Bytes of a tensor: its address, how far it reaches from there, and strides and sizes of its dimensions."""
+
+    begin: int
+    reach: int
+    steps: _Steps
+
+
+def _memory_of(x: Tensor) -> _Memory:
+    return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
+
+
+@_seen
+def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
+    """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
+    by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
+    steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
+    return 0 if 0 in sizes else _reach(steps) + 1, steps
+
+
+def _reach(steps: _Steps) -> int:
+    return sum(stride * (size - 1) for stride, size in steps)
+
+
+@_seen
+def _nested(steps: _Steps) -> bool:
+    """Check whether no two elements share memory: every step passes all that lies below it."""
+    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
+
+
+def _disjoint(x: _Memory, y: _Memory) -> bool:
+    """Check whether two views share no byte: one lies behind the other, in all or within equal outer steps."""
+    low, high = (x, y) if x.begin <= y.begin else (y, x)
+    gap = high.begin - low.begin
+    return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)
+
+
+@_seen
+def _interleaved(inner: _Steps, other: _Steps, gap: int) -> bool:
+    while _reach(inner) >= gap:
+        if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
+            return False
+        inner, other = inner[1:], other[1:]
+    return True

@@ -29,7 +29,7 @@ from mmpos.rotary.reference import (
     check_no_tangent,
     norm_of,
 )
-from mmpos.support.checks import counted, one_of
+from mmpos.support.checks import boolean, counted, instance, one_of
 from mmpos.support.extras import missing
 
 __all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_with"]
@@ -134,6 +134,7 @@ def rotate_with(
     cos_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
+    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
@@ -228,6 +229,7 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
+    inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order)
     q4, k4 = _views(q, k, layout)
     if k4 is None:
@@ -305,7 +307,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         UnsupportedError: a rotary of precision "hf".
         InvalidInputError: positions do not have the axes of rotary.
     """
-    if rotary.precision != "exact":
+    if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
             "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
         )
@@ -318,6 +320,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
 
 
 def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     if device is None:
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
     ids = position_ids(positions, torch.device(device))
@@ -341,7 +344,8 @@ def _arguments(
     cos_sin: Tensor | None,
 ) -> RotationArguments:
     """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
-    if q.shape[3] != rotary.head_dim:
+    boolean("validate", validate)
+    if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
     ids = position_ids(positions, q.device, validate)
     _check_positions(ids, rotary, q)
@@ -372,7 +376,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
-        if x is None:
+        if x is None and name == "k":
             continue
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -522,8 +526,8 @@ def _check_inference(tensors: Mapping[str, Tensor | None]) -> None:
 
 def _check_memory(tensors: Mapping[str, Tensor], written: Sequence[str]) -> None:
     """Refuse to write where anything else lies."""
-    # A graph that is being traced has no addresses yet, but it has the same tensor twice.
-    memory = {} if torch.compiler.is_compiling() else {name: _memory_of(x) for name, x in tensors.items()}
+    # Where there are no addresses, there may still be the same tensor twice.
+    memory = {name: _memory_of(x) for name, x in tensors.items()} if _has_address(tensors[written[0]]) else {}
     for name in written:
         if memory and not _nested(memory[name].steps):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want each by itself")
@@ -551,8 +555,7 @@ def _check_inplace(q: Tensor, k: Tensor | None, norm: Norm) -> None:
     for name, x in tensors.items():
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    # A graph that is being traced has no addresses yet.
-    memory = [] if torch.compiler.is_compiling() else [_memory_of(x) for x in tensors.values()]
+    memory = [_memory_of(x) for x in tensors.values()] if _has_address(q) else []
     for name, each in zip(tensors, memory, strict=False):
         if not _nested(each.steps):
             raise InvalidInputError(f"{name}: got a tensor whose elements share memory, want inplace=False")
@@ -573,6 +576,11 @@ class _Memory(NamedTuple):
     steps: _Steps
 
 
+def _has_address(x: Tensor) -> bool:
+    """Check whether a tensor lies in memory: neither in a graph that is being traced, nor on the meta device."""
+    return not torch.compiler.is_compiling() and x.untyped_storage().device.type != "meta"  # nor a FakeTensor
+
+
 def _memory_of(x: Tensor) -> _Memory:
     return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
 
@@ -580,9 +588,11 @@ def _memory_of(x: Tensor) -> _Memory:
 @_seen
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
     """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
+    if 0 in sizes:  # strides of nothing may be anything
+        return 0, ()
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
     steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
-    return 0 if 0 in sizes else _reach(steps) + 1, steps
+    return _reach(steps) + 1, steps
 
 
 def _reach(steps: _Steps) -> int:

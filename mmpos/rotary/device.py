@@ -204,8 +204,8 @@ def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return _constants_of(rotary.text, device)
     # Under a FakeTensorMode all that is made has a shape alone, which must not be kept for those who come later.
-    make = _constants if type(torch.empty(0)) is Tensor else _constants.__wrapped__
-    return make(rotary, device)
+    faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return (_constants.__wrapped__ if faked else _constants)(rotary, device)
 
 
 def _made_from_text(text: str, device: torch.device) -> tuple[Tensor, Tensor]:

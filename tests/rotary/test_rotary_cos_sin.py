@@ -193,7 +193,7 @@ def test_an_unread_id_without_a_row_makes_its_own_pairs_nan_and_reads_nothing_el
     ids, (q, k) = ids_of().to(torch.int64, copy=True), tensors()
     cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # within memory that could be read
     ids[1, 4], ids[2, 12] = row, row
-    rest = cache, constants(ROTARY, DEVICE)[1], position_ids(ids, DEVICE).mode, False, 1.0, False, implementation
+    rest = cache, constants(ROTARY, DEVICE)[1], position_ids(ids_of(), DEVICE).mode, False, 1.0, False, implementation
     weight = torch.ones(20, device=DEVICE)
     turned = rotate(q[None], k[None], ids, *rest)
     known = engines(q, ids.clamp(0, ROWS - 1), cache, ROTARY)

@@ -35,7 +35,7 @@ from mmpos.rotary.reference import (
     check_no_tangent,
     norm_of,
 )
-from mmpos.support.checks import one_of
+from mmpos.support.checks import boolean, instance, one_of
 
 __all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_with"]
 
@@ -138,6 +138,7 @@ def rotate_with(
     cos_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate as ``apply_rotary`` does, with frequencies and pair axes that the caller holds on the device, or None."""
+    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, positions, rotary, frequencies, conjugate, implementation, validate, cos_sin)
     keys = q4.new_empty((*q4.shape[:2], 0, q4.shape[3])) if k4 is None else k4
@@ -232,6 +233,7 @@ def rotate_and_store(
         LimitExceededError: 2³¹ slots or more in a cache.
         UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
     """
+    inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     norm = norm_of(q, k, q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_order)
     q4, k4 = _views(q, k, layout)
     if k4 is None:
@@ -309,7 +311,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         UnsupportedError: a rotary of precision "hf".
         InvalidInputError: positions do not have the axes of rotary.
     """
-    if rotary.precision != "exact":
+    if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
             "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
         )
@@ -322,6 +324,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
 
 
 def _ids_on(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     if device is None:
         device = positions.device if isinstance(positions, DevicePositions | Tensor) else "cpu"
     ids = position_ids(positions, torch.device(device))
@@ -345,7 +348,8 @@ def _arguments(
     cos_sin: Tensor | None,
 ) -> RotationArguments:
     """Check that positions and frequencies fit q, (batch, seq, heads, head_dim), and return them for the operators."""
-    if q.shape[3] != rotary.head_dim:
+    boolean("validate", validate)
+    if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
     ids = ids_beside(q, "q", positions, rotary, validate)
     _check_tokens(ids, q)
@@ -376,7 +380,7 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None) -> tuple[Tensor, 
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
-        if x is None:
+        if x is None and name == "k":
             continue
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

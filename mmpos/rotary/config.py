@@ -85,7 +85,9 @@ class Rotary:
     inv_freq: Sequence[float] | None = None
     length: int | None = None
     axes_dim: Sequence[int] | None = None
-    text: str = field(init=False, repr=False, compare=False)  # of to_dict, made at once: a graph cannot make it
+    # Made at once, since a graph cannot make them: of to_dict, and whether pair j has the j-th frequency of one ladder.
+    text: str = field(init=False, repr=False, compare=False)
+    shares_ladder: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -97,6 +99,8 @@ class Rotary:
         self._check_allocation()
         self._check_frequencies()
         self._set("text", json.dumps(self.to_dict()))
+        one_ladder = len(set(self._kinds)) == 1
+        self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
 
     @classmethod
     def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
@@ -139,11 +143,6 @@ class Rotary:
     def attention_factor(self) -> float:
         """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
         return 1.0 if self.scaling is None else self.scaling.scaled_attention()
-
-    @cached_property
-    def shares_ladder(self) -> bool:
-        """Whether pair j has the j-th of one ladder of frequencies, whatever its axis, as in RoPE-1D."""
-        return len(set(self._kinds)) == 1 and self._layout.rung == tuple(range(self.num_pairs))
 
     @cached_property
     def pair_axis(self) -> IntArray:

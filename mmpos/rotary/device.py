@@ -242,7 +242,11 @@ def _constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return frequencies and pair axes on a device, made once; a compiled graph takes them as constants."""
-    return _constants_of(rotary.text, device) if torch.compiler.is_compiling() else _constants(rotary, device)
+    if torch.compiler.is_compiling():
+        return _constants_of(rotary.text, device)
+    # Under a FakeTensorMode all that is made has a shape alone, which must not be kept for those who come later.
+    faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return (_constants.__wrapped__ if faked else _constants)(rotary, device)
 
 
 def _made_from_text(text: str, device: torch.device) -> tuple[Tensor, Tensor]:

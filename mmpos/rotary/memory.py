@@ -44,8 +44,8 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
         written: names of those that are written.
         want: of the caller, for messages; None is memory of their own.
     """
-    # A graph that is being traced has no addresses yet, but it has the same tensor twice.
-    memory = {} if torch.compiler.is_compiling() else {name: _memory_of(x) for name, x in tensors.items()}
+    # Where there are no addresses, there may still be the same tensor twice.
+    memory = {name: _memory_of(x) for name, x in tensors.items()} if _has_address(tensors[written[0]]) else {}
     for name in written:
         if memory and not _nested(memory[name].steps):
             raise InvalidInputError(
@@ -69,6 +69,11 @@ class _Memory(NamedTuple):
     steps: _Steps
 
 
+def _has_address(x: Tensor) -> bool:
+    """Check whether a tensor lies in memory: neither in a graph that is being traced, nor on the meta device."""
+    return not torch.compiler.is_compiling() and x.untyped_storage().device.type != "meta"  # nor a FakeTensor
+
+
 def _memory_of(x: Tensor) -> _Memory:
     return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
 
@@ -76,9 +81,11 @@ def _memory_of(x: Tensor) -> _Memory:
 @_seen
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
     """Count what the dimensions span, and list their strides and sizes, the largest first, in bytes."""
+    if 0 in sizes:  # strides of nothing may be anything
+        return 0, ()
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
     steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
-    return 0 if 0 in sizes else _reach(steps) + 1, steps
+    return _reach(steps) + 1, steps
 
 
 def _reach(steps: _Steps) -> int:

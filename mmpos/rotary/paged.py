@@ -308,6 +308,8 @@ def grown(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
+    if not x.shape[-1]:
+        return x.new_zeros(x.shape[:-1])
     return x.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1)
 
 

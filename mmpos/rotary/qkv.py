@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
+from mmpos.support.checks import boolean, integer
 
 __all__ = ["QKV", "split_qkv"]
 
@@ -55,7 +55,7 @@ def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, 
     integer("num_heads", num_heads, minimum=1)
     integer("num_kv_heads", num_kv_heads, minimum=1)
     integer("head_dim", head_dim, minimum=1)
-    parts = 2 if gate else 1
+    parts = 2 if boolean("gate", gate) else 1
     sizes = [num_heads * parts * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     if qkv.shape[-1] != sum(sizes):
         other = sum(sizes) + (-num_heads if gate else num_heads) * head_dim

@@ -166,7 +166,10 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
 
 def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
     """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate plays no part."""
-    fixed = fixed_positions(rotation.positions, rotation.mode, tokens)
+    positions = rotation.positions
+    if rotation.cache_rows and rotation.mode == DENSE_INTEGER:
+        positions = positions.clamp(-1, rotation.cache_rows)  # beyond 32 bits they would wrap to rows of other ids
+    fixed = fixed_positions(positions, rotation.mode, tokens)
     axis = rotation.pair_axis.to(torch.int64)
 
     def cos_sin_of(block: Tensor) -> tuple[Tensor, Tensor]:

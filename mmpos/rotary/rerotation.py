@@ -11,7 +11,7 @@ from mmpos.rotary.device import Implementation, Positions, constants, ids_beside
 from mmpos.rotary.memory import check_inference, check_written
 from mmpos.rotary.paged import CacheLayout, SlotNames
 from mmpos.rotary.reference import FLOATS
-from mmpos.support.checks import one_of
+from mmpos.support.checks import boolean, instance, one_of
 
 __all__ = ["rerotate"]
 
@@ -57,12 +57,14 @@ def rerotate(
 
     Raises:
         InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together; a slot on the host, or of
-            validated ones, that the cache does not have or that an earlier token has; scales that are missing, or that
-            are not finite and positive.
+            validated ones, that the cache does not have or that an earlier token has; scales that are missing, or one
+            for all or for a head that is not finite and positive.
         LimitExceededError: 2³¹ slots or more.
         UnsupportedError: under autograd; a cache of another dtype of 8 bits.
     """
     one_of("cache_layout", cache_layout, ("NHD", "HND"))
+    boolean("validate", validate)
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     pages = _pages(k_cache, cache_layout, rotary)
     start = ids_beside(pages, "k_cache", from_positions, rotary, validate, "from_positions")
     stop = ids_beside(pages, "k_cache", to_positions, rotary, validate, "to_positions")

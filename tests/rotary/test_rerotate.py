@@ -206,6 +206,12 @@ def test_no_tokens_no_blocks_and_nothing_to_turn_are_legal(way: Any) -> None:
         assert_holds(cache, want)
 
 
+def test_a_cache_of_the_meta_device_lies_nowhere() -> None:
+    scale = torch.ones(4, 16, 2, device="meta")
+    cache = torch.empty(4, 16, 2, 12, dtype=torch.float8_e4m3fn, device="meta")
+    rerotate(cache, torch.arange(13, device="meta"), HERE, THERE, ROTARY, k_scale=scale)
+
+
 # Caches of 8 bits.
 
 
@@ -327,6 +333,8 @@ WANT_SHAPE = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layo
 WANT_SCALE = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for each slot and head, which are written"
 REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "layout": (calls(cache_layout="NDH"), "cache_layout: got 'NDH', want one of 'NHD', 'HND'"),
+    "no rotary": (calls(rotary=None), "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it"),
+    "words for a flag": (calls(validate="no"), "validate: got 'no', want True or False"),
     "no cache": (calls(k_cache=None), "k_cache: got NoneType, want a tensor"),
     "dtype": (
         calls(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64)),

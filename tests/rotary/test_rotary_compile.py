@@ -255,6 +255,19 @@ def test_fake_tensors_have_the_strides_and_dtypes_of_real_ones(sample: str) -> N
             assert stride == like or size == 1
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_calls_under_a_fake_mode_leave_nothing_to_later_ones(inplace: bool) -> None:
+    ids, rotary = torch.arange(20, dtype=torch.int32).view(2, 10), Rotary(16, theta=77.0)
+    for first in (True, False):
+        with FakeTensorMode() as mode:
+            q, k = (mode.from_tensor(torch.empty(10, heads, 16)) for heads in (4, 2))
+            fake, _ = apply_rotary(q, k, mode.from_tensor(ids), rotary, inplace=inplace)
+            assert fake.shape == (10, 4, 16), first
+        real = normal(10, 4, 16)
+        want, _ = apply_rotary(real, None, ids, rotary, implementation="triton")
+        assert torch.equal(apply_rotary(real, None, ids, rotary)[0], want)
+
+
 def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> None:
     positions = table(2, 3, 1)
     bhsd = normal(2, 3, 11, 16)

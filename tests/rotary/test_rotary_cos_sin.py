@@ -186,14 +186,14 @@ def test_gradients_are_turned_back_by_the_same_cache(way: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE, AUTO, TRITON])
-@pytest.mark.parametrize("row", [ROWS, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("row", [ROWS, -1, 2**31 - 1, -(2**31), 2**32 + 3, 3 - 2**40])
 def test_an_unread_id_without_a_row_makes_its_own_pairs_nan_and_reads_nothing_else(
     row: int, implementation: Any
 ) -> None:
-    ids, (q, k) = ids_of().clone(), tensors()
+    ids, (q, k) = ids_of().to(torch.int64, copy=True), tensors()
     cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # within memory that could be read
     ids[1, 4], ids[2, 12] = row, row
-    rest = cache, constants(ROTARY, DEVICE)[1], position_ids(ids, DEVICE).mode, False, 1.0, False, implementation
+    rest = cache, constants(ROTARY, DEVICE)[1], position_ids(ids_of(), DEVICE).mode, False, 1.0, False, implementation
     weight = torch.ones(20, device=DEVICE)
     turned = rotate(q[None], k[None], ids, *rest)
     known = engines(q, ids.clamp(0, ROWS - 1), cache, ROTARY)
@@ -295,9 +295,10 @@ def test_gradients_of_the_cache_are_refused() -> None:
 def test_whole_graphs_with_gradients_take_the_cache_as_an_input() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    rotary = Rotary.from_dict(ROTARY.to_dict())  # of which nothing was asked before
 
     def attention_input(q: Tensor, cache: Tensor, positions: Any) -> Tensor:
-        return apply_rotary(q * 2, None, positions, ROTARY, cos_sin=cache)[0] + 1
+        return apply_rotary(q * 2, None, positions, rotary, cos_sin=cache)[0] + 1
 
     compiled = torch.compile(attention_input, fullgraph=True, backend=counter)
     for seed, positions in (

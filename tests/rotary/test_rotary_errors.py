@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, MmposError, SegmentTable, Text, UnsupportedError, place
-from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, apply_rotary
+from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, angles, apply_rotary, cos_sin
 
 ROTARY = Rotary(head_dim=16)
 POSITIONS = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(5)]]))
@@ -57,6 +57,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "k: got shape (16, 2, 32), want that of q, (16, 2, 16), but for the heads",
     ),
     "not a tensor": (calls([[1.0]]), f"q: got list, {WANT_Q}"),
+    "no q": (calls(None, packed()), f"q: got NoneType, {WANT_Q}"),
     "k is not a tensor": (calls(packed(), 3), f"k: got int, {WANT_Q}"),
     "float64 q": (calls(packed(dtype=torch.float64)), f"q: got torch.float64, {WANT_Q}"),
     "integer k": (calls(packed(), packed(dtype=torch.int32)), f"k: got torch.int32, {WANT_Q}"),
@@ -204,6 +205,22 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         calls(packed(), implementation="cuda"),
         "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'",
     ),
+    "words for a flag": (calls(packed(), inplace="no"), "inplace: got 'no', want True or False"),
+    "a list for a flag": (calls(packed(), conjugate=[]), "conjugate: got [], want True or False"),
+    "None for a flag": (calls(packed(), validate=None), "validate: got None, want True or False"),
+    # the rotary
+    "no rotary": (
+        calls(packed(), rotary=None),  # type: ignore[arg-type]
+        "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it",
+    ),
+    "no rotary of cos and sin": (
+        lambda: cos_sin(None, DEVICE),  # type: ignore[arg-type]
+        "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it",
+    ),
+    "no rotary of angles": (
+        lambda: angles({"head_dim": 16}, DEVICE),  # type: ignore[arg-type]
+        "rotary: got dict, want a Rotary, as mmpos.rotary.Rotary gives it",
+    ),
     # allocations
     "sections that do not cover": (
         lambda: Rotary(16, allocation="sections", mrope_section=[2, 3, 2]),
@@ -219,6 +236,20 @@ def test_bad_input_is_refused_with_what_got_and_want(name: str) -> None:
         call()
     assert isinstance(caught.value, MmposError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tensors_of_the_meta_device_lie_nowhere_and_share_nothing(inplace: bool) -> None:
+    q, k = packed(3, device="meta"), packed(2, device="meta")
+    turned = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
+    assert [(x.shape, x.device.type) for x in turned if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
+    with pytest.raises(InvalidInputError, match=r"^k: got the memory of q, want inplace=False$"):
+        apply_rotary(q, q, POSITIONS, ROTARY, inplace=True)
+
+
+def test_heads_of_which_there_are_none_share_no_memory_whatever_their_strides() -> None:
+    q = torch.empty_strided((16, 0, 16), (0, 0, 0))
+    assert apply_rotary(q, packed(), POSITIONS, ROTARY, inplace=True)[0] is q
 
 
 @pytest.mark.parametrize("argument", ["q", "k"])

@@ -171,6 +171,7 @@ def test_whole_graphs_split_and_rotate(inplace: bool) -> None:
         ([[1.0]], {}, "qkv: got list, want a tensor"),
         (torch.zeros(13, 84), {"num_heads": 0}, "num_heads: got 0, want >= 1"),
         (torch.zeros(13, 84), {"num_kv_heads": -1}, "num_kv_heads: got -1, want >= 1"),
+        (torch.zeros(13, 84), {"gate": "no"}, "gate: got 'no', want True or False"),
         (torch.zeros(13, 84), {"head_dim": 0}, "head_dim: got 0, want >= 1"),
     ],
 )  # fmt: skip

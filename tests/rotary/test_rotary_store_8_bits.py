@@ -136,6 +136,14 @@ def test_scales_are_computed_for_each_token_and_head(name: str, way: str) -> Non
         assert int(scale.isnan().sum()) == scale.numel() - 2 * len(STORED)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_values_without_channels_have_the_least_scale(way: str) -> None:
+    cache, (q, k, v) = CACHES["NHD"](4, 16, 2, 12, E4M3), qkv(v_dim=0)
+    scale, values = filled(4, 16, 2, dtype=torch.float32), cache.value[..., :0]
+    store(way, [q, k, v], cache._replace(value=values), k_scale=torch.ones((), device=DEVICE), v_scale=scale)
+    assert scale[~scale.isnan()].tolist() == [2.0**-100] * (2 * len(STORED))
+
+
 @pytest.mark.parametrize("form", ["NHD", "HND", "pool"])
 def test_all_implementations_compute_the_same_scales_and_bits(form: str) -> None:
     name = {"pool": "a pool of slots"}.get(form, form)

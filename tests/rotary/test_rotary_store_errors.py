@@ -47,6 +47,8 @@ WANT_V = "want torch.float32 on cpu with 3 as k"
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     # k and v
     "no k": (calls(k=None), "k: got None, want a tensor: apply_rotary rotates q alone"),
+    "no q": (calls(q=None), "q: got NoneType, want a tensor of float32, bfloat16 or float16"),
+    "words for a flag": (calls(return_k="yes"), "return_k: got 'yes', want True or False"),
     "no v": (calls(v=None), "v: got NoneType, want a tensor of torch.float32 as k"),
     "dtype of v": (
         calls(v=heads(13, 2, 12, torch.float16)),
@@ -238,6 +240,13 @@ def test_views_that_share_nothing_may_lie_in_one_memory() -> None:
     assert torch.equal(k_out, want_k)  # type: ignore[arg-type]
     assert torch.equal(pool[:13, :2], want_k)  # type: ignore[arg-type]
     assert torch.equal(pool[:13, 2:], kept)
+
+
+def test_tensors_of_the_meta_device_lie_nowhere_and_share_nothing() -> None:
+    shapes = {name: SHAPES[name] for name in ("q", "k", "v", "key_cache", "value_cache")}
+    meta: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    q, k = calls(**meta, slot_mapping=torch.arange(13, device="meta"), return_k=True)()
+    assert (q.shape, k.shape, q.device.type) == ((13, 3, 12), (13, 2, 12), "meta")
 
 
 def test_what_is_not_written_may_share_memory() -> None:

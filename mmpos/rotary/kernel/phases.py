@@ -96,6 +96,8 @@ def _position(positions, column, row_stride, token, valid, frame, row, col, axis
             whole = (ids >> 32).to(tl.int32)
             fraction = ids.to(tl.uint32)
         else:
+            if ANGLES.cache_rows > 0:
+                ids = tl.minimum(tl.maximum(ids, -1), ANGLES.cache_rows)  # beyond 32 bits they would wrap to other rows
             whole = ids.to(tl.int32)
             fraction = tl.zeros_like(whole).to(tl.uint32)
     return whole, fraction

@@ -8,7 +8,8 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
@@ -214,44 +215,71 @@ def told() -> Any:
     return SimpleNamespace(shared_memory_prefix=PREFIX)
 
 
-def test_regions_of_a_call_that_failed_are_given_up(client: Client) -> None:
-    client.apply_rotary(*tensors(), TABLE, ROTARY)
-    before = names()
-    with pytest.raises(ServiceTimeoutError):
-        client.with_options(timeout=1e-6).apply_rotary(*tensors(), TABLE, ROTARY)
-    assert names() == set()
-    q, k = tensors(3)
-    with pytest.raises(InvalidInputError, match=r"^k: got shape"):
-        client.apply_rotary(q[1:], k, TABLE, ROTARY)
-    assert names() == set()
-    same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
-    assert len(names()) == 3
-    assert not names() & before
+Run = Callable[[Any, Any, Call], Awaitable[None]]
+
+
+def rotations_by(wrapped: Callable[[Run], Run]) -> Callable[..., list[Method]]:
+    """Make the methods of a server whose rotations run otherwise."""
+
+    def made(*given: Any) -> list[Method]:
+        return [
+            replace(method, run=wrapped(method.run)) if method.name == "Rotate" else method
+            for method in methods(*given)
+        ]
+
+    return made
+
+
+def test_regions_of_a_call_that_failed_are_given_up() -> None:
+    late = threading.Event()
+
+    def held(run: Run) -> Run:
+        async def rotate(request: Any, answer: Any, call: Call) -> None:
+            while late.is_set():
+                await asyncio.sleep(0.01)
+            await run(request, answer, call)
+
+        return rotate
+
+    with (
+        running(CONFIG, shared_memory=TAKES, methods=rotations_by(held)) as address,
+        Client(address, shared_memory=64 * MIB, timeout=60) as client,
+    ):
+        client.apply_rotary(*tensors(), TABLE, ROTARY)
+        before = names()
+        late.set()
+        with pytest.raises(ServiceTimeoutError):
+            client.with_options(timeout=0.3).apply_rotary(*tensors(), TABLE, ROTARY)
+        late.clear()
+        assert names() == set()
+        q, k = tensors(3)
+        with pytest.raises(InvalidInputError, match=r"^k: got shape"):
+            client.apply_rotary(q[1:], k, TABLE, ROTARY)
+        assert names() == set()
+        same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+        assert len(names()) == 3
+        assert not names() & before
 
 
 def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     refused: list[str] = []
 
-    def failing(*given: Any) -> list[Method]:
-        """All methods; the first rotation fails as if the server were about to stop."""
+    def once(run: Run) -> Run:
+        """Fail the first rotation as if the server were about to stop."""
 
-        def once(run: Any) -> Any:
-            async def rotate(request: Any, answer: Any, call: Call) -> None:
-                if not refused:
-                    refused.append(call.request_id)
-                    raise ServiceUnavailableError("the server is about to stop")
-                await run(request, answer, call)
+        async def rotate(request: Any, answer: Any, call: Call) -> None:
+            if not refused:
+                refused.append(call.request_id)
+                raise ServiceUnavailableError("the server is about to stop")
+            await run(request, answer, call)
 
-            return rotate
-
-        found = methods(*given)
-        return [replace(method, run=once(method.run)) if method.name == "Rotate" else method for method in found]
+        return rotate
 
     q, k = tensors()
     want = apply_rotary(q, k, TABLE, ROTARY)
     counts = []
     with (
-        running(CONFIG, shared_memory=TAKES, methods=failing) as address,
+        running(CONFIG, shared_memory=TAKES, methods=rotations_by(once)) as address,
         opened(kind, address, shared_memory=64 * MIB, timeout=60) as client,
     ):
         for _ in range(2):

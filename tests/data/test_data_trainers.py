@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
-import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
+from two_ranks import Shards, epochs, loader, on_two_ranks, train
 
 from mmpos import Grid, SequenceBuilder
-from mmpos.data.collate import PackedCollator, collate_packed, collate_padded
-from mmpos.data.examples import Example, Location
+from mmpos.data.collate import collate_packed, collate_padded
+from mmpos.data.examples import Example
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Packer
 from mmpos.data.ranks import Even, RankLoader
@@ -101,12 +98,6 @@ def test_a_dispatcher_on_two_ranks_or_of_a_copy_fails_in_accelerate() -> None:
             dispatch([plain], 0)
 
 
-def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
-    """A DataLoader of batches as they are."""
-    listed: Any = batches
-    return DataLoader(listed, batch_size=None, **options)
-
-
 def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
     arguments = collate_packed(examples()).as_dict(batched=True)
     moved = apply(lambda tensor: tensor.to("cpu", copy=True), arguments)
@@ -171,94 +162,17 @@ def test_even_is_checked() -> None:
         RankLoader([1], wrong)
 
 
-def _rank(rank: int, folder: Path, work: Callable[[int], Any]) -> None:
-    early = RankLoader([1], "drop")
-    store, limit = f"file://{folder}/store", timedelta(seconds=60)
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
-    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
-        next(iter(early))
-    result = work(rank)
-    torch.distributed.barrier()
-    (folder / str(rank)).write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
-
-
-def on_two_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What work gives on each of two ranks, in processes of their own."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(rank, folder, work)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
-    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
-
-
-def _epochs(rank: int) -> dict[str, Any]:
-    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
-    batches = [10 * rank + i for i in range((5, 2)[rank])]
-    found: dict[str, Any] = {}
-    kinds: tuple[Even, ...] = ("drop", "repeat")
-    for even in kinds:
-        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
-        found[even] = [list(taken), list(taken)]
-    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
-        list(RankLoader(batches if rank else [], "repeat"))
-    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
-    return found
-
-
 @pytest.mark.slow
 def test_ranks_get_as_many_batches(tmp_path: Path) -> None:
-    first, second = on_two_ranks(_epochs, tmp_path)
+    first, second = on_two_ranks(epochs, tmp_path)
     assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]]}
     assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]]}
-
-
-def _train(rank: int, even: Even) -> list[Any]:
-    """Train by DDP on the packs of a corpus that ranks share unevenly."""
-    numbers = Shards("a", 40)
-    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
-    uneven = sum(1 for _ in dataset)
-    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = 0
-    for epoch in range(2):
-        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
-        taken.set_epoch(epoch)
-        for batch in taken:
-            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    return [uneven, steps, float(model.module.weight.detach().sum())]
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A shard whose even records are long, so that the second of two ranks packs fewer."""
-
-    source: str
-    size: int
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
-        for i in range(start, self.size, step):
-            yield Location(self.source, i), i
-
-    def count(self) -> int | None:
-        return self.size
-
-    @staticmethod
-    def example(raw: Any, location: Location) -> Example:
-        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
-        return Example(str(location), sequence, sequence.input_ids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("even", "longest"), [("drop", min), ("repeat", max)])
 def test_training_on_ranks_with_different_numbers_of_batches_ends(even: Even, longest: Any, tmp_path: Path) -> None:
-    first, second = on_two_ranks(partial(_train, even=even), tmp_path)
+    first, second = on_two_ranks(partial(train, even=even), tmp_path)
     assert first[0] != second[0], "the corpus is uneven"
     assert first[1:] == second[1:], "as many steps, and the same weights"
     assert first[1] == 2 * longest(first[0], second[0])

@@ -1,0 +1,109 @@
+"""Loads and trains on two ranks, in processes that are spawned and so import what they run from here."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmpos import SequenceBuilder
+from mmpos.data.collate import PackedCollator
+from mmpos.data.examples import Example, Location
+from mmpos.data.loader import BatchDataset
+from mmpos.data.packing import Packer
+from mmpos.data.ranks import Even, RankLoader
+from mmpos.errors import InvalidInputError
+
+BUILDER = SequenceBuilder()
+
+
+def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
+    """A DataLoader of batches as they are."""
+    listed: Any = batches
+    return DataLoader(listed, batch_size=None, **options)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A shard whose even records are long, so that the second of two ranks packs fewer."""
+
+    source: str
+    size: int
+
+    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+        for i in range(start, self.size, step):
+            yield Location(self.source, i), i
+
+    def count(self) -> int | None:
+        return self.size
+
+    @staticmethod
+    def example(raw: Any, location: Location) -> Example:
+        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
+        return Example(str(location), sequence, sequence.input_ids)
+
+
+def _rank(rank: int, folder: Path, work: Callable[[int], Any]) -> None:
+    early = RankLoader([1], "drop")
+    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
+    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
+        next(iter(early))
+    result = work(rank)
+    torch.distributed.barrier()
+    (folder / str(rank)).write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()
+
+
+def on_two_ranks(work: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Run the work on each of two ranks, in processes of their own, and return what each gives."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(rank, folder, work)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
+
+
+def epochs(rank: int) -> dict[str, Any]:
+    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
+    found: dict[str, Any] = {}
+    kinds: tuple[Even, ...] = ("drop", "repeat")
+    for even in kinds:
+        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        found[even] = [list(taken), list(taken)]
+    with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
+        list(RankLoader(batches if rank else [], "repeat"))
+    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    return found
+
+
+def train(rank: int, even: Even) -> list[Any]:
+    """Train by DDP on the packs of a corpus that ranks share unevenly."""
+    numbers = Shards("a", 40)
+    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
+    uneven = sum(1 for _ in dataset)
+    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    for epoch in range(2):
+        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
+        taken.set_epoch(epoch)
+        for batch in taken:
+            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return [uneven, steps, float(model.module.weight.detach().sum())]

@@ -15,7 +15,7 @@ from mmpos.support.checks import one_of
 __all__ = ["Even", "RankLoader"]
 
 Even = Literal["drop", "repeat"]
-"""How ranks come to one number of batches: all stop with the shortest, or go on until the longest has ended."""
+"""Ways of ranks to one number of batches: all stop with the shortest, or go on until the longest has ended."""
 
 _LOG = logging.getLogger(__name__)
 

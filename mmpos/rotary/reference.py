@@ -368,7 +368,7 @@ NONE = Norm(None, None, 0.0, 0.0, False)
 
 
 Block: TypeAlias = tuple[slice, slice]
-"""Where a block lies in batch and seq."""
+"""Place of a block in batch and seq."""
 
 Turn: TypeAlias = Callable[[Tensor, Tensor, Block], None]
 """Turns float32 heads of a block in place, with scratch of the same shape; channels behind the pairs stay."""

@@ -95,7 +95,7 @@ STRIDES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "odd rows": lambda x: _moved(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # no multiple of 16 bytes
     "channels apart": lambda x: _moved(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
 }
-"""Where heads lie; "fused" is a view of a packed qkv."""
+"""Memory of heads; "fused" is a view of a packed qkv."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Launch:
     return_k: bool = False
 
     def __str__(self) -> str:
-        """What is not as in every launch."""
+        """Name what is not as in every launch."""
         words = [self.kind]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)

@@ -207,7 +207,7 @@ def beside() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FIRST)
 def test_launches_go_to_the_current_stream(name: str) -> None:
-    """What a call reads is written behind a long wait in a stream, and the call is made in that stream."""
+    """Write behind a long wait in a stream what a call in that stream reads."""
     bench, (_, call) = Bench(SOME), CALLS[name]
     want = bits_of(call(bench))
     for _ in range(sized(4, 1)):

@@ -109,7 +109,7 @@ def call(draw: random.Random) -> Any:
 
 
 def launched(rotate: Any) -> tuple[Any, int]:
-    """What was launched, and how many launches Triton bound."""
+    """Return what was launched, and how many launches Triton bound."""
     LAUNCHES.clear()
     before = BOUND.total()
     rotate()
@@ -118,7 +118,7 @@ def launched(rotate: Any) -> tuple[Any, int]:
 
 
 def by_triton(rotate: Any) -> Any:
-    """What Triton launches."""
+    """Return what Triton launches."""
     with patch.object(launching, "_goes_straight", lambda _: False):
         return launched(rotate)[0]
 

@@ -93,7 +93,7 @@ PART_FIELDS: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {"rope_theta": 77777.0},
 ]
-"""What a config.json may say of a model or a part, all else left out."""
+"""Fields that a config.json may have for a model or a part, all else left out."""
 
 SCALED: dict[str, dict[str, Any]] = {
     "default": {},
@@ -138,7 +138,7 @@ def buffer(module: object, name: str, layer_type: str | None) -> Any:
 
 
 def words_or(reader: Any, config: object, layer_type: str | None) -> Any:
-    """What is read, or the words of the refusal."""
+    """Return what is read, or the words of the refusal."""
     try:
         return reader(config, layer_type=layer_type)
     except MmposError as error:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def between(here: PositionTable | Tensor, there: PositionTable | Tensor) -> list[list[Fraction]]:
-    """What each token moves by, exactly, on each axis."""
+    """Compute the exact distance by which each token moves on each axis."""
     pairs = zip(ids_of(here), ids_of(there), strict=True)
     return [[Fraction(b) - Fraction(a) for a, b in zip(*pair, strict=True)] for pair in pairs]
 

@@ -18,7 +18,7 @@ HELPER = Path(__file__).parents[1] / "helpers/straight_launches.py"
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    """What a process without the interpreter finds."""
+    """Findings of a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, HELPER], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

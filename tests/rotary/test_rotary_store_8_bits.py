@@ -53,7 +53,7 @@ def store(way: str, tensors: list[Tensor], cache: Cache, **options: Any) -> tupl
 
 
 def at(cache: Cache, view: Tensor) -> Tensor:
-    """What the tokens that are stored have in a view of a cache."""
+    """Return the cells of a view of a cache that stored tokens have."""
     return torch.stack([cache.at(view, slot) for slot in SLOTS if slot >= 0]).cpu()
 
 

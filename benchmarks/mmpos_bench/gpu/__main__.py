@@ -72,7 +72,7 @@ _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for."""
+    """Request for a run."""
 
     out: Path
     peers: Path | None = None

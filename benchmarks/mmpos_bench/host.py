@@ -1,4 +1,7 @@
-"""Host time of rotations: what a call costs a CPU before a kernel starts, measured with a GPU or without one."""
+"""Host time of rotations: what a call costs a CPU before a kernel starts, measured with a GPU or without one.
+
+``PYTHONPATH=.:benchmarks python -m mmpos_bench.host`` prints it.
+"""
 
 from __future__ import annotations
 
@@ -130,3 +133,8 @@ def _without_gpu() -> Iterator[None]:
             yield
         finally:
             driver.set_active(usual)
+
+
+if __name__ == "__main__":
+    for name, timing in host_times().items():
+        print(f"{name:36} {1e6 * timing.median:6.1f} µs  ({1e6 * timing.p20:.1f} to {1e6 * timing.p80:.1f})")

@@ -443,10 +443,11 @@ def test_a_config_without_its_defaults_gives_what_its_object_gives_or_is_refused
                 config = CONFIGS[model](**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
             except Exception:  # Transformers cannot read it
                 continue
-            for reader, layer_type in itertools.product(readers, (None, *LAYERS)):
-                readings = [words_or(reader, each, layer_type) for each in (config, told)]
-                refused = [isinstance(reading, str) for reading in readings]
-                assert readings[0] == readings[1] or (any(refused) if said else all(refused)), (told, layer_type)
+            for reader in readers:
+                for layer_type in (None, *LAYERS):
+                    readings = [words_or(reader, each, layer_type) for each in (config, told)]
+                    refused = [isinstance(reading, str) for reading in readings]
+                    assert readings[0] == readings[1] or (any(refused) if said else all(refused)), (told, layer_type)
 
 
 def with_parts_left_out(full: dict[str, object]) -> Iterator[dict[str, Any]]:

@@ -6,13 +6,13 @@ are those of every processor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rotary_oracle import heads, packed
+from test_native_rotate import VIEWS
 from torch import Tensor
 
 from mmpos.rotary import Rotary, apply_rotary, cpu
@@ -136,17 +136,6 @@ def test_no_norm_of_k_or_of_q_leaves_its_bits_to_the_rotation() -> None:
 
 
 # The tensors.
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "many heads": lambda x: x,
-    "a slice of fused heads": lambda x: x[:, :, 1:4],
-    "every second token": lambda x: x[:, ::2],
-    "every second head": lambda x: x[:, :, ::2],
-    "a part of the channels": lambda x: x[..., 3:19],
-    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sequences inside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "one token for all": lambda x: x[:1, :1].expand(3, 26, -1, -1),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -239,6 +241,52 @@ def separate(x: Tensor, w: Tensor | None, table: PositionTable, rotary: Rotary, 
     return torch.einsum("thc,tcd->thd", x, turn)
 
 
+Separate = Callable[..., Tensor]
+"""The same in float64 by separate operations, of heads, a weight or None, a rotary and the offset of the weight."""
+
+
+def assert_gradients(
+    wanted: str, normed: str, rotary: Rotary, table: PositionTable, separate: Separate, **options: Any
+) -> None:
+    """Compare gradients of q, k and their weights a and b, of those that are wanted, with separate operations."""
+    q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
+    grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
+    of_q, of_k = weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None
+    named = {"q": q, "k": k, "a": of_q, "b": of_k}
+    inputs = [x.requires_grad_() for name, x in named.items() if name in wanted and x is not None]
+    assert len(inputs) == len(wanted)
+
+    def gradients(out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        needed = [
+            (x, grad.to(x.dtype)) for x, grad in zip(out, grads, strict=True) if x is not None and x.requires_grad
+        ]
+        return torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
+
+    def ours(**others: Any) -> tuple[Tensor, ...]:
+        norm: Any = {"q_norm_weight": of_q, "k_norm_weight": of_k, "norm_eps": EPS, "norm_weight_offset": 1.0}
+        return gradients(apply_rotary(q, k, table, rotary, **norm | options | others))
+
+    truth = separate(q, of_q, rotary=rotary, offset=1.0), separate(k, of_k, rotary=rotary, offset=1.0)
+    bounds = rounding(lambda: ours(implementation="reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
+    assert_within(ours(), gradients(truth), bounds)
+
+
+def assert_gradients_rounded_once(dtype: torch.dtype, table: PositionTable, separate: Separate, **options: Any) -> None:
+    """Compare gradients of half precision with separate operations."""
+    rotary = Rotary(16)
+    q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
+    grad = device_heads(13, 3, 16, dtype, seed=9)
+
+    def ours(x: Tensor, of_x: Tensor, **others: Any) -> tuple[Tensor, ...]:
+        out, _ = apply_rotary(x, None, table, rotary, q_norm_weight=of_x, norm_eps=EPS, **options | others)
+        return torch.autograd.grad(out, (x, of_x), grad.to(out.dtype))
+
+    want = torch.autograd.grad(separate(q, w, rotary=rotary, offset=0.0), (q, w), grad.double())
+    wide = [x.detach().float().requires_grad_() for x in (q, w)]
+    bounds = rounding(lambda: ours(*wide, implementation="reference"), wide, 13 * 3)  # sums over tokens and heads
+    assert_within(ours(q, w), want, [rounded(x, bound) for x, bound in zip(want, bounds, strict=True)])
+
+
 QUICK = {("qkab", "qk", "half"), ("qkab", "qk", "adjacent"), ("b", "qk", "half")}
 """Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
 
@@ -271,43 +319,14 @@ def test_gradients_are_those_of_separate_operations_in_float64(
 ) -> None:
     tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
     rotary, table = Rotary(20, rotary_dim=12, pairing=pairing), packed("rope-tie").slice(0, 19)
-    q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
-    grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
-    of_q, of_k = weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None
-    named = {"q": q, "k": k, "a": of_q, "b": of_k}
-    inputs = [x.requires_grad_() for name, x in named.items() if name in wanted and x is not None]
-    assert len(inputs) == len(wanted)
-
-    def gradients(out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        needed = [
-            (x, grad.to(x.dtype)) for x, grad in zip(out, grads, strict=True) if x is not None and x.requires_grad
-        ]
-        return torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
-
-    def ours(way: Any) -> tuple[Tensor, ...]:
-        options: Any = {"norm_eps": EPS, "norm_weight_offset": 1.0, "implementation": way}
-        return gradients(apply_rotary(q, k, table, rotary, q_norm_weight=of_q, k_norm_weight=of_k, **options))
-
-    truth = separate(q, of_q, table, rotary, 1.0), separate(k, of_k, table, rotary, 1.0)
-    bounds = rounding(lambda: ours("reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
-    assert_within(ours(way), gradients(truth), bounds)
+    assert_gradients(wanted, normed, rotary, table, partial(separate, table=table), implementation=way)
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_half_precision_are_rounded_once(dtype: Any, way: Any) -> None:
-    rotary, table = Rotary(16), packed("rope-tie").slice(0, 13)
-    q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
-    grad = device_heads(13, 3, 16, dtype, seed=9)
-
-    def ours(way: Any, *given: Tensor) -> tuple[Tensor, ...]:
-        out, _ = apply_rotary(given[0], None, table, rotary, q_norm_weight=given[1], norm_eps=EPS, implementation=way)
-        return torch.autograd.grad(out, given, grad.to(out.dtype))
-
-    want = torch.autograd.grad(separate(q, w, table, rotary, 0.0), (q, w), grad.double())
-    wide = [x.detach().float().requires_grad_() for x in (q, w)]
-    bounds = rounding(lambda: ours("reference", *wide), wide, 13 * 3)  # sums over tokens and heads
-    assert_within(ours(way, q, w), want, [rounded(x, bound) for x, bound in zip(want, bounds, strict=True)])
+    table = packed("rope-tie").slice(0, 13)
+    assert_gradients_rounded_once(dtype, table, partial(separate, table=table), implementation=way)
 
 
 @pytest.mark.parametrize("way", ["auto", "triton"])

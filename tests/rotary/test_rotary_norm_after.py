@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 import torch
 from rotary_oracle import DTYPES, heads, ids_of, packed, rotated, thd
-from test_rotary_norm import DEVICE, EPS, RELATIVE, device_heads, normalised, weight
-from tolerance import assert_within, rounded, rounding
+from test_rotary_norm import (
+    DEVICE,
+    EPS,
+    PAIRINGS,
+    RELATIVE,
+    WAYS,
+    assert_gradients,
+    assert_gradients_rounded_once,
+    device_heads,
+    normalised,
+    weight,
+)
+from tolerance import assert_within, rounding
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -17,9 +28,6 @@ from mmpos import InvalidInputError, PositionTable
 from mmpos.rotary import DevicePositions, Rotary, RotaryEmbedding, YaRN, apply_rotary, operators, rotate_and_store
 from mmpos.rotary.device import constants, position_ids
 from mmpos.rotary.reference import AUTO
-
-PAIRINGS = ("half", "adjacent")
-WAYS = ("reference", "auto", "triton")
 
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
@@ -125,43 +133,13 @@ def test_gradients_are_those_of_separate_operations_in_float64(
 ) -> None:
     tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
     rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
-    q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
-    grads = [device_heads(19, n, 20, seed=9) for n in (3, 1)]
-    of_q, of_k = weight(20) if "q" in normed else None, weight(20, seed=4) if "k" in normed else None
-    named = {"q": q, "k": k, "a": of_q, "b": of_k}
-    inputs = [x.requires_grad_() for name, x in named.items() if name in wanted and x is not None]
-    assert len(inputs) == len(wanted)
-
-    def gradients(out: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        needed = [
-            (x, grad.to(x.dtype)) for x, grad in zip(out, grads, strict=True) if x is not None and x.requires_grad
-        ]
-        return torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
-
-    def ours(way: Any) -> tuple[Tensor, ...]:
-        options: Any = {"norm_eps": EPS, "norm_weight_offset": 1.0, "norm_order": "after", "implementation": way}
-        return gradients(apply_rotary(q, k, TABLE, rotary, q_norm_weight=of_q, k_norm_weight=of_k, **options))
-
-    truth = separate(q, of_q, rotary, 1.0), separate(k, of_k, rotary, 1.0)
-    bounds = rounding(lambda: ours("reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
-    assert_within(ours(way), gradients(truth), bounds)
+    assert_gradients(wanted, normed, rotary, TABLE, separate, norm_order="after", implementation=way)
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
 def test_gradients_of_half_precision_are_rounded_once(way: Any) -> None:
-    rotary = Rotary(16)
-    q, w = device_heads(13, 3, 16, torch.float16).requires_grad_(), weight(16, torch.float16).requires_grad_()
-    grad = device_heads(13, 3, 16, torch.float16, seed=9)
-
-    def ours(way: Any, *given: Tensor) -> tuple[Tensor, ...]:
-        options: Any = {"norm_eps": EPS, "norm_order": "after", "implementation": way}
-        out, _ = apply_rotary(given[0], None, TABLE.slice(0, 13), rotary, q_norm_weight=given[1], **options)
-        return torch.autograd.grad(out, given, grad.to(out.dtype))
-
-    want = torch.autograd.grad(separate(q, w, rotary, 0.0), (q, w), grad.double())
-    wide = [x.detach().float().requires_grad_() for x in (q, w)]
-    bounds = rounding(lambda: ours("reference", *wide), wide, 13 * 3)  # sums over tokens and heads
-    assert_within(ours(way, q, w), want, [rounded(x, bound) for x, bound in zip(want, bounds, strict=True)])
+    table = TABLE.slice(0, 13)
+    assert_gradients_rounded_once(torch.float16, table, separate, norm_order="after", implementation=way)
 
 
 def test_gradients_have_gradients() -> None:

@@ -105,7 +105,8 @@ def hf_arguments(
     else:
         if "pairing" not in overrides:
             arguments["pairing"] = _pairing(fields)
-        arguments |= _text_layout(model, rope)
+        turning = {**arguments, **overrides}["rotary_dim"]
+        arguments |= _text_layout(model, rope, integer("rotary_dim", head_dim if turning is None else turning))
         if not overrides.keys() & {"scaling", "inv_freq"}:
             arguments["scaling"] = _scaling(fields, rope, kind)
     if "allocation" in overrides:
@@ -369,7 +370,7 @@ def _pairing(fields: Fields) -> str:
     return "adjacent" if adjacent else "half"
 
 
-def _text_layout(model: str, rope: Values) -> dict[str, Any]:
+def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:
     pairs = rope.get("mrope_section")
     pairs = SECTIONS.get(model) if pairs is None else pairs
     if pairs is None:
@@ -380,6 +381,9 @@ def _text_layout(model: str, rope: Values) -> dict[str, Any]:
             raise InvalidInputError(f"mrope_section: got {list(section)}, want as many rows as columns, then frames")
         return {"axes": 3, "allocation": [1, 2] * section[0] + [0] * section[2]}
     interleaved = model in INTERLEAVED or rope.get("mrope_interleaved") or rope.get("interleaved")
+    left = rotary_dim // 2 - sum(section[1:])
+    if model in INTERLEAVED and len(section) == 3 and left >= 0:  # their code gives frames all that others leave
+        section = (left, *section[1:])
     return {
         "axes": len(section),
         "allocation": "mrope-interleaved" if interleaved else "sections",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -125,13 +126,22 @@ def table() -> dict[str, dict[str, Any]]:
             row |= _fields(config, FIELDS)
             for name, spec in config.sub_configs_defaults.items():
                 if spec.model_type in known or name == "vision_config":
-                    fixed = issubclass(spec.config_class, PreTrainedConfig)
+                    fixed = issubclass(spec.config_class, PreTrainedConfig) or _corrected(config, name, spec)
                     row.setdefault("parts" if fixed else "auto_parts", {})[name] = spec.model_type
                     if merged := _merged(config, name, spec):
                         row.setdefault("part_defaults", {})[name] = merged
                     if spec.model_type not in known:
                         rows[spec.model_type] = _fields(CONFIG_MAPPING[spec.model_type], FIELDS)
     return dict(sorted(rows.items()))
+
+
+def _corrected(config: Any, name: str, spec: Any) -> bool:
+    """Tell whether a class gives a config inside its model type, even where that names the whole model's."""
+    try:
+        inside = getattr(config(**{name: {"model_type": config.model_type}}), name)
+    except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError):
+        return False
+    return bool(inside.model_type == spec.model_type)
 
 
 def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:

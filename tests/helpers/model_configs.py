@@ -19,12 +19,21 @@ TEXT = 5
 """A token of text."""
 GLM_TEXT = {"head_dim": 128, "partial_rotary_factor": 0.5}
 """Settings of the released checkpoints that the defaults of the class lack."""
+COHERE_TEXT = {
+    "layer_types": ["sliding_attention", "full_attention"] * 20,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e4, "mrope_section": [24, 20, 20]},
+        "full_attention": None,
+    },
+}
+"""The class has no base: one type of layer turns, the other does not."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass": {"text_config": COHERE_TEXT},
     "glm4v": {"text_config": GLM_TEXT},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
 }
-LAYER_TYPES = {"gemma3": "full_attention", "gemma3_text": "sliding_attention"}
+LAYER_TYPES = {"cohere_compass": "sliding_attention", "gemma3": "full_attention", "gemma3_text": "sliding_attention"}
 HUNYUAN = {
     "model_type": "hunyuan_image_3_moe",
     "hidden_size": 4096,
@@ -71,6 +80,7 @@ QWEN_IDS: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 APART_16 = {**QWEN_IDS, **merged(72), "patch_size": 16, "frames_apart": True}
+COHERE_IDS = {"image_token_id": 255031, "video_token_id": 255032, "image_markers": (255028, 255029)}
 QWEN35_IDS = {"image_token_id": 248056, "video_token_id": 248057, "image_markers": (248053, 248054)}
 GLM_FIELDS = {
     "image_token_id": 151343,
@@ -98,6 +108,25 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "qwen3_vl_moe": (MRopeQwen3(), QWEN3, APART_16),
     "qwen3_5": (MRopeQwen3(), QWEN35, {**APART_16, **QWEN35_IDS}),
     "qwen3_5_moe": (MRopeQwen3(), QWEN35, {**APART_16, **QWEN35_IDS}),
+    "qwen4_exp": (
+        MRopeQwen3(),
+        replace(QWEN35, rotary_dim=256, mrope_section=(107, 11, 10)),
+        {**APART_16, **QWEN35_IDS},
+    ),
+    "cohere_compass": (MRopeQwen3(), replace(QWEN3, theta=5e4), {**APART_16, **COHERE_IDS}),
+    "cosmos3_edge": (
+        MRopeQwen3(),
+        replace(QWEN3, theta=1e8),
+        {
+            "image_token_id": 19,
+            "video_token_id": 18,
+            "image_markers": (20, 21),
+            "spatial_merge_size": 2,
+            "patch_size": 16,
+            "frames_apart": True,
+        },
+    ),
+    "cosmos3_omni": (MRopeQwen3(), QWEN3, APART_16),
     "glm4v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), GLM_FIELDS),
     "glm46v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), {**GLM_FIELDS, "video_markers": (151361, 151362)}),
     "glm4v_moe": (MRopeQwen3(), GLM, {**GLM_FIELDS, **GLM_MOE}),

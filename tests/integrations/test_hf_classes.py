@@ -321,8 +321,10 @@ def with_other_scaling(full: dict[str, Any], least: dict[str, Any], pairs: int) 
 def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> bool:
     """Whether a rotation has the frequencies of a module, in whatever order, its sections and its attention factor."""
     sections = getattr(module, "mrope_section", None)
-    if isinstance(sections, list) and rotary.mrope_section is not None and sections != list(rotary.mrope_section):
-        return False
+    if isinstance(sections, list) and rotary.mrope_section is not None:
+        read = slice(1 if rotary.allocation == "mrope-interleaved" else 0, None)  # where frames have what is left
+        if sections[read] != list(rotary.mrope_section[read]):
+            return False
     theirs = buffer(module, "inv_freq", layer_type).float().sort().values
     found = torch.from_numpy(
         rotary.inv_freq_as_hf(lambda base, power: torch.pow(base, torch.from_numpy(power)).numpy())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_configs import CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
 from tolerance import EXACT, assert_within
 
 import mmpos
@@ -285,6 +285,23 @@ def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
 )
 def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: Any, same: dict[str, Any]) -> None:
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
+
+
+@pytest.mark.parametrize("model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen4_exp"])
+def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
+    bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
+    assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+
+
+def test_the_encoder_of_cosmos3_omni_is_that_of_qwen3_vl_whatever_its_file_says() -> None:
+    told = without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})
+    assert mmpos.from_hf_config(told) == settings_of("cosmos3_omni")
+
+
+def test_layers_that_do_not_turn_have_no_settings() -> None:
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        mmpos.from_hf_config(config_of("cohere_compass"), layer_type="full_attention")
+    assert str(caught.value) == "layer_type: got 'full_attention', want one of 'sliding_attention'"
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

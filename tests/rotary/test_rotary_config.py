@@ -552,6 +552,13 @@ def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
     assert Rotary.from_hf_config({**LLAMA, "rope_parameters": interleaved}) == expected
 
 
+def test_frames_have_the_pairs_that_rows_and_columns_leave_where_axes_interleave() -> None:
+    config = {"model_type": "qwen3_vl_text", "head_dim": 64, "rope_parameters": {"mrope_section": [12, 6, 5]}}
+    assert Rotary.from_hf_config(config).mrope_section == (21, 6, 5)
+    config["rope_parameters"] = {"mrope_section": [12, 20, 20]}
+    assert refused(config) == "mrope_section: got [12, 20, 20], want sizes that sum to 32 pairs"
+
+
 def test_overrides_replace_what_the_config_says() -> None:
     config = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
     assert Rotary.from_hf_config(config, allocation="interleaved", axes=2) == Rotary(64, theta=5e5)

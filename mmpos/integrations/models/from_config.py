@@ -103,6 +103,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "qwen3_vl_moe": _frames_apart("qwen3_vl_moe_text", "timestamps between frames"),
         "qwen3_5": _frames_apart("qwen3_5_text", _QWEN35),
         "qwen3_5_moe": _frames_apart("qwen3_5_moe_text", _QWEN35),
+        "qwen4_exp": _frames_apart("qwen4_exp_text", "partial_rotary_factor of a head turns; see Qwen3.5"),
+        "cohere_compass": _frames_apart("cohere_compass_text", "layers turn by their type, or not: pass layer_type"),
+        "cosmos3_edge": _frames_apart("cosmos3_edge_text", "timestamps between frames; the encoder has no rotation"),
+        "cosmos3_omni": _frames_apart("qwen3_vl_text", "timestamps between frames; the encoder of Qwen3-VL"),
         "glm4v": _glm("glm4v_text"),
         "glm4v_moe": _glm("glm4v_moe_text"),
         "glm46v": _glm("glm4v_text glm4v_moe_text"),
@@ -151,8 +155,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 Order = Literal["raster", "merged"]
 
 _MERGED_ENCODERS = _names("""
-    ernie4_5_vl_moe_vision glm4v_vision glm4v_moe_vision glm_ocr_vision qwen2_vl_vision qwen2_5_vl_vision
-    qwen3_5_vision qwen3_5_moe_vision qwen3_vl_vision qwen3_vl_moe_vision
+    cohere_compass_vision ernie4_5_vl_moe_vision glm4v_vision glm4v_moe_vision glm_ocr_vision qwen2_vl_vision
+    qwen2_5_vl_vision qwen3_5_vision qwen3_5_moe_vision qwen3_vl_vision qwen3_vl_moe_vision qwen4_exp_vision
 """)
 _RASTER_ENCODERS = _names("paddleocr_vl_vision pixtral")
 

@@ -32,7 +32,12 @@
 #define ALWAYS_INLINE inline
 #endif
 
-enum { TEXT, GRID, PAD }; /* kinds of segments, see mmpos/segments/kinds.py */
+enum {
+    TEXT,
+    GRID,
+    PAD,
+    AUDIO
+}; /* kinds of segments, see mmpos/segments/kinds.py; what is not here takes the way in Python */
 
 /* Buffers that a function has taken; at most as many as fit, released together. */
 typedef struct {

@@ -19,7 +19,7 @@ static int sound(const Vector *kind, const Matrix *extents, const Vector *offset
         uint8_t what = (uint8_t)kind->data[s * kind->stride];
         int64_t frames = entry(extents, 0, s), height = entry(extents, 1, s);
         int64_t extra = separator != NULL && separator->data[s * separator->stride] != 0;
-        if (what > PAD || (what != GRID && (frames != 1 || height != 1 || extra)) ||
+        if (what > AUDIO || (what != GRID && (frames != 1 || height != 1 || extra)) ||
             tokens_of(frames, height, entry(extents, 2, s), extra) == 0) {
             return 0;
         }
@@ -27,7 +27,8 @@ static int sound(const Vector *kind, const Matrix *extents, const Vector *offset
     return 1;
 }
 
-/* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table. */
+/* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table without
+ * clips and canvases. */
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector kind, offsets, separator;
@@ -48,7 +49,7 @@ PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) 
 
 /* split(kind, extents, segment_offsets, row_separator, start, block) -> (texts, grids, touching, moving) or None.
  *
- * Fills block, (9, segments) int64: the document and the tokens of every segment; index and tokens of the texts;
+ * Fills block, (9, segments) int64: the document and the tokens of every segment; index and tokens of texts and audio;
  * index, frames, height, width of the grids, and the start of their documents. Touching says whether a grid follows
  * a grid, moving whether one has frames. The table was checked when it was made; start is (documents,). */
 PyObject *native_split(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -83,7 +84,10 @@ PyObject *native_split(PyObject *self, PyObject *const *args, Py_ssize_t count) 
             uint64_t length = (uint64_t)frames * (uint64_t)height * ((uint64_t)width + (uint64_t)extra);
             put_entry(&block, DOCUMENT, s, d);
             put_entry(&block, LENGTH, s, (int64_t)length);
-            if (what == TEXT && texts < kind.size) {
+            if (what > AUDIO) {
+                return answer(&buffers, NULL);
+            }
+            if ((what == TEXT || what == AUDIO) && texts < kind.size) {
                 put_entry(&block, TEXT_AT, texts, s);
                 put_entry(&block, TEXT_LENGTH, texts++, width);
             } else if (what == GRID && grids < kind.size) {
@@ -138,13 +142,13 @@ PyObject *native_cursors(PyObject *self, PyObject *const *args, Py_ssize_t count
                 return answer(&buffers, NULL);
             }
             int64_t what = (uint8_t)kind.data[s * kind.stride], here = bounded(cursor);
-            if (what == TEXT) {
+            if (what == TEXT || what == AUDIO) {
                 if (texts >= of_text.size) {
                     return answer(&buffers, NULL);
                 }
                 put_entry(&cursors, TEXT_CURSOR, texts, here);
                 cursor = plus(cursor, item(&of_text, texts++));
-            } else if (what == GRID) {
+            } else if (what != PAD) {
                 if (grids >= of_grids.size) {
                     return answer(&buffers, NULL);
                 }

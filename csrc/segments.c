@@ -1,4 +1,4 @@
-/* The shape of a batch: from lists of Text and Grid, or from placeholder spans. */
+/* The shape of a batch: from lists of Text, Audio and Grid, or from placeholder spans. */
 
 #include "native.h"
 
@@ -71,17 +71,18 @@ static int is_attribute(PyObject *object, PyObject *name, PyObject *wanted) {
 
 /* Classes of parts, and the names of what is read off them. */
 typedef struct {
-    PyObject *text, *grid;
+    PyObject *text, *audio, *grid;
     PyObject *length, *frames, *height, *width, *row_separator, *seconds_per_frame;
 } Names;
 
 static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names) {
-    if ((PyObject *)Py_TYPE(part) == names->text) {
+    PyObject *type = (PyObject *)Py_TYPE(part);
+    if (type == names->text || type == names->audio) {
         int64_t length = int_attribute(part, names->length);
-        put_segment(shape, at, TEXT, 1, 1, length);
+        put_segment(shape, at, type == names->text ? TEXT : AUDIO, 1, 1, length);
         return tokens_of(1, 1, length, 0) > 0;
     }
-    if ((PyObject *)Py_TYPE(part) != names->grid || !is_attribute(part, names->row_separator, Py_False) ||
+    if (type != names->grid || !is_attribute(part, names->row_separator, Py_False) ||
         !is_attribute(part, names->seconds_per_frame, Py_None)) {
         return 0;
     }
@@ -120,13 +121,13 @@ static int put_documents(Shape *shape, PyObject *documents, const Names *names) 
     return at == shape->segments;
 }
 
-/* documents(documents, Text, Grid, names) -> (kind, extents, segment_offsets) as bytes, or None.
+/* documents(documents, Text, Audio, Grid, names) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * documents: a list of lists of Text and plain Grid; names: of their fields, in the order of Names. */
+ * documents: a list of lists of Text, Audio and plain Grid; names: of their fields, in the order of Names. */
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 4 || !PyTuple_Check(args[3]) || PyTuple_Size(args[3]) != 6) {
-        return PyErr_Format(PyExc_TypeError, "documents takes documents, two classes and six names");
+    if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 6) {
+        return PyErr_Format(PyExc_TypeError, "documents takes documents, three classes and six names");
     }
     int64_t num_documents = length_of(args[0]), segments = 0;
     for (int64_t d = 0; d < num_documents; d++) {
@@ -143,9 +144,9 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     }
     PyObject *field[6];
     for (int i = 0; i < 6; i++) {
-        field[i] = PyTuple_GetItem(args[3], i);
+        field[i] = PyTuple_GetItem(args[4], i);
     }
-    Names names = {args[1], args[2], field[0], field[1], field[2], field[3], field[4], field[5]};
+    Names names = {args[1], args[2], args[3], field[0], field[1], field[2], field[3], field[4], field[5]};
     Shape shape;
     PyObject *result = NULL;
     if (new_shape(&shape, segments, num_documents)) {

@@ -23,8 +23,8 @@ from mmpos.positions.rows import (
 )
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
-from mmpos.segments.kinds import Grid, Text
-from mmpos.segments.table import GRID, TEXT, SegmentTable
+from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Grid, Text
+from mmpos.segments.table import SegmentTable
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
 
@@ -58,7 +58,7 @@ def place(
 
     Raises:
         InvalidInputError: unknown scheme, wrong start, or touching grids where the scheme forbids them.
-        UnsupportedError: the scheme takes no frames, text or row separators, and there are some.
+        UnsupportedError: the scheme takes no frames, text, row separators, clips or canvases, and there are some.
         LimitExceededError: an id or a next position outside int32, or a denominator of 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -76,6 +76,7 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
     """Raise for the first segment that the scheme does not take."""
     if not scheme.text:
         _refuse(scheme, segments, segments.kind == TEXT, "text", "grids only")
+        _refuse(scheme, segments, segments.kind == AUDIO, "audio", "grids only")
     if not split.grid.size:
         return
     if strict and split.touching:
@@ -86,6 +87,10 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
+    if not scheme.clips:
+        _refuse(scheme, segments, segments.kind == CLIP, "a clip", "its video and its audio apart")
+    if not scheme.canvases:
+        _refuse(scheme, segments, segments.kind == CANVAS, "a canvas", "its thumbnail and its slices as grids")
 
 
 def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
@@ -111,7 +116,7 @@ def _document_index(segments: SegmentTable, segment: int) -> tuple[int, int]:
 
 
 class Split(NamedTuple):
-    """A batch split into its texts and its grids.
+    """A batch split into its texts, audio among them, and its grids, clips and canvases among them.
 
     Args:
         start: (documents,) first id.
@@ -121,7 +126,7 @@ class Split(NamedTuple):
         runs: the text segments, for schemes.
         grid: indices of the grids.
         grids: the grids, for schemes.
-        touching: whether a grid follows a grid in a document.
+        touching: whether a grid follows a grid in a document, clips and canvases not counted.
         moving: whether a grid has frames.
         block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
     """
@@ -160,10 +165,12 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
             of_grids = _grids(block[5:8, :grids], block[8, :grids], segments, grid)
             return Split(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
-    (text,), (grid,) = (kind == TEXT).nonzero(), (kind == GRID).nonzero()
+    is_text = (kind == TEXT) | (kind == AUDIO)
+    (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
     runs = TextRuns(extents[2, text], text, document, start)
     of_grids = _grids(extents[:, grid], start[document[grid]], segments, grid)
-    touch = (grid[1:] - grid[:-1] == 1) & (document[grid[1:]] == document[grid[:-1]])
+    (plain,) = (kind == GRID).nonzero()
+    touch = (plain[1:] - plain[:-1] == 1) & (document[plain[1:]] == document[plain[:-1]])
     moving = bool((of_grids.frames > 1).any())
     return Split(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
 
@@ -196,15 +203,17 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
 
 
 def _grids(extents: IntArray, start: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
-    separators, seconds = segments.row_separator, segments.seconds_per_frame
-    if separators is None and seconds is None:
+    separators, seconds, details = segments.row_separator, segments.seconds_per_frame, segments.details
+    plain = extents.shape[1] == np.count_nonzero(segments.kind == GRID)
+    if separators is None and seconds is None and plain:
         return Grids(extents, start)
-    return Grids(
-        extents,
-        start,
-        None if separators is None else separators[grid],
-        None if seconds is None else seconds[:, grid],
-    )
+    separator = None if separators is None else separators[grid]
+    time = None if seconds is None else seconds[:, grid]
+    if plain:
+        return Grids(extents, start, separator, time)
+    kind = segments.kind[grid]
+    numbers = np.zeros((4, grid.size), np.int64) if details is None else details[:, grid]
+    return Grids(extents, start, separator, time, kind == CLIP, kind == CANVAS, numbers)
 
 
 def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Cursors) -> PositionTable:
@@ -220,7 +229,7 @@ def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Curso
     if placed is not None:
         return placed
     table, document = _columns(scheme, segments, split, of_text, of_grids)
-    _check_columns(table, document, int((segments.kind > GRID).sum()), scheme)
+    _check_columns(table, document, int((segments.kind == PAD).sum()), scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
     if scheme.resumable:
         check_next(end)
@@ -279,7 +288,9 @@ def _columns(
         count[grid] = np.bincount(pieces.owner, minlength=grid.size)
         owner = np.repeat(np.arange(document.size), count)
         columns, document = columns.take(owner, axis=1), document[owner]
-        grid, height, width = np.flatnonzero(segments.kind[owner] == GRID), pieces.height, pieces.width
+        in_grid = np.zeros(split.document.size, np.bool_)
+        in_grid[split.grid] = True
+        grid, height, width = np.flatnonzero(in_grid[owner]), pieces.height, pieces.width
         columns[OFFSET, grid], columns[SKIP, grid] = pieces.tokens, pieces.skip
     columns[HEIGHT, grid], columns[WIDTH, grid] = height, width
     _put(columns, scheme, grid, of_grids)
@@ -305,7 +316,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
 
 def _real_tokens(segments: SegmentTable, split: Split) -> IntArray:
     """(documents,) tokens without padding."""
-    return np.add.reduceat(split.lengths * (segments.kind <= GRID), segments.segment_offsets[:-1])
+    return np.add.reduceat(split.lengths * (segments.kind != PAD), segments.segment_offsets[:-1])
 
 
 def _check_columns(columns: IntArray, document: IntArray, padding: int, scheme: Scheme) -> None:

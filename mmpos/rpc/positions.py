@@ -48,13 +48,14 @@ from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.schemes.base import changed_parameters
-from mmpos.segments.kinds import rationals
+from mmpos.segments.kinds import CANVAS, CLIP, rationals
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import (
     INT32_MAX,
     INT32_MIN,
     IntArray,
     boolean,
+    counted,
     first_bad,
     host_array,
     int_array,
@@ -113,7 +114,7 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     return scheme(**values)
 
 
-_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments")
+_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "details")
 
 
 def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
@@ -130,6 +131,10 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
             message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
         put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
+    (detailed,) = (segments.kind >= CLIP).nonzero()
+    if detailed.size:
+        details = np.zeros((4, detailed.size), np.int64) if segments.details is None else segments.details[:, detailed]
+        put_integers(message.details, details.T.ravel())
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
@@ -138,9 +143,9 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
     Raises:
         InvalidInputError: lists of different lengths, or what SegmentTable refuses.
     """
-    kind, *sides, per_document, separators = integer_lists(message, *_LISTS)
+    kind, *sides, per_document, separators, details = integer_lists(message, *_LISTS)
     kind = kind - 1
-    unknown = kind.view(np.uint64) > 2
+    unknown = kind.view(np.uint64) > CANVAS
     if unknown.any():
         i = int(unknown.argmax())
         want = ", ".join(table_pb2.SegmentKind.keys()[1:])
@@ -160,6 +165,7 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
         offsets,
         _seconds(name, message, kind.size),
         _separators(name, separators, kind.size),
+        _details(name, details, kind),
     )
 
 
@@ -179,6 +185,18 @@ def _separators(name: str, where: IntArray, segments: int) -> npt.NDArray[np.boo
     separator = np.zeros(segments, np.bool_)
     separator[where] = True
     return separator
+
+
+def _details(name: str, numbers: IntArray, kind: IntArray) -> IntArray | None:
+    (detailed,) = (kind >= CLIP).nonzero()
+    if numbers.size != 4 * detailed.size:
+        want = f"{4 * detailed.size}, four for each clip and canvas"
+        raise InvalidInputError(f"{path(name, 'details')}: got {counted(numbers.size, 'number')}, want {want}")
+    if not numbers.any():
+        return None
+    details = np.zeros((4, kind.size), np.int64)
+    details[:, detailed] = numbers.reshape(-1, 4).T
+    return details
 
 
 def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:

@@ -26,12 +26,19 @@ class Grids:
         start: (grids,) first id of the grid's document.
         row_separator: (grids,) whether every row ends in one more token; None if none does.
         seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
+        clip: (grids,) whether it is a video merged with its audio; None if none is.
+        canvas: (grids,) whether it is a thumbnail with slices, all with markers; None if none is.
+        details: (4, grids) as of SegmentTable: audio tokens of a clip; rows and columns of slices, height and width of
+            a slice of a canvas; None where clip and canvas are.
     """
 
     extents: IntArray
     start: IntArray
     row_separator: npt.NDArray[np.bool_] | None = None
     seconds_per_frame: IntArray | None = None
+    clip: npt.NDArray[np.bool_] | None = None
+    canvas: npt.NDArray[np.bool_] | None = None
+    details: IntArray | None = None
 
     @property
     def frames(self) -> IntArray:
@@ -55,7 +62,7 @@ class Grids:
 
     @property
     def tokens(self) -> IntArray:
-        """(grids,) tokens, separators included."""
+        """(grids,) tokens, separators included; of a clip and a canvas those of the extents alone."""
         return self.frames * self.height * self.row_tokens
 
     @property
@@ -68,7 +75,7 @@ class Grids:
 
 @dataclass(frozen=True)
 class TextRuns:
-    """The text segments of a batch; adjacent ones form a line, as typographic schemes need.
+    """The text segments of a batch, runs of audio among them; adjacent ones form a line, as typographic schemes need.
 
     Args:
         lengths: (runs,) tokens.
@@ -171,6 +178,10 @@ class Scheme(ABC):
     """Whether documents may hold text."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
+    clips: bool = False
+    """Whether documents may hold clips, and ``advance`` and ``place`` count them."""
+    canvases: bool = False
+    """Whether documents may hold canvases, likewise."""
     resumable: bool = True
     """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
 

@@ -1,6 +1,19 @@
-"""The layout of a packed batch, before any scheme: text and grids from documents, placeholder spans or input_ids."""
+"""The layout of a packed batch, before any scheme: text, audio and grids of documents, spans or input_ids."""
 
-from mmpos.segments.kinds import GRID, PAD, TEXT, Grid, Text
+from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Audio, Canvas, Clip, Grid, Text
 from mmpos.segments.table import SegmentTable
 
-__all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text"]
+__all__ = [
+    "AUDIO",
+    "CANVAS",
+    "CLIP",
+    "GRID",
+    "PAD",
+    "TEXT",
+    "Audio",
+    "Canvas",
+    "Clip",
+    "Grid",
+    "SegmentTable",
+    "Text",
+]

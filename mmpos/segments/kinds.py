@@ -1,4 +1,4 @@
-"""Text and Grid, of which documents are written, and the kinds of segments that they become."""
+"""Text, Audio, Grid, Clip and Canvas, of which documents are written, and the kinds of segments that they become."""
 
 from __future__ import annotations
 
@@ -6,20 +6,52 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import INT32_MAX, boolean, integer, written
 
-__all__ = ["GRID", "PAD", "PATCH", "TEXT", "Grid", "Text", "fraction", "rational", "rationals"]
+__all__ = [
+    "AUDIO",
+    "AUDIO_TOKEN",
+    "CANVAS",
+    "CLIP",
+    "CLIP_MARKERS",
+    "GRID",
+    "PAD",
+    "PATCH",
+    "PLAIN",
+    "TEXT",
+    "Audio",
+    "Canvas",
+    "Clip",
+    "Details",
+    "Grid",
+    "Segment",
+    "Text",
+    "fraction",
+    "rational",
+    "rationals",
+]
 
-TEXT, GRID, PAD = 0, 1, 2
+TEXT, GRID, PAD, AUDIO, CLIP, CANVAS = range(6)
 """Kinds of segments."""
 
-PATCH = 1
-"""Token type of a patch; text, markers and row separators have type 0."""
+PATCH, AUDIO_TOKEN = 1, 3
+"""Token types of a patch and of a token of audio, as Transformers' mm_token_type_ids numbers images and audio (2 are
+videos there); text, markers and row separators have type 0."""
+
+CLIP_MARKERS = 2
+"""Markers before the merged tokens of a clip, and as many after them: those of the video and, inside, of its audio."""
+
+Details: TypeAlias = tuple[int, int, int, int]
+"""What a segment has beyond its extents. Clip: audio tokens, 0, 0, 0. Canvas: rows and columns of slices, height and
+width of a slice, or zeros for a thumbnail alone."""
+
+PLAIN: Details = (0, 0, 0, 0)
+"""Details of all other segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +64,37 @@ class Text:
 
     length: int
 
+    kind: ClassVar[int] = TEXT
+    details: ClassVar[Details] = PLAIN
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", integer("Text.length", self.length, minimum=1, maximum=INT32_MAX))
 
     @property
     def extents(self) -> tuple[int, int, int]:
         """Frames, height, width: a run of text is one row."""
+        return (1, 1, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Audio:
+    """A run of audio tokens, as many as the model's audio encoder makes; their ids are those of text.
+
+    Args:
+        length: number of tokens, at least 1.
+    """
+
+    length: int
+
+    kind: ClassVar[int] = AUDIO
+    details: ClassVar[Details] = PLAIN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", integer("Audio.length", self.length, minimum=1, maximum=INT32_MAX))
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Frames, height, width: a run of audio is one row."""
         return (1, 1, self.length)
 
 
@@ -59,6 +116,9 @@ class Grid:
     frames: int
     row_separator: bool
     seconds_per_frame: Fraction | None
+
+    kind: ClassVar[int] = GRID
+    details: ClassVar[Details] = PLAIN
 
     def __init__(
         self,
@@ -95,10 +155,99 @@ class Grid:
         """Frames, height, width."""
         return (self.frames, self.height, self.width)
 
+
+@dataclass(frozen=True, slots=True, init=False)
+class Clip:
+    """A video with its sound: patches and audio tokens on one clock, which a scheme merges by time.
+
+    The segment holds two markers before the merged tokens and two after them, those of the video around those of its
+    audio. How video and audio take turns is known to the scheme, not to the segment.
+
+    Args:
+        height: rows of patches after spatial merging.
+        width: columns of patches after spatial merging.
+        frames: frames of the video, after temporal merging.
+        audio: tokens of its audio, at least 1.
+        seconds_per_frame: time between two frames in seconds, as of Grid.
+    """
+
+    height: int
+    width: int
+    frames: int
+    audio: int
+    seconds_per_frame: Fraction | None
+
+    kind: ClassVar[int] = CLIP
+
+    def __init__(
+        self, height: int, width: int, *, frames: int, audio: int, seconds_per_frame: Fraction | float | None = None
+    ) -> None:
+        sizes = {"height": height, "width": width, "frames": frames, "audio": audio}
+        for name, value in sizes.items():
+            object.__setattr__(self, name, integer(f"Clip.{name}", value, minimum=1, maximum=INT32_MAX))
+        object.__setattr__(self, "seconds_per_frame", rational("Clip.seconds_per_frame", seconds_per_frame))
+
     @property
-    def plain(self) -> bool:
-        """Whether there is nothing to the grid but its extents."""
-        return not self.row_separator and self.seconds_per_frame is None
+    def extents(self) -> tuple[int, int, int]:
+        """Frames, height, width of the video."""
+        return (self.frames, self.height, self.width)
+
+    @property
+    def details(self) -> Details:
+        """Audio tokens, and nothing else."""
+        return (self.audio, 0, 0, 0)
+
+
+_SLICES = ("rows", "columns", "slice_height", "slice_width")
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """An image as a thumbnail and, if it is large, as slices that tile it, all between markers.
+
+    The segment holds a marker, the thumbnail, a marker; then for each slice a marker, its patches and a marker, and a
+    token between two rows of slices.
+
+    Args:
+        height: rows of patches of the thumbnail, after merging.
+        width: columns of patches of the thumbnail, after merging.
+        rows: rows of slices; 0, as the three below, for a thumbnail alone.
+        columns: columns of slices.
+        slice_height: rows of patches of every slice, after merging.
+        slice_width: columns of patches of every slice, after merging.
+    """
+
+    height: int
+    width: int
+    rows: int = 0
+    columns: int = 0
+    slice_height: int = 0
+    slice_width: int = 0
+
+    kind: ClassVar[int] = CANVAS
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", *_SLICES):
+            minimum = 0 if name in _SLICES else 1
+            value = integer(f"Canvas.{name}", getattr(self, name), minimum=minimum, maximum=INT32_MAX)
+            object.__setattr__(self, name, value)
+        if any(self.details):
+            for name in _SLICES:
+                integer(f"Canvas.{name}", getattr(self, name), minimum=1)
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Frames, height, width of the thumbnail."""
+        return (1, self.height, self.width)
+
+    @property
+    def details(self) -> Details:
+        """Rows and columns of slices, height and width of a slice."""
+        return (self.rows, self.columns, self.slice_height, self.slice_width)
+
+
+Segment: TypeAlias = Text | Audio | Grid | Clip | Canvas
+"""What documents are written of."""
 
 
 def rational(name: str, value: Fraction | float | None) -> Fraction | None:

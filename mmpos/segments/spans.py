@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.segments.kinds import GRID
+from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, CLIP_MARKERS, GRID
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, int_array
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Layout(NamedTuple):
@@ -24,24 +26,34 @@ class Layout(NamedTuple):
     span_segments: IntArray
 
 
-def layout(lengths: object, offsets: object, grid_thw: object, documents: object, *, separators: int) -> Layout:
+def layout(
+    lengths: object,
+    offsets: object,
+    grid_thw: object,
+    documents: object,
+    *,
+    separators: int,
+    kind: npt.NDArray[np.uint8] | None = None,
+    details: IntArray | None = None,
+) -> Layout:
     """Lay out the segments of documents that hold these spans; see SegmentTable.from_spans."""
     lengths = int_array("lengths", lengths, (None,))
     offsets = int_array("offsets", offsets, (None,))
     grid_thw = int_array("grid_thw", grid_thw, (offsets.size, 3))
     documents = None if documents is None else int_array("documents", documents, (offsets.size,))
     arrays = None
-    if native.core is not None:
+    if native.core is not None and kind is None:
         arrays = native.core.spans(lengths, offsets, grid_thw, documents, bool(separators))
     if arrays is not None:
-        kinds, *numbers = arrays
+        every, *numbers = arrays
         sides, firsts, segments = map(native.int64, numbers)
-        return Layout(np.frombuffer(kinds, np.uint8), sides.reshape(3, -1), firsts, segments)
+        return Layout(np.frombuffer(every, np.uint8), sides.reshape(3, -1), firsts, segments)
     first_bad("lengths", lengths, minimum=1, maximum=INT32_MAX)
     first_bad("offsets", offsets, minimum=0, maximum=INT32_MAX)
     first_bad("grid_thw", grid_thw, minimum=1, maximum=INT32_MAX)
     documents = _documents(documents, offsets.size, lengths.size)
-    tokens = span_tokens("grid_thw", grid_thw, separators)
+    kinds = np.full(offsets.size, GRID, np.uint8) if kind is None else kind
+    tokens = span_tokens("grid_thw", grid_thw, separators, kinds, details)
     before = _gaps_before(lengths, offsets, tokens, documents)
 
     # Every document is (gap, span) (gap, span) … gap: span k of document d is candidate 2k + d + 1.
@@ -54,7 +66,7 @@ def layout(lengths: object, offsets: object, grid_thw: object, documents: object
     used = np.bincount(documents, weights=tokens + before, minlength=num_documents).astype(np.int64)
     extents[2, last] = lengths - used
     kind = np.zeros(extents.shape[1], np.uint8)
-    kind[at] = GRID
+    kind[at] = kinds
 
     keep = extents[2] > 0
     new_index = np.concatenate([[0], np.cumsum(keep)])
@@ -62,13 +74,47 @@ def layout(lengths: object, offsets: object, grid_thw: object, documents: object
     return Layout(kind[keep], extents[:, keep], segment_offsets, new_index[at])
 
 
-def span_tokens(name: str, grid_thw: IntArray, separators: int = 0) -> IntArray:
-    """Count the tokens of each grid, (spans,), and check the limit of one segment."""
-    exact = grid_thw[:, 0].astype(np.float64) * grid_thw[:, 1] * (grid_thw[:, 2] + separators)
+def span_tokens(
+    name: str,
+    grid_thw: IntArray,
+    separators: int = 0,
+    kind: npt.NDArray[np.uint8] | None = None,
+    details: IntArray | None = None,
+) -> IntArray:
+    """Count the tokens of each span, (spans,), and check the limit of one segment; grids where no kind is given."""
+    kinds = np.full(len(grid_thw), GRID, np.uint8) if kind is None else kind
+    exact = segment_tokens(kinds, grid_thw.T.astype(np.float64), separators, details)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
         raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
     return exact.astype(np.int64)
+
+
+def segment_tokens(
+    kind: npt.NDArray[np.uint8],
+    extents: npt.NDArray[Number],
+    row_separator: npt.NDArray[np.bool_] | int | None,
+    details: IntArray | None,
+) -> npt.NDArray[Number]:
+    """Count the tokens of segments, (segments,), in the numbers of extents: floats do not wrap around.
+
+    Args:
+        kind: (segments,) as SegmentTable has them.
+        extents: (3, segments), likewise.
+        row_separator: (segments,), or one number for all.
+        details: (4, segments); None where all are 0.
+    """
+    frames, height, width = extents
+    tokens: npt.NDArray[Number] = frames * height * (width if row_separator is None else width + row_separator)
+    if kind.max(initial=0) <= AUDIO:
+        return tokens
+    rows, columns, slice_height, slice_width = (
+        np.zeros_like(extents, shape=(4, kind.size)) if details is None else (details.astype(extents.dtype))
+    )
+    slices = rows * columns * (slice_height * slice_width + 2) + np.maximum(rows - 1, 0)
+    tokens[kind == CLIP] += (rows + 2 * CLIP_MARKERS)[kind == CLIP]
+    tokens[kind == CANVAS] += (slices + 2)[kind == CANVAS]
+    return tokens
 
 
 def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:

@@ -1,4 +1,4 @@
-"""SegmentTable: the text runs and grids of patches of a packed batch, before any scheme places them."""
+"""SegmentTable: the text, audio and grids of patches of a packed batch, before any scheme places them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments import placeholders, spans
-from mmpos.segments.kinds import GRID, PAD, PATCH, TEXT, Grid, Text, rationals
+from mmpos.segments.kinds import (
+    AUDIO,
+    AUDIO_TOKEN,
+    CANVAS,
+    CLIP,
+    GRID,
+    PAD,
+    PATCH,
+    TEXT,
+    Audio,
+    Canvas,
+    Clip,
+    Grid,
+    Segment,
+    Text,
+    rationals,
+)
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, host_array, int_array, shown
 from mmpos.support.ragged import insert_padding, ragged_arange
@@ -26,9 +43,13 @@ _DTYPES = {
     "segment_offsets": np.dtype(np.int64),
     "seconds_per_frame": np.dtype(np.int64),
     "row_separator": np.dtype(np.bool_),
+    "details": np.dtype(np.int64),
 }
 
-# Fields that csrc/segments.c reads of Text and Grid, in its order.
+_CLASSES = (Text, Audio, Grid, Clip, Canvas)
+_NAMES = ", ".join(part.__name__ for part in _CLASSES)
+
+# Fields that csrc/segments.c reads of Text, Audio and Grid, in its order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
@@ -37,11 +58,14 @@ class SegmentTable:
     """The segments of a packed batch of documents, one column each, without positions.
 
     Args:
-        kind: (segments,) uint8: TEXT, GRID or PAD.
-        extents: (3, segments) int64: frames, height, width; text and padding: 1, 1, length.
+        kind: (segments,) uint8: TEXT, GRID, PAD, AUDIO, CLIP or CANVAS.
+        extents: (3, segments) int64: frames, height, width, of a clip those of its video, of a canvas those of its
+            thumbnail; text, audio and padding: 1, 1, length.
         segment_offsets: (documents + 1,) int64: the first segment of each document, then the total.
         seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) where none is given; or None.
         row_separator: (segments,) bool: the rows of this grid end in one more token; or None.
+        details: (4, segments) int64: a clip's audio tokens, 0, 0, 0; a canvas's rows and columns of slices, height and
+            width of a slice, all 0 for a thumbnail alone; 0 elsewhere; or None.
     """
 
     kind: npt.NDArray[np.uint8]
@@ -49,6 +73,7 @@ class SegmentTable:
     segment_offsets: IntArray
     seconds_per_frame: IntArray | None = None
     row_separator: npt.NDArray[np.bool_] | None = None
+    details: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -61,37 +86,40 @@ class SegmentTable:
                     array = array.view()
                     array.flags.writeable = False
                     object.__setattr__(self, name, array)
-        _check_segments(self.kind, self.extents, self.segment_offsets, self.seconds_per_frame, self.row_separator)
+        _check_segments(self)
 
     @classmethod
-    def from_documents(cls, documents: Sequence[Sequence[Text | Grid]]) -> SegmentTable:
-        """Make the table of documents that are lists of Text and Grid.
+    def from_documents(cls, documents: Sequence[Sequence[Segment]]) -> SegmentTable:
+        """Make the table of documents that are lists of Text, Audio, Grid, Clip and Canvas.
 
         >>> SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]).lengths.tolist()
         [3, 6, 2]
         """
-        arrays = None if native.core is None else native.core.documents(documents, Text, Grid, _FIELDS)
+        arrays = None if native.core is None else native.core.documents(documents, Text, Audio, Grid, _FIELDS)
         if arrays is not None:
-            kind, sides, firsts = arrays
-            return cls(np.frombuffer(kind, np.uint8), native.int64(sides).reshape(3, -1), native.int64(firsts))
+            kinds, sides, firsts = arrays
+            return cls(np.frombuffer(kinds, np.uint8), native.int64(sides).reshape(3, -1), native.int64(firsts))
         try:
             items = list(chain.from_iterable(documents))
             offsets = np.fromiter(accumulate(map(len, documents), initial=0), np.int64, len(documents) + 1)
-            foreign = not {Text, Grid}.issuperset(map(type, items))
+            foreign = not set(_CLASSES).issuperset(map(type, items))
         except TypeError:
             foreign = True
         if foreign:
             raise _not_documents(documents)
         extents = np.fromiter(chain.from_iterable([item.extents for item in items]), np.int64, 3 * len(items))
-        is_grid = [type(item) is Grid for item in items]
-        grids = [(i, item) for i, item in enumerate(items) if isinstance(item, Grid) and not item.plain]
-        seconds = separator = None
-        if any(grid.seconds_per_frame for _, grid in grids):
-            seconds = spans.seconds_columns(len(items), ((i, grid.seconds_per_frame) for i, grid in grids))
-        if any(grid.row_separator for _, grid in grids):
+        kind = np.fromiter([item.kind for item in items], np.uint8, len(items))
+        times = [(i, item.seconds_per_frame) for i, item in enumerate(items) if isinstance(item, Grid | Clip)]
+        separated = [i for i, item in enumerate(items) if isinstance(item, Grid) and item.row_separator]
+        seconds = separator = details = None
+        if any(time for _, time in times):
+            seconds = spans.seconds_columns(len(items), times)
+        if separated:
             separator = np.zeros(len(items), np.bool_)
-            separator[[i for i, grid in grids if grid.row_separator]] = True
-        return cls(np.array(is_grid, np.uint8), extents.reshape(-1, 3).T, offsets, seconds, separator)
+            separator[separated] = True
+        if any(any(item.details) for item in items):
+            details = np.array([item.details for item in items], np.int64).T
+        return cls(kind, extents.reshape(-1, 3).T, offsets, seconds, separator, details)
 
     @classmethod
     def from_arrays(
@@ -102,19 +130,21 @@ class SegmentTable:
         *,
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
+        details: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table from arrays as its fields describe them; copies, so that they may change."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
         if separator is not None and separator.dtype != np.bool_:
             raise InvalidInputError(f"row_separator: got dtype {separator.dtype}, want bool")
         kind = int_array("kind", kind, (None,))
-        first_bad("kind", kind, minimum=TEXT, maximum=PAD)
+        first_bad("kind", kind, minimum=TEXT, maximum=CANVAS)
         return cls(
             kind.astype(np.uint8),
             int_array("extents", extents, (3, None)).copy(),
             int_array("segment_offsets", segment_offsets, (None,)).copy(),
             None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)).copy(),
             None if separator is None else separator.copy(),
+            None if details is None else int_array("details", details, (4, None)).copy(),
         )
 
     @classmethod
@@ -127,6 +157,8 @@ class SegmentTable:
         *,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         row_separator: bool = False,
+        kind: npt.ArrayLike | None = None,
+        details: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table from placeholder spans, as inference engines hold them: no token is read.
 
@@ -138,12 +170,15 @@ class SegmentTable:
             documents: (spans,) ascending document of each span; may be left out for one document.
             seconds_per_frame: one per span, or None.
             row_separator: whether the rows of all these grids end in one more token.
+            kind: (spans,) GRID, AUDIO, CLIP or CANVAS, the last two with their markers; None: all are grids.
+            details: (4, spans) as the table has them; None: all 0.
 
         Raises:
             InvalidInputError: a span overlaps the one before it or does not fit its document.
         """
         separators = int(boolean("row_separator", row_separator))
-        layout = spans.layout(lengths, offsets, grid_thw, documents, separators=separators)
+        kinds, numbers = _span_kinds(kind, details)
+        layout = spans.layout(lengths, offsets, grid_thw, documents, separators=separators, kind=kinds, details=numbers)
         times = rationals("seconds_per_frame", seconds_per_frame)
         if seconds_per_frame is not None and len(times) != len(layout.span_segments):
             raise InvalidInputError(
@@ -155,7 +190,11 @@ class SegmentTable:
             seconds = spans.seconds_columns(layout.kind.size, pairs)
         if row_separator:
             separator = layout.kind == GRID
-        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator)
+        columns = None
+        if numbers is not None and numbers.any():
+            columns = np.zeros((4, layout.kind.size), np.int64)
+            columns[:, layout.span_segments] = numbers
+        return cls(layout.kind, layout.extents, layout.segment_offsets, seconds, separator, columns)
 
     @classmethod
     def from_input_ids(
@@ -221,21 +260,25 @@ class SegmentTable:
         return table if matched.padding is None else table._with_padding(*matched.padding)
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
-        seconds, separator = self.seconds_per_frame, self.row_separator
-        rows, pad = [self.kind.astype(np.int64)[None], self.extents], [PAD, 1, 1, 0]
-        if seconds is not None:
-            rows, pad = [*rows, seconds], [*pad, 0, 1]
-        if separator is not None:
-            rows, pad = [*rows, separator.astype(np.int64)[None]], [*pad, 0]
+        optional = ((self.seconds_per_frame, [0, 1]), (self.row_separator, [0]), (self.details, [0] * 4))
+        rows: list[npt.NDArray[Any]] = [self.kind[None], self.extents]
+        pad, cuts = [PAD, 1, 1, 0], [1, 4]
+        for values, padding in optional:
+            if values is not None:
+                rows.append(np.atleast_2d(values))
+                pad += padding
+            cuts.append(len(pad))
         columns, offsets = insert_padding(
-            np.vstack(rows), self.segment_offsets, left, right, np.array(pad, np.int64), length_rows=(3,)
+            np.vstack(rows).astype(np.int64), self.segment_offsets, left, right, np.array(pad), length_rows=(3,)
         )
+        kind, extents, seconds, separator, details, _ = np.split(columns, cuts)
         return SegmentTable(
-            columns[0].astype(np.uint8),
-            columns[1:4],
+            kind[0].astype(np.uint8),
+            extents,
             offsets,
-            None if seconds is None else columns[4:6],
-            None if separator is None else columns[-1].astype(np.bool_),
+            seconds if seconds.size else None,
+            separator[0].astype(np.bool_) if separator.size else None,
+            details if details.size else None,
         )
 
     @property
@@ -245,9 +288,8 @@ class SegmentTable:
 
     @property
     def lengths(self) -> IntArray:
-        """(segments,) tokens of each segment, row separators included."""
-        frames, height, width = self.extents
-        return frames * height * (width if self.row_separator is None else width + self.row_separator)
+        """(segments,) tokens of each segment, row separators and the markers of clips and canvases included."""
+        return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.details)
 
     @property
     def num_tokens(self) -> int:
@@ -255,31 +297,59 @@ class SegmentTable:
         return int(self.lengths.sum())
 
     def __repr__(self) -> str:
-        grids = int((self.kind == GRID).sum())
-        segments = f"{counted(self.kind.size, 'segment')} ({counted(grids, 'grid')})"
+        counts = np.bincount(self.kind, minlength=CANVAS + 1)
+        named = [counted(int(counts[GRID]), "grid")]
+        named += [counted(int(counts[kind]), word) for kind, word in _WORDS.items() if counts[kind]]
+        segments = f"{counted(self.kind.size, 'segment')} ({', '.join(named)})"
         documents, tokens = counted(self.num_documents, "document"), counted(self.num_tokens, "token")
         return f"SegmentTable({documents}, {segments}, {tokens})"
 
 
-Flags = npt.NDArray[np.bool_]
+_WORDS = {AUDIO: "audio run", CLIP: "clip", CANVAS: "canvas"}
 
 
-def _not_documents(documents: Sequence[Sequence[Text | Grid]]) -> InvalidInputError:
-    """Make the error for the first thing that is not a list of Text and Grid."""
+def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
+    """Make the error for the first thing that is not a list of segments."""
     for d, document in enumerate(documents if isinstance(documents, Sequence) else ()):
-        if isinstance(document, Text | Grid | str) or not isinstance(document, Sequence):
-            return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of Text and Grid")
+        if isinstance(document, (*_CLASSES, str)) or not isinstance(document, Sequence):
+            return InvalidInputError(f"documents[{d}]: got {type(document).__name__}, want a list of {_NAMES}")
         for i, item in enumerate(document):
-            if type(item) is not Text and type(item) is not Grid:
-                return InvalidInputError(f"documents[{d}][{i}]: got {type(item).__name__}, want Text or Grid")
+            if type(item) not in _CLASSES:
+                return InvalidInputError(f"documents[{d}][{i}]: got {type(item).__name__}, want one of {_NAMES}")
     return InvalidInputError(f"documents: got {type(documents).__name__}, want a list of documents")
 
 
-def _check_segments(
-    kind: npt.NDArray[np.uint8], extents: IntArray, offsets: IntArray, seconds: IntArray | None, separator: Flags | None
-) -> None:
+def _span_kinds(
+    kind: npt.ArrayLike | None, details: npt.ArrayLike | None
+) -> tuple[npt.NDArray[np.uint8] | None, IntArray | None]:
+    """Check kinds and details of spans; no kinds where there are no details either."""
+    if kind is None:
+        if details is not None:
+            raise InvalidInputError("kind: got None, want the kind of each span, which has details")
+        return None, None
+    kinds = int_array("kind", kind, (None,))
+    for pad in (TEXT, PAD):
+        if (kinds == pad).any():
+            raise InvalidInputError(
+                f"kind[{int((kinds == pad).argmax())}]: got {pad}, want a grid, audio, clip or canvas"
+            )
+    first_bad("kind", kinds, minimum=GRID, maximum=CANVAS)
+    numbers = None if details is None else int_array("details", details, (4, kinds.size))
+    if numbers is not None:
+        first_bad("details", numbers, minimum=0, maximum=INT32_MAX)
+    return kinds.astype(np.uint8), numbers
+
+
+def _check_segments(table: SegmentTable) -> None:
     """Raise for the first thing that makes these arrays no segment table; see SegmentTable for what they are."""
-    if seconds is None and native.core is not None and native.core.sound(kind, extents, offsets, separator):
+    kind, extents, offsets = table.kind, table.extents, table.segment_offsets
+    seconds, separator, details = table.seconds_per_frame, table.row_separator, table.details
+    if (
+        seconds is None
+        and details is None
+        and native.core is not None
+        and native.core.sound(kind, extents, offsets, separator)
+    ):
         return
     if kind.ndim != 1 or extents.shape != (3, kind.size):
         raise InvalidInputError(f"extents: got shape {extents.shape}, want (3, {kind.size}) for {kind.size} segments")
@@ -288,11 +358,12 @@ def _check_segments(
     empty = offsets[1:] <= offsets[:-1]
     if empty.any():
         raise InvalidInputError(f"documents[{int(empty.argmax())}]: got an empty document, want at least one segment")
-    if kind.max(initial=0) > PAD:
-        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT}, {GRID} or {PAD}")
+    if kind.max(initial=0) > CANVAS:
+        raise InvalidInputError(f"kind[{int(kind.argmax())}]: got {kind.max()}, want {TEXT} to {CANVAS}")
     for name, array, shape in (
         ("row_separator", separator, kind.shape),
         ("seconds_per_frame", seconds, (2, kind.size)),
+        ("details", details, (4, kind.size)),
     ):
         if array is not None and array.shape != shape:
             raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
@@ -303,20 +374,40 @@ def _check_segments(
         segment = int((separator & (kind != GRID)).argmax())
         raise InvalidInputError(f"row_separator[{segment}]: got True, want False outside grids")
     if kind.size:
-        _check_extents(kind, extents, separator)
+        _check_details(kind, np.zeros((4, kind.size), np.int64) if details is None else details)
+        _check_extents(table)
 
 
-def _check_extents(kind: npt.NDArray[np.uint8], extents: IntArray, row_separator: Flags | None) -> None:
+def _check_details(kind: npt.NDArray[np.uint8], details: IntArray) -> None:
+    """Raise for details of a segment that has none, and for a clip without audio or a canvas with half of a slice."""
+    first_bad("details", details, minimum=0, maximum=INT32_MAX)
+    clip, canvas = kind == CLIP, kind == CANVAS
+    used = details > 0
+    allowed = np.array([clip | canvas, canvas, canvas, canvas])
+    wanted = np.array([clip | (canvas & used.any(axis=0)), *[canvas & used.any(axis=0)] * 3])
+    for wrong, want in ((used & ~allowed, "0 outside clips and canvases"), (wanted & ~used, ">= 1")):
+        if wrong.any():
+            row, segment = divmod(int(wrong.argmax()), kind.size)
+            raise InvalidInputError(f"details[{row}, {segment}]: got {details[row, segment]}, want {want}")
+
+
+def _check_extents(table: SegmentTable) -> None:
+    kind, extents = table.kind, table.extents
     lowest = extents.min()
     if lowest < 1:
         axis, segment = divmod(int(extents.argmin()), kind.size)
         raise InvalidInputError(f"extents[{axis}, {segment}]: got {lowest}, want >= 1")
     tall = extents[0].astype(np.float64) * extents[1]
-    if (tall[kind != GRID] != 1).any():
-        segment = int(((tall != 1) & (kind != GRID)).argmax())
+    flat = np.isin(kind, (TEXT, PAD, AUDIO)) & (tall != 1)
+    if flat.any():
+        segment = int(flat.argmax())
         got = extents[:, segment].tolist()
         raise InvalidInputError(f"extents[:, {segment}]: got {got}, want [1, 1, length] outside grids")
-    tokens = tall * extents[2] if row_separator is None else tall * extents[2] + tall * row_separator
+    moving = (kind == CANVAS) & (extents[0] > 1)
+    if moving.any():
+        segment = int(moving.argmax())
+        raise InvalidInputError(f"extents[0, {segment}]: got {extents[0, segment]}, want 1 in a canvas")
+    tokens = spans.segment_tokens(kind, extents.astype(np.float64), table.row_separator, table.details)
     if tokens.max() > INT32_MAX:
         segment = int(tokens.argmax())
         raise LimitExceededError(
@@ -343,10 +434,45 @@ def separator_tokens(segments: SegmentTable) -> IntArray:
     return (first + width)[owner] + row * (width + 1)[owner]
 
 
+def canvas_spans(segments: SegmentTable) -> IntArray:
+    """Find the patches of canvases: (2, spans) first patch and one past the last of thumbnails and slices.
+
+    >>> from mmpos.segments.kinds import Canvas, Text
+    >>> table = SegmentTable.from_documents([[Text(2), Canvas(1, 2, 2, 1, 1, 3)]])
+    >>> canvas_spans(table).tolist()
+    [[3, 7, 13], [5, 10, 16]]
+    """
+    (canvas,) = (segments.kind == CANVAS).nonzero()
+    lengths = segments.lengths
+    first = (lengths.cumsum() - lengths)[canvas] + 1
+    thumbnail = segments.extents[1:, canvas].prod(axis=0)
+    rows, columns, *sides = (
+        np.zeros((4, canvas.size), np.int64) if segments.details is None else segments.details[:, canvas]
+    )
+    patches = sides[0] * sides[1]
+    owner, k = ragged_arange(rows * columns)
+    slices = (first + thumbnail + 2)[owner] + k * (patches + 2)[owner] + k // np.maximum(columns, 1)[owner]
+    starts, counts = np.concatenate([first, slices]), np.concatenate([thumbnail, patches[owner]])
+    order = starts.argsort()
+    return np.array([starts, starts + counts])[:, order]
+
+
 def token_types(segments: SegmentTable) -> npt.NDArray[np.uint8]:
-    """Give the type of every token: (tokens,) PATCH for patches, 0 for text, row separators and padding."""
-    types = np.where(segments.kind == GRID, np.uint8(PATCH), np.uint8(0)).repeat(segments.lengths)
+    """Give the type of every token: (tokens,) PATCH, AUDIO_TOKEN, or 0 for text, markers, row separators and padding.
+
+    Raises:
+        UnsupportedError: there is a clip, whose scheme alone knows how patches and audio take turns.
+    """
+    if (segments.kind == CLIP).any():
+        segment = int((segments.kind == CLIP).argmax())
+        raise UnsupportedError(f"segments: got a clip in segment {segment}, want none: its order is that of a scheme")
+    of_kind = np.zeros(CANVAS + 1, np.uint8)
+    of_kind[[GRID, AUDIO]] = PATCH, AUDIO_TOKEN
+    types = of_kind[segments.kind].repeat(segments.lengths)
     types[separator_tokens(segments)] = 0
+    if (segments.kind == CANVAS).any():
+        starts, stops = canvas_spans(segments)
+        types[ragged_arange(stops - starts, starts)[1]] = PATCH
     return types
 
 

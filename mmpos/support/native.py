@@ -33,9 +33,9 @@ class Core(Protocol):
         """Fill in the cursor before every text and grid, and after every document."""
 
     def documents(
-        self, documents: Sequence[Sequence[object]], text: type, grid: type, names: tuple[str, ...], /
+        self, documents: Sequence[Sequence[object]], text: type, audio: type, grid: type, names: tuple[str, ...], /
     ) -> tuple[bytes, bytes, bytes] | None:
-        """Read kind, extents and segment offsets, as bytes, of lists of Text and Grid."""
+        """Read kind, extents and segment offsets, as bytes, of lists of Text, Audio and Grid."""
 
     def elements(self, raw: bytes, schema: Array, most: int, /) -> int | None:
         """Fields and packed numbers of a message, counted until there are more than most; -1 for what is none."""
@@ -90,7 +90,7 @@ class Core(Protocol):
         """Find every run of either token: document, first token, tokens, and whether of the other, as int64 bytes."""
 
     def sound(self, kind: Array, extents: Array, segment_offsets: Array, row_separator: Array | None, /) -> bool:
-        """Check whether these are the arrays of a segment table."""
+        """Check whether these are the arrays of a segment table without clips and canvases."""
 
     def spans(
         self, lengths: Array, offsets: Array, grid_thw: Array, documents: Array | None, separators: bool, /

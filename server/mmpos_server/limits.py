@@ -13,7 +13,8 @@ from mmpos.positions.table import PositionTable
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
-from mmpos.segments.table import GRID, SegmentTable
+from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, PAD, TEXT
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray
 from mmpos_server.config import Limits
 
@@ -84,13 +85,17 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
     """Check documents against the limits, before they are placed; returns the number of their images."""
-    images = int(np.count_nonzero(segments.kind == GRID))
+    images = int(np.count_nonzero(~np.isin(segments.kind, (TEXT, PAD, AUDIO))))
     check("documents", segments.num_documents, limits)
     check("segments", segments.kind.size, limits)
     check("images", images, limits)
     check("tokens", segments.num_tokens, limits)
-    # Schemes may cut a grid into one piece per frame.
+    # Schemes may cut a grid into one piece per frame, a clip also at every token of audio, a slice into rows.
     check("segments", segments.extents[0].sum(), limits)
+    if segments.details is not None:
+        audio, columns, height, _ = segments.details.astype(np.float64)
+        pieces = np.where(segments.kind == CLIP, 2 * audio, audio * columns * (height + 2))
+        check("segments", pieces[np.isin(segments.kind, (CLIP, CANVAS))].sum(), limits)
     return images
 
 

@@ -81,7 +81,7 @@ def placed(document: Sequence[Text | Grid], scheme: str | Scheme, start: int = 0
 
 def fields(segments: SegmentTable) -> dict[str, Any]:
     """All that a segment table holds, comparable with ==."""
-    names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator")
+    names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "details")
     arrays = {name: getattr(segments, name) for name in names}
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}
 

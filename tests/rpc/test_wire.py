@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from google.protobuf.message import Message
+from oracle import fields
 
 from mmpos import (
     SCHEMES,
@@ -46,11 +47,15 @@ from mmpos.rpc.queries import (
 )
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import V2PE, Flatten, Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, Scheme, VideoRope
+from mmpos.segments import Audio, Canvas, Clip
 
 M = TypeVar("M", bound=Message)
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
 TIMED = SegmentTable.from_documents(
     [[Text(1), Grid(2, 2, frames=3, seconds_per_frame=Fraction(2, 3)), Grid(1, 2, row_separator=True)]]
+)
+KINDS = SegmentTable.from_documents(
+    [[Audio(3), Clip(2, 2, frames=3, audio=5), Text(1)], [Canvas(1, 2), Canvas(2, 2, 2, 1, 3, 4)]]
 )
 PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -83,8 +88,18 @@ def test_the_fields_of_segments_travel() -> None:
     positions.put_segments(message, TIMED)
     found = positions.get_segments("segments", travelled(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
-    for name in ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(TIMED, name))
+    assert fields(found) == fields(TIMED)
+
+
+def test_every_kind_of_segment_travels_with_its_details() -> None:
+    message = table_pb2.SegmentTable()
+    positions.put_segments(message, KINDS)
+    assert list(message.details) == [5, 0, 0, 0, 0, 0, 0, 0, 2, 1, 3, 4]
+    assert fields(positions.get_segments("segments", travelled(message))) == fields(KINDS)
+    bare = SegmentTable.from_documents([[Canvas(1, 2)]])
+    message = table_pb2.SegmentTable()
+    positions.put_segments(message, bare)
+    assert fields(positions.get_segments("segments", travelled(message))) == fields(bare)
 
 
 SCHEME_OBJECTS: list[Scheme] = [
@@ -279,13 +294,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (query(spans=SPANS, scheme={"name": "v2pe", "stride": 0}), "V2PE.stride: got 0, want >= 1"),
     (
         segments(kind=[7]),
-        "segments.kind[0]: got 7, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING",
+        "segments.kind[0]: got 7, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
+        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_CANVAS",
     ),
     (segments(kind=[1], height=[1]), "segments.width: got 0 numbers, want 1 like kind"),
     (segments(kind=[1], height=[1], width=[2]), "segment_offsets: got [0], want 0 first and 1 last"),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], row_separator_segments=[1]),
         "segments.row_separator_segments[0]: got 1, want <= 0",
+    ),
+    (
+        segments(kind=[1, 5], height=[1, 1], width=[2, 2], segments_per_document=[2], details=[1, 0]),
+        "segments.details: got 2 numbers, want 4, four for each clip and canvas",
+    ),
+    (
+        segments(kind=[5], height=[1], width=[2], segments_per_document=[1], details=[0] * 4),
+        "details[0, 0]: got 0, want >= 1",
     ),
     (
         segments(kind=[1], height=[1], width=[2], segments_per_document=[1], seconds_per_frame=[{}, {}]),

@@ -21,7 +21,7 @@ from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTab
 from mmpos.positions import rows
 from mmpos.positions.place import BLOCK_ROWS
 from mmpos.positions.rows import AXES
-from mmpos.segments import table
+from mmpos.segments import Audio, table
 from mmpos.support import native
 
 assert native.core is not None, "the extension was not built"
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     if isinstance(value, SegmentTable):
-        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator")
+        fields = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "details")
         return [_plain(getattr(value, name)) for name in fields]
     if isinstance(value, PositionTable):
         ids = [_plain(value.dense()), *map(_plain, value.rationals())]
@@ -309,7 +309,7 @@ class Fickle:
 def test_lists_that_change_while_they_are_read_are_declined() -> None:
     documents: list[list[Any]] = [[Fickle(), Fickle()], [Fickle()]]
     Fickle.lists = [documents, *documents]
-    assert CORE.documents(documents, Fickle, Grid, table._FIELDS) is None
+    assert CORE.documents(documents, Fickle, Audio, Grid, table._FIELDS) is None
 
 
 MASK = np.array([[0, 1, 1], [1, 1, 1]])

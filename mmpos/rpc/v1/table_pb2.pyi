@@ -33,6 +33,14 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     """The patches of an image or a video, in raster order."""
     SEGMENT_KIND_PADDING: _SegmentKind.ValueType  # 3
     """Padding."""
+    SEGMENT_KIND_AUDIO: _SegmentKind.ValueType  # 4
+    """A run of audio tokens."""
+    SEGMENT_KIND_CLIP: _SegmentKind.ValueType  # 5
+    """A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
+    SEGMENT_KIND_CANVAS: _SegmentKind.ValueType  # 6
+    """An image as a thumbnail between two markers, and its slices, each between two markers, with a token between two rows
+    of slices.
+    """
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
     """What a segment is."""
@@ -45,6 +53,14 @@ SEGMENT_KIND_GRID: SegmentKind.ValueType  # 2
 """The patches of an image or a video, in raster order."""
 SEGMENT_KIND_PADDING: SegmentKind.ValueType  # 3
 """Padding."""
+SEGMENT_KIND_AUDIO: SegmentKind.ValueType  # 4
+"""A run of audio tokens."""
+SEGMENT_KIND_CLIP: SegmentKind.ValueType  # 5
+"""A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
+SEGMENT_KIND_CANVAS: SegmentKind.ValueType  # 6
+"""An image as a thumbnail between two markers, and its slices, each between two markers, with a token between two rows
+of slices.
+"""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
@@ -75,7 +91,7 @@ Global___Rational: _TypeAlias = Rational  # noqa: Y015
 
 @_typing.final
 class SegmentTable(_message.Message):
-    """What stands where in a batch of documents, before any scheme places it. All lists but the last three have one
+    """What stands where in a batch of documents, before any scheme places it. All lists but the last four have one
     entry per segment; segments of a document are adjacent.
     """
 
@@ -88,21 +104,22 @@ class SegmentTable(_message.Message):
     SEGMENTS_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_SEGMENTS_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[Global___SegmentKind.ValueType]:
         """What each segment is."""
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Frames of each grid; 1 for text and padding. Empty: all 1."""
+        """Frames of each grid and clip; 1 for all else. Empty: all 1."""
 
     @_builtins.property
     def height(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows of patches of each grid after spatial merging; 1 for text and padding."""
+        """Rows of patches of each grid, clip or thumbnail after spatial merging; 1 for text, audio and padding."""
 
     @_builtins.property
     def width(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Columns of patches of each grid after spatial merging; the tokens of text and padding."""
+        """Columns of patches, likewise; the tokens of text, audio and padding."""
 
     @_builtins.property
     def segments_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -116,6 +133,12 @@ class SegmentTable(_message.Message):
     def row_separator_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Segments, ascending from 0, that are grids whose every row ends in one more token."""
 
+    @_builtins.property
+    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Four numbers for each clip and each canvas, in order. Of a clip: audio tokens, 0, 0, 0. Of a canvas: rows and columns
+        of slices, height and width of a slice after spatial merging; 0, 0, 0, 0 for a thumbnail alone.
+        """
+
     def __init__(
         self,
         *,
@@ -126,10 +149,11 @@ class SegmentTable(_message.Message):
         segments_per_document: _abc.Iterable[_builtins.int] | None = ...,
         seconds_per_frame: _abc.Iterable[Global___Rational] | None = ...,
         row_separator_segments: _abc.Iterable[_builtins.int] | None = ...,
+        details: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,9 +12,10 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import model_tables
 from pages import RESULTS, fill_in, markdown
 
 from mmpos.analysis.compare import Matrix, measure, measure_encodings
@@ -89,16 +90,19 @@ def filled_in(page: str) -> str:
     """Make every table and every property anew that a page quotes.
 
     Raises:
-        SystemExit: a table of figures that are not there, or properties that are not known.
+        SystemExit: a table of figures that are not there, or properties or model types that are not known.
     """
-    return fill_in(fill_in(page, "bench", quoted_table), "compare", quoted_properties)
+    page = fill_in(page, "bench", quoted_table)
+    for mark, quotes in (("compare", QUOTES), ("models", model_tables.QUOTES)):
+        page = fill_in(page, mark, partial(quoted, mark, quotes))
+    return page
 
 
-def quoted_properties(name: str) -> str:
-    """Write what a page quotes about properties."""
-    if name not in QUOTES:
-        raise SystemExit(f"compare: got {name!r}, want one of {', '.join(QUOTES)}")
-    return QUOTES[name]()
+def quoted(mark: str, quotes: Mapping[str, Callable[[], str]], name: str) -> str:
+    """Write what a page quotes about properties or model types."""
+    if name not in quotes:
+        raise SystemExit(f"{mark}: got {name!r}, want one of {', '.join(quotes)}")
+    return quotes[name]()
 
 
 def quoted_table(name: str) -> str:

@@ -26,6 +26,7 @@ from mmpos.rotary.hf_models import (
     LAYER_THETA,
     OLD_NAMES,
     OTHER_ROTATIONS,
+    OTHER_TYPES,
     PARTIAL,
     ROTARY_DIM,
     SCALED_LAYERS,
@@ -475,7 +476,8 @@ def class_defaults() -> Mapping[str, Values]:
     """Load the defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
 
     ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
-    hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it.
+    hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it,
+    ``optional_parts`` those that are none where they are left out.
     Model types that rotate have ``rope_theta``, null where their class has none. Made by tests/helpers/hf_classes.py.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
@@ -556,6 +558,11 @@ class Fields:
         """Configs that its class has inside, and the model type of each unless it says another."""
         return {**self.defaults.get("auto_parts", {}), **self.defaults.get("parts", {})}
 
+    @property
+    def optional_parts(self) -> frozenset[str]:
+        """Configs inside that its class has none of unless a config says it."""
+        return frozenset(self.defaults.get("optional_parts", ()))
+
     def own(self, *names: str) -> Any:
         """Read the first of these fields that the config itself sets; None if it sets none."""
         for name in names:
@@ -593,6 +600,7 @@ class Fields:
         if isinstance(config, Mapping):
             config = {**self.defaults.get("part_defaults", {}).get(name, {}), **config}
         model = _model_type(config)
+        model = OTHER_TYPES.get(model, model)
         if not model or (isinstance(config, Mapping) and name in self.defaults.get("parts", {})):
             model = self.parts.get(name, model)
         return Fields(f"{self.name}.{name}", config, model)

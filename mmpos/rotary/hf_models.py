@@ -18,6 +18,7 @@ __all__ = [
     "LAYER_THETA",
     "OLD_NAMES",
     "OTHER_ROTATIONS",
+    "OTHER_TYPES",
     "PARTIAL",
     "ROTARY_DIM",
     "SCALED_LAYERS",
@@ -162,6 +163,9 @@ LAYER_BASES = _names("granite_swa granitemoe_swa")
 
 TEXT_AT_TOP = _names("qwen2_5_vl qwen2_vl")
 """Model types whose first configs have the fields of text_config beside vision_config."""
+
+OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
+"""Names that first configs of a model have for the type of a config inside, and what Transformers takes them for."""
 
 OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
     {

@@ -17,8 +17,9 @@ from typing import Any
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
 
 TABLE = Path(__file__).parents[2] / "mmpos" / "rotary" / "hf_defaults.json"
@@ -26,7 +27,8 @@ MODELS = Path(transformers.__file__).parent / "models"
 
 FIELDS = (
     *("boi_token_id", "eoi_token_id", "image_end_token_id", "image_start_token_id", "image_token_id", "patch_size"),
-    *("spatial_merge_size", "temporal_merge_size", "temporal_patch_size", "tokens_per_second", "video_end_token_id"),
+    *("merge_kernel_size", "merge_size", "spatial_merge_size", "temporal_merge_size", "temporal_patch_size"),
+    *("tokens_per_second", "video_end_token_id"),
     *("video_start_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"),
 )
 """Fields of whole models and of encoders that are read here."""
@@ -118,7 +120,10 @@ def table() -> dict[str, dict[str, Any]]:
     wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
     known = {*rows, *OTHER_ROTATIONS}
     for config in wholes * 3:  # parts have parts
-        if any(spec.model_type in known for spec in config.sub_configs_defaults.values()):
+        if (
+            any(spec.model_type in known for spec in config.sub_configs_defaults.values())
+            or config.model_type in MODEL_TYPES
+        ):
             known.add(config.model_type)
     for config in wholes:
         if config.model_type in known:
@@ -130,8 +135,10 @@ def table() -> dict[str, dict[str, Any]]:
                     row.setdefault("parts" if fixed else "auto_parts", {})[name] = spec.model_type
                     if merged := _merged(config, name, spec):
                         row.setdefault("part_defaults", {})[name] = merged
-                    if spec.model_type not in known:
+                    if spec.model_type not in rows:
                         rows[spec.model_type] = _fields(CONFIG_MAPPING[spec.model_type], FIELDS)
+            if config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and (optional := _optional(config, row)):
+                row["optional_parts"] = optional
     return dict(sorted(rows.items()))
 
 
@@ -157,6 +164,14 @@ def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
             found[own] = defaults[own]
     assert dataclasses.MISSING not in found.values()
     return {**found, **({"names": others} if others else {})}
+
+
+def _optional(config: Any, row: dict[str, Any]) -> list[str]:
+    """List the parts that a class has none of unless it is told them."""
+    default = config()
+    return sorted(
+        name for kind in ("parts", "auto_parts") for name in row.get(kind, ()) if getattr(default, name) is None
+    )
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 import mmpos
 from mmpos.integrations.models import ModelSettings
-from mmpos.rotary import Rotary, YaRN
+from mmpos.rotary import PRoPE, Rotary, YaRN
 from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2
 
 CONFIGS: Any = CONFIG_MAPPING
@@ -32,8 +32,15 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "glm4v": {"text_config": GLM_TEXT},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
+    "glmga": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
+    **{name: {"text_config": {"model_type": "llama"}} for name in ("blip-2", "instructblip", "instructblipvideo")},
 }
-LAYER_TYPES = {"cohere_compass": "sliding_attention", "gemma3": "full_attention", "gemma3_text": "sliding_attention"}
+LAYER_TYPES = {
+    **dict.fromkeys(("cohere_compass", "gemma3_text"), "sliding_attention"),
+    **dict.fromkeys(("diffusion_gemma", "gemma3", "gemma3n", "gemma4", "gemma4_unified"), "full_attention"),
+    **dict.fromkeys(("lfm3", "lfm3_vl", "shieldgemma2", "step3p7"), "full_attention"),
+}
+"""Which of several rotations is expected."""
 HUNYUAN = {
     "model_type": "hunyuan_image_3_moe",
     "hidden_size": 4096,
@@ -101,6 +108,12 @@ def line(head_dim: int, theta: float = 1e4, **arguments: Any) -> Rotary:
     return Rotary(head_dim, theta=theta, axes=1, **arguments)
 
 
+def flat(rotary: Rotary, **rest: Any) -> tuple[Any, Rotary, dict[str, Any]]:
+    return Flatten(), rotary, rest
+
+
+MERGED_14: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+
 EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "qwen2_vl": (MRopeTransformers(), QWEN2, {**QWEN_IDS, **merged(80), "patch_size": 14}),
     "qwen2_5_vl": (MRopeTransformers(4), QWEN2, {**QWEN_IDS, **merged(224), "patch_size": 14}),
@@ -129,6 +142,7 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
     "cosmos3_omni": (MRopeQwen3(), QWEN3, APART_16),
     "glm4v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), GLM_FIELDS),
     "glm46v": (MRopeQwen3(), replace(GLM, pairing="adjacent"), {**GLM_FIELDS, "video_markers": (151361, 151362)}),
+    "glmga": (MRopeQwen3(), replace(GLM, pairing="adjacent"), {**GLM_FIELDS, "video_markers": (151361, 151362)}),
     "glm4v_moe": (MRopeQwen3(), GLM, {**GLM_FIELDS, **GLM_MOE}),
     "glm_ocr": (
         MRopeQwen3(),
@@ -198,6 +212,99 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         {"image_token_id": 262144, "image_markers": (255999, 256000), "patch_size": 16},
     ),
     "gemma3_text": (Flatten(), line(256, 1e4), {}),
+    "aria": flat(line(128), image_token_id=9, patch_size=32),
+    "chameleon": flat(line(128)),
+    "deepseek_ocr2": flat(line(128), image_token_id=128815),
+    "deepseek_vl_hybrid": flat(line(128), image_token_id=100015, patch_size=16),
+    "fast_vlm": flat(line(128), image_token_id=151646),
+    "got_ocr2": flat(line(64, 1e6), image_token_id=151859, patch_size=16),
+    "granite4_vision": flat(line(128), image_token_id=32000, patch_size=32),
+    "granite_docling": flat(line(64), image_token_id=100337, patch_size=16),
+    "hyperclovax_vision_v2": flat(line(128), image_token_id=128060, video_token_id=128061, **MERGED_14, **merged(224)),
+    "lfm2_vl": flat(line(80, 1e6), image_token_id=396, patch_size=16),
+    "llava_next_video": flat(line(128), image_token_id=32001, video_token_id=32000, patch_size=14),
+    "ovis2": flat(line(128), image_token_id=151665, patch_size=14),
+    "perception_lm": flat(line(128), image_token_id=128002, video_token_id=128003),
+    "pp_chart2table": flat(line(64, 1e6), image_token_id=151859, patch_size=16),
+    "qianfan_ocr": flat(line(128), image_token_id=151667, patch_size=14),
+    "unlimited_ocr": flat(line(128), image_token_id=128815),
+    "video_llava": flat(line(128), image_token_id=32000, video_token_id=32001, patch_size=14),
+    "vipllava": flat(line(128), image_token_id=32000, patch_size=14),
+    "molmo2": flat(line(128), image_token_id=151938, patch_size=14),
+    "shieldgemma2": flat(line(256, 1e6), image_token_id=262144, image_markers=(255999, 256000), patch_size=16),
+    "diffusion_gemma": flat(
+        line(512, 1e6, scaling=PRoPE(0.25)), image_token_id=258880, image_markers=(255999, 258882), patch_size=16
+    ),
+    "gemma3n": flat(line(256, 1e6), image_token_id=262145, image_markers=(255999, 262144)),
+    "gemma4": flat(
+        line(512, 1e6, scaling=PRoPE(0.25)),
+        image_token_id=258880,
+        video_token_id=258884,
+        image_markers=(255999, 258882),
+    ),
+    "gemma4_unified": flat(
+        line(512, 1e6, scaling=PRoPE(0.25)),
+        image_token_id=258880,
+        video_token_id=258884,
+        image_markers=(255999, 258882),
+    ),
+    "lfm3_vl": flat(
+        line(128, 1e6, scaling=PRoPE(0.5)),
+        image_token_id=125030,
+        video_token_id=125029,
+        image_markers=(125009, 125010),
+        patch_size=16,
+        temporal_patch_size=2,
+        spatial_merge_size=2,
+        frames_apart=True,
+    ),
+    "step3p7": flat(line(128), image_token_id=151679, patch_size=14),
+    "aya_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=14),
+    "cohere2_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=16),
+    "exaone4_5": flat(line(128), image_token_id=67, video_token_id=68, **MERGED_14),
+    "muse_glimmer": flat(
+        line(128), image_token_id=200092, video_token_id=200091, patch_size=14, spatial_merge_size=2, frames_apart=True
+    ),
+    "muse_spark": flat(
+        line(64, 5e5),
+        image_token_id=200092,
+        video_token_id=200091,
+        patch_size=14,
+        spatial_merge_size=2,
+        frames_apart=True,
+    ),
+    "llama4": flat(line(128, 5e5, pairing="adjacent"), image_token_id=200092, patch_size=14),
+    "minimax_m3_vl": flat(line(128, 5e6), image_token_id=200025, video_token_id=200026, **MERGED_14, frames_apart=True),
+    "kimi_k25": flat(
+        line(64, pairing="adjacent"), image_token_id=163605, video_token_id=163840, patch_size=14, spatial_merge_size=2
+    ),
+    "minicpm_ocr": flat(line(256, rotary_dim=64), patch_size=16),
+    "minicpmv4_6": flat(line(256, rotary_dim=64), patch_size=16),
+    "video_llama_3": flat(line(128), image_token_id=151655, video_token_id=151656, patch_size=16),
+    "blip-2": flat(line(128), patch_size=14),
+    "instructblip": flat(line(128), patch_size=14),
+    "instructblipvideo": flat(line(128), patch_size=14),
+    "idefics": flat(line(128), patch_size=14),
+    "mllama": flat(line(128, 5e5), image_token_id=128256, patch_size=14),
+    "phi4_multimodal": flat(line(96), image_token_id=200010, patch_size=14),
+    "fun_asr_nano": flat(line(128)),
+    "glmasr": flat(line(128)),
+    "granite_speech": flat(line(128)),
+    "granite_speech_plus": flat(line(128)),
+    "kyutai_speech_to_text": flat(line(64)),
+    "moss_transcribe_diarize": flat(line(128, 1e6)),
+    "qwen2_audio": flat(line(128)),
+    "qwen3_asr": flat(line(128)),
+    "vibevoice_asr": flat(line(128)),
+    "voxtral": flat(line(128, 1e8)),
+    "voxtral_realtime": flat(line(128, 1e6)),
+    "lfm3": flat(line(128, 1e6, scaling=PRoPE(0.5))),
+    "cohere2": flat(line(128, pairing="adjacent")),
+    "deepseek_v3": flat(line(64, pairing="adjacent")),
+    "exaone4": flat(line(128)),
+    "hyperclovax": flat(line(128)),
+    "lfm2": flat(line(80, 1e6)),
+    "mistral4": flat(line(64, pairing="adjacent", scaling=YaRN(128, 8192, mscale=1, mscale_all_dim=1))),
     "cohere": (Flatten(), line(128, 5e5, pairing="adjacent"), {}),
     "gemma": (Flatten(), line(256), {}),
     "gemma2": (Flatten(), line(256), {}),

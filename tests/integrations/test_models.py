@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import model_tables
 import numpy as np
 import pytest
 from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
@@ -16,7 +18,7 @@ from tolerance import EXACT, assert_within
 
 import mmpos
 import mmpos.rotary
-from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelSettings
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
@@ -51,29 +53,20 @@ def test_serving_engines_have_schemes_of_their_own_for_videos_alone(model: str, 
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
-def row_of(model: str) -> str:
-    scheme, rotary, _ = EXPECTED[model]
-    known = MODEL_TYPES[model]
-    schemes = f"`{scheme.name}`" + (f"; serving: `{known.serving}`" if known.serving != known.scheme else "")
+@pytest.mark.parametrize("model", MODEL_TYPES)
+def test_the_page_says_how_a_model_turns(model: str) -> None:
+    _, rotary, _ = EXPECTED[model]
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
-    turns = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
-    return f"| `{model}` | {schemes} | {turns} | {known.note} |"
+    told = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
+    assert model_tables.rotation(model) == told
 
 
-def test_the_page_lists_every_model_type() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    alone = TEXT_TYPES - {"emu3_text_model", "gemma3_text"}
-    table = [
-        "| model_type | scheme | rotation | what is special |",
-        "|---|---|---|---|",
-        *(row_of(model) for model in MODEL_TYPES if model not in alone),
-        f"| {', '.join(f'`{model}`' for model in sorted(alone))} | `flatten` | one axis | text alone |",
-    ]
-    assert page.partition("<!-- models -->\n")[2].partition("<!-- /models -->")[0].splitlines() == table
-    refused = [f"- `{model}`: {reason}." for model, reason in UNSUPPORTED_TYPES.items()]
-    assert page.partition("<!-- refused -->\n")[2].partition("<!-- /refused -->")[0].splitlines() == refused
-    others = [f"- `{model}`: {reason}." for model, reason in sorted(OTHER_ROTATIONS.items())]
-    assert page.partition("<!-- rotations -->\n")[2].partition("<!-- /rotations -->")[0].splitlines() == others
+def test_the_page_lists_every_model_type_once() -> None:
+    written = {name: re.findall("`([^`]+)`", write()) for name, write in model_tables.QUOTES.items()}
+    rows = model_tables.supported().splitlines()[2:]
+    assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
+    assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)
+    assert sorted(written["rotations"]) == sorted(OTHER_ROTATIONS)
 
 
 def test_seconds_reach_the_scheme() -> None:

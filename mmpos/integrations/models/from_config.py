@@ -13,7 +13,7 @@ from mmpos.integrations.models.image_file import ImageFile
 from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import OTHER_ROTATIONS
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
 from mmpos.support.checks import one_of
 
@@ -25,8 +25,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 TEXT_TYPES = _names("""
-    cohere emu3_text_model gemma gemma2 gemma3_text glm4 gpt_oss granite llama ministral3 mistral mixtral olmo2
-    persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
+    cohere cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3_text glm4 gpt_oss granite hyperclovax lfm2 lfm3 llama
+    ministral3 mistral mistral4 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
 """)
 """Language models with one id per token, from zero: models by themselves, and parts of others."""
 
@@ -38,7 +38,8 @@ class ModelType:
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
         serving: name of the scheme in the serving engines.
-        text: types of language model that may stand inside.
+        text: types of language model that may stand inside; none: that of the model's class, or one of TEXT_TYPES where
+            its class leaves it open.
         markers: fields of the config with the ids before and after an image.
         video_markers: fields with the ids around a video, where its placeholders are those of images.
         timed: frames are placed in seconds, at vision_config.tokens_per_second.
@@ -51,7 +52,7 @@ class ModelType:
 
     scheme: str
     serving: str
-    text: frozenset[str] = field(repr=False)
+    text: frozenset[str] = field(default=frozenset(), repr=False)
     markers: tuple[str, str] | None = None
     video_markers: tuple[str, str] | None = None
     timed: bool = False
@@ -75,16 +76,23 @@ def _glm(text: str) -> ModelType:
     return ModelType("mrope-qwen3", "mrope-qwen3", names, _IMAGE, _VIDEO, frames_apart=True, note=note)
 
 
-def _flat(note: str = "", text: frozenset[str] = TEXT_TYPES, markers: tuple[str, str] | None = None) -> ModelType:
-    return ModelType("flatten", "flatten", text, markers, note=note)
+def _flat(note: str = "", **arguments: Any) -> ModelType:
+    return ModelType("flatten", "flatten", note=note, **arguments)
+
+
+def _all(names: str, known: ModelType) -> dict[str, ModelType]:
+    return dict.fromkeys(names.split(), known)
 
 
 def _pixtral(note: str) -> ModelType:
-    return ModelType("flatten", "flatten", TEXT_TYPES, row_markers=("[IMG_BREAK]", "[IMG_END]"), note=note)
+    return _flat(note, row_markers=("[IMG_BREAK]", "[IMG_END]"))
 
 
 _QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
+_NO_ROPE = "layers of full attention have no rotation"
+_AUDIO = "audio is counted as text"
+_GEMMA = ("boi_token_id", "eoi_token_id")
 
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
@@ -109,7 +117,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "cosmos3_omni": _frames_apart("qwen3_vl_text", "timestamps between frames; the encoder of Qwen3-VL"),
         "glm4v": _glm("glm4v_text"),
         "glm4v_moe": _glm("glm4v_moe_text"),
-        "glm46v": _glm("glm4v_text glm4v_moe_text"),
+        **_all("glm46v glmga", _glm("glm4v_text glm4v_moe_text")),
         "glm_ocr": _glm("glm_ocr_text"),
         "ernie4_5_vl_moe": ModelType(
             "mrope-transformers",
@@ -133,21 +141,44 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             note="half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
         ),
         "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
-        "lighton_ocr": _flat(),
         "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
-        "llava_next": _flat(),
-        "llava_onevision": _flat(),
-        "internvl": _flat(),
-        "idefics2": _flat(),
-        "idefics3": _flat(),
-        "smolvlm": _flat(),
-        "deepseek_vl": _flat(),
-        "janus": _flat(),
-        "emu3": _flat("rows end in a token of their own: without grids all tokens count alike"),
-        "fuyu": _flat("rows end in a token of their own: without grids all tokens count alike"),
-        "gemma3": _flat(_SLIDING, _names("gemma3_text"), ("boi_token_id", "eoi_token_id")),
-        **{name: _flat(text=_names(name)) for name in sorted(TEXT_TYPES - _names("emu3_text_model gemma3_text"))},
-        "gemma3_text": _flat(_SLIDING, _names("gemma3_text")),
+        **_all(
+            """
+            aria chameleon deepseek_ocr2 deepseek_vl deepseek_vl_hybrid fast_vlm got_ocr2 granite4_vision
+            granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lighton_ocr llava_next
+            llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
+            video_llava vipllava
+            """,
+            _flat(),
+        ),
+        **_all(
+            "emu3 fuyu molmo2",
+            _flat("rows end in a token of their own: without grids all tokens count alike"),
+        ),
+        **_all("gemma3 shieldgemma2", _flat(_SLIDING, markers=_GEMMA)),
+        **_all("diffusion_gemma gemma3n gemma4 gemma4_unified", _flat(_SLIDING, markers=_GEMMA)),
+        "lfm3_vl": _flat(_SLIDING, markers=_VISION, frames_apart=True),
+        "step3p7": _flat(_SLIDING),
+        **_all("aya_vision cohere2_vision exaone4_5", _flat(_NO_ROPE)),
+        **_all("muse_glimmer muse_spark", _flat(_NO_ROPE, frames_apart=True)),
+        "llama4": _flat("every fourth layer has no rotation"),
+        "minimax_m3_vl": _flat(frames_apart=True),
+        "kimi_k25": _flat("a part of each head turns; a chunk of a video is a grid of one frame"),
+        **_all("minicpm_ocr minicpmv4_6", _flat(_QWEN35, text=_names("qwen3_5_text"))),
+        "video_llama_3": _flat("videos are merged by 2×2, images are not: without grids all tokens count alike"),
+        **_all("blip-2 instructblip instructblipvideo", _flat("with a language model that turns: not OPT, not T5")),
+        **_all("idefics mllama", _flat("images are beside the text, in layers of cross-attention")),
+        "phi4_multimodal": _flat(_AUDIO),
+        **_all(
+            """
+            fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text moss_transcribe_diarize
+            qwen2_audio qwen3_asr vibevoice_asr voxtral
+            """,
+            _flat(_AUDIO),
+        ),
+        "voxtral_realtime": _flat(_AUDIO, text=_names("voxtral_realtime_text")),
+        **_all("gemma3_text lfm3", _flat(_SLIDING)),
+        **dict.fromkeys(sorted(TEXT_TYPES - _names("gemma3_text lfm3")), _flat("text alone")),
     }
 )
 """Every model type that from_hf_config knows."""
@@ -171,9 +202,22 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
             ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
             "audio and video share ids by time",
         ),
-        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl_text"],
         "glm_image": "ids of the images that it generates are set ahead of them",
         "paligemma": "its ids count from one",
+        "pi0": "its actions go on after a paligemma beside them",
+        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl_text"],
+        "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
+        "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
+        **dict.fromkeys(
+            ("blip", "florence2", "git", "pp_formulanet"), "its positions are a learned table, nothing turns"
+        ),
+        **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "its positions are sinusoids added to the input, nothing turns"),
+        **dict.fromkeys(("pix2struct", "udop"), "distances fall into the buckets of T5, nothing turns"),
+        **dict.fromkeys(("inkling2", "inkling_mm_model"), "distances have learned biases, nothing turns"),
+        **dict.fromkeys(("glm5_next", "nemo_speechlm", "nemotron_h_omni"), "its language model has no positions"),
+        "t5gemma2": "encoder and decoder have a sequence each: pass the config of one to Rotary.from_hf_config",
+        "vision-encoder-decoder": "images are beside the text: pass the config of its decoder",
+        "evolla": "it takes proteins, no images",
     }
 )
 """Model types that from_hf_config refuses, and why."""
@@ -205,17 +249,20 @@ def from_hf_config(
     fields = Fields.of(config)
     known = _known(fields)
     vision = fields.part("vision_config")
-    if vision is None and "vision_config" in fields.parts:
+    if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing("vision_config", "the config of the encoder")
     scheme = _scheme(known, engine, vision)
     many_axes = scheme.axes > 1
+    image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
+    if image is None and many_axes:
+        raise fields.missing("image_token_id", "an integer")
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
         model_type=fields.model_type,
         scheme=scheme,
         rotary=_rotary(fields, known, scheme, layer_type),
-        image_token_id=fields.integer("image_token_id", "image_token_index", needed=many_axes),
-        video_token_id=fields.integer("video_token_id", "video_token_index"),
+        image_token_id=image,
+        video_token_id=None if video == image and not many_axes else video,
         image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         video_markers=_pair(fields, known.video_markers),
@@ -248,13 +295,24 @@ def _scheme(known: ModelType, engine: str, vision: Fields | None) -> Scheme:
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
 
 
+def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None:
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    token = fields.integer(*names)
+    return vision.integer(*names) if token is None and vision is not None else token
+
+
 def _rotary(fields: Fields, known: ModelType, scheme: Scheme, layer_type: str | None) -> Rotary:
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
-    if inside not in {None, fields.model_type, *known.text}:
+    inside = OTHER_TYPES.get(inside, inside)
+    of_class = fields.defaults.get("parts", {}).get("text_config")
+    allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
+    if inside not in {None, fields.model_type, *allowed}:
         got = f"{inside!r} inside {fields.model_type!r}"
-        raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(known.text)}")
+        raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
+    if scheme.axes == 1 and text.model_type in SECTIONS:  # all its axes have the ids of text
+        overrides |= {"axes": 1, "allocation": "interleaved"}
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and names head_dim otherwise
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
@@ -280,8 +338,11 @@ def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]
     settings: dict[str, Any] = {name: vision.integer(name, minimum=1) for name in ("patch_size", "temporal_patch_size")}
     if known.merges_frames:
         settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)
-    if scheme.axes == 3:
-        settings["spatial_merge_size"] = vision.integer("spatial_merge_size", needed=True, minimum=1)
+    side = vision.integer("spatial_merge_size", "merge_size", "merge_kernel_size", minimum=1)
+    if side is not None:
+        settings["spatial_merge_size"] = side
+    elif scheme.axes == 3:
+        raise vision.missing("spatial_merge_size", "an integer")
     if vision.model_type in ENCODER_ORDERS:
         order = ENCODER_ORDERS[vision.model_type]
         side = 1 if order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)

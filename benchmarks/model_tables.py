@@ -1,0 +1,60 @@
+"""Tables of the model types that from_hf_config and Rotary.from_hf_config know and refuse, for docs/models.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
+from mmpos.rotary import Rotary
+from mmpos.rotary.hf_config import class_defaults
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, SECTIONS
+from mmpos.schemes import get_scheme
+
+
+def supported() -> str:
+    """Write a row for model types of which the same is to be said, in the order of the table of types."""
+    rows = ["| model_type | scheme | rotation | what is special |", "|---|---|---|---|"]
+    rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _cells(model) for model in MODEL_TYPES})]
+    return "\n".join(rows) + "\n"
+
+
+def refused(reasons: Mapping[str, str]) -> str:
+    """Write a line for model types that are refused for the same reason."""
+    return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
+
+
+QUOTES: Mapping[str, Callable[[], str]] = {
+    "supported": supported,
+    "refused": lambda: refused(UNSUPPORTED_TYPES),
+    "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
+}
+"""What a page may quote, by name."""
+
+
+def rotation(model: str) -> str:
+    """Say how the language model that a class has by default shares channels among axes, and pairs them."""
+    axes = get_scheme(MODEL_TYPES[model].scheme).axes
+    if axes == 1:
+        return "one axis"
+    row = class_defaults().get(model, {})
+    text = {**row.get("parts", {}), **row.get("auto_parts", {})}.get("text_config")
+    rotary = Rotary(64, axes=axes)
+    if text is not None:
+        sizes = {"head_dim": 2 * sum(SECTIONS[text]), "partial_rotary_factor": 1.0, "rope_theta": 1e4}
+        rotary = Rotary.from_hf_config({"model_type": text, **sizes})
+    allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
+    return f"{axes} axes, {allocation}, {rotary.pairing}"
+
+
+def _cells(model: str) -> str:
+    known = MODEL_TYPES[model]
+    serving = "" if known.serving == known.scheme else f"; serving: `{known.serving}`"
+    return f"`{known.scheme}`{serving} | {rotation(model)} | {known.note}"
+
+
+def _grouped(texts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """List every text with the names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        names.setdefault(text, []).append(f"`{name}`")
+    return [(text, ", ".join(listed)) for text, listed in names.items()]

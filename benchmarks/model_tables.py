@@ -37,6 +37,7 @@ def rotation(model: str) -> str:
     if axes == 1:
         return "one axis"
     row = class_defaults().get(model, {})
+    row = class_defaults()[row["parts"]["thinker_config"]] if "thinker_config" in row.get("parts", {}) else row
     text = {**row.get("parts", {}), **row.get("auto_parts", {})}.get("text_config")
     rotary = Rotary(64, axes=axes)
     if text is not None:

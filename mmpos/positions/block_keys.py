@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.positions.rows import FIRST_TOKEN
 from mmpos.positions.table import PositionTable
-from mmpos.segments.kinds import GRID, PAD
+from mmpos.segments.kinds import CLIP, GRID, PAD, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, int_array, integer, text
 from mmpos.support.ragged import ragged_arange
@@ -59,7 +59,8 @@ def block_keys(
         block_size: tokens of a block.
         input_ids: (tokens,) of the whole table; None for an engine that hashes them itself and adds our key, one of
             positions, to what it hashes of a block.
-        image_hashes: of the content of each grid, in order; None for an engine that hashes that itself, too.
+        image_hashes: of the content of each grid, run of audio, clip and canvas, in order; None for an engine that
+            hashes that itself, too.
         salt: tells caches apart that must not share blocks: of models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; the salt is in them already.
 
@@ -72,7 +73,7 @@ def block_keys(
     size = integer("block_size", block_size, minimum=1, maximum=INT32_MAX)
     _check_tables(segments, positions)
     ids = None if input_ids is None else int_array("input_ids", input_ids, (positions.num_tokens,))
-    digests = None if image_hashes is None else _digests(image_hashes, int((segments.kind == GRID).sum()))
+    digests = None if image_hashes is None else _digests(image_hashes, int(_with_content(segments).sum()))
     full = positions.lengths // size
     chains = _checked_chains(known, full)
     blocks = Blocks(size, np.array([len(keys) for keys in chains], np.int64), full)
@@ -195,8 +196,9 @@ def _contents(
     Little-endian, in this order: positions rounded down, (axes, tokens) int32; ids, (tokens,) int64, if given; two
     int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
     int64, if there are any; for each grid five int64: its first token from the block's first, frames, height, width, 1
-    if its rows end in separators, else 0; and the 32 bytes of its digest, if given. The numbers say how long the rest
-    is, so blocks that differ give bytes that differ.
+    if its rows end in separators, else 0, or its kind if that is audio, a clip or a canvas, whose four details follow
+    in the last two cases; and the 32 bytes of its digest, if given. The numbers say how long the rest is, so blocks
+    that differ give bytes that differ.
 
     Args:
         segments: the documents.
@@ -221,7 +223,7 @@ def _contents(
     fixed, grids = np.concatenate(pieces, axis=1), _entries(segments, digests, touches)
     for b in range(count):
         rest = fine[b].tobytes() if fractional[b] else b""
-        yield fixed[b].tobytes() + rest + grids[edges[b] : edges[b + 1]].tobytes()
+        yield fixed[b].tobytes() + rest + b"".join(grids[edges[b] : edges[b + 1]])
 
 
 def _split(positions: PositionTable) -> tuple[Array, IntArray]:
@@ -242,7 +244,7 @@ def _by_block(values: Array, count: int) -> Bytes:
 
 
 def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
-    (grid,) = (segments.kind == GRID).nonzero()
+    (grid,) = _with_content(segments).nonzero()
     lengths, offsets = segments.lengths, segments.segment_offsets
     before = lengths.cumsum() - lengths
     document = np.arange(blocks.first.size).repeat(np.diff(offsets))[grid]
@@ -255,13 +257,26 @@ def _touches(segments: SegmentTable, blocks: Blocks) -> Touches:
     return Touches(block + counted[document[owner]], owner, start[owner] - block * blocks.size)
 
 
-def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> Bytes:
-    """Make the (pairs, bytes) that a key holds of each grid."""
-    grids = segments.kind == GRID
-    numbers = np.zeros((touches.grid.size, 5), "<i8")
+def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
+    """(segments,) whether a segment has a content that its tokens do not tell: grids, audio, clips, canvases."""
+    return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))
+
+
+def _entries(segments: SegmentTable, digests: Bytes | None, touches: Touches) -> list[bytes]:
+    """Make what a key holds of each pair of a block and a grid."""
+    (grid,) = _with_content(segments).nonzero()
+    owner = grid[touches.grid]
+    kind = segments.kind[owner]
+    numbers = np.zeros((owner.size, 9), "<i8")
     numbers[:, 0] = touches.start
-    numbers[:, 1:4] = segments.extents[:, grids].T[touches.grid]
+    numbers[:, 1:4] = segments.extents[:, owner].T
+    numbers[:, 4] = np.where(kind == GRID, 0, kind)
     if segments.row_separator is not None:
-        numbers[:, 4] = segments.row_separator[grids][touches.grid]
-    shapes = numbers.view(np.uint8)
-    return shapes if digests is None else np.concatenate([shapes, digests[touches.grid]], axis=1)
+        numbers[:, 4] += segments.row_separator[owner]
+    if segments.details is not None:
+        numbers[:, 5:] = segments.details[:, owner].T
+    held = np.where(kind >= CLIP, 9, 5).tolist()
+    shapes = [row[:count].tobytes() for row, count in zip(numbers, held, strict=True)]
+    if digests is None:
+        return shapes
+    return [shape + digests[g].tobytes() for shape, g in zip(shapes, touches.grid.tolist(), strict=True)]

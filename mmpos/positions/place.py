@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from mmpos.positions.rows import (
     AXES,
     DENOMINATOR,
     HEIGHT,
+    MAX_NUMERATOR,
     NO_POSITION,
     OFFSET,
     SKIP,
@@ -69,6 +71,7 @@ def place(
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
     split = _split(segments, starts)
     _check_scheme(scheme, segments, split, scheme.strict if strict is None else boolean("strict", strict))
+    split = _with_units(scheme, split)
     return _placed(scheme, segments, split, _cursors(scheme, segments, split))
 
 
@@ -129,6 +132,7 @@ class Split(NamedTuple):
         touching: whether a grid follows a grid in a document, clips and canvases not counted.
         moving: whether a grid has frames.
         block: (BLOCK_ROWS, segments) the arrays above as the extension has them, or None.
+        units: (documents,) denominators of cursors, or None where they are whole.
     """
 
     start: IntArray
@@ -141,10 +145,11 @@ class Split(NamedTuple):
     touching: bool
     moving: bool
     block: IntArray | None
+    units: IntArray | None = None
 
 
 class Cursors(NamedTuple):
-    """The cursor before each text and each grid, and after each document."""
+    """The cursor before each text and each grid, and after each document, over the units of their documents."""
 
     text: IntArray
     grid: IntArray
@@ -175,11 +180,30 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
     return Split(start, document, segments.lengths, text, runs, grid, of_grids, bool(touch.any()), moving, None)
 
 
+def _with_units(scheme: Scheme, split: Split) -> Split:
+    """Find the common denominator of the ids that the grids of each document consume; none where all are whole."""
+    unit = scheme.unit(split.grids) if split.grid.size else None
+    if unit is None or unit.max() <= 1:
+        return split
+    units, owner = np.ones(split.start.size, np.int64), split.document[split.grid]
+    np.lcm.at(units, owner, unit)
+    # A least common multiple that has wrapped around is none; one below 2**31 has not, as no part of it is larger.
+    beyond = (units < 1) | (units > INT32_MAX)
+    np.logical_or.at(beyond, owner, units[owner] % unit != 0)
+    if beyond.any():
+        d = int(beyond.argmax())
+        raise LimitExceededError(f"documents[{d}]: got times without a common denominator below 2**31, want one")
+    runs, grids = replace(split.runs, units=units), replace(split.grids, unit=units[owner])
+    return split._replace(runs=runs, grids=grids, block=None, units=units)
+
+
 def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
     """Sum up over segments how far every text and every grid moves the cursor, as the scheme says."""
     kind, offsets, start = segments.kind, segments.segment_offsets, split.start
     of_text = scheme.advance_text(split.runs)
     of_grids = _integers(scheme, "advance", scheme.advance(split.grids)) if split.grid.size else split.grid
+    if split.units is not None:
+        return _fine_cursors(scheme, segments, split, of_text, of_grids)
     if native.core is not None:
         cursors, end = np.empty((2, kind.size), np.int64), np.empty(start.size, np.int64)
         if native.core.cursors(kind, offsets, start, of_text, of_grids, cursors, end):
@@ -191,6 +215,27 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: Split) -> Cursors:
     base = start - before[offsets[:-1]]
     # Beyond int32 the error is certain, and said of the columns; products must not wrap around before.
     before = np.maximum(np.minimum(before + base[split.document], INT32_MAX + 1), INT32_MIN - 1)
+    return Cursors(before[split.text], before[split.grid], after[offsets[1:] - 1] + base)
+
+
+def _fine_cursors(
+    scheme: Scheme, segments: SegmentTable, split: Split, of_text: IntArray, of_grids: IntArray | int
+) -> Cursors:
+    """Sum up over segments in the units of their documents."""
+    assert split.units is not None
+    own = scheme.unit(split.grids)
+    assert own is not None
+    units, offsets = split.units[split.document], segments.segment_offsets
+    scale = units.copy()
+    scale[split.grid] //= own
+    advance = np.zeros(units.size, np.int64)
+    advance[split.text], advance[split.grid] = of_text, of_grids
+    if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
+        raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
+    after = (advance * scale).cumsum()
+    before = after - advance * scale
+    base = split.start * split.units - before[offsets[:-1]]
+    before += base[split.document]
     return Cursors(before[split.text], before[split.grid], after[offsets[1:] - 1] + base)
 
 
@@ -232,9 +277,14 @@ def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Curso
     _check_columns(table, document, int((segments.kind == PAD).sum()), scheme)
     header = np.full((2, segments.num_documents), NO_POSITION, np.int64)
     if scheme.resumable:
-        check_next(end)
-        header[0] = end
-        header[1] = end - split.start - _real_tokens(segments, split)
+        whole = np.ones(end.size, np.bool_)
+        if split.units is not None:
+            # A next position is one integer: a document that ends between two ids has none.
+            end, rest = np.divmod(end, split.units)
+            whole = rest == 0
+        header[0, whole] = end[whole]
+        check_next(header[0])
+        header[1, whole] = (end - split.start - _real_tokens(segments, split))[whole]
     return PositionTable(*assemble(table, document, header), scheme.fractional, scheme.label)
 
 

@@ -77,6 +77,9 @@ def parameters(scheme: type[Scheme]) -> list[str]:
     return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
 
 
+_RATIONALS = {"tokens_per_second", "seconds_per_chunk"}
+
+
 def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
     """Fill a message with a scheme.
 
@@ -90,8 +93,8 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES in a call of a service")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
-        if name == "tokens_per_second":
-            put_rational(message.tokens_per_second, value)
+        if name in _RATIONALS:
+            put_rational(getattr(message, name), value)
         else:
             setattr(message, name, value)
 
@@ -108,9 +111,9 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: got a value, want none: {message.name!r} has no {parameter}")
-    if "tokens_per_second" in values:
-        rate = get_rational(path(name, "tokens_per_second"), values["tokens_per_second"])
-        values["tokens_per_second"] = rate if rate.denominator > 1 else int(rate)
+    for parameter in values.keys() & _RATIONALS:
+        rate = get_rational(path(name, parameter), values[parameter])
+        values[parameter] = rate if rate.denominator > 1 else int(rate)
     return scheme(**values)
 
 
@@ -235,7 +238,9 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
 
 
-_NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id")
+_NUMBERS = (
+    "image_token_id", "video_token_id", "spatial_merge_size", "row_token_id", "last_row_token_id", "audio_token_id"
+)  # fmt: skip
 
 
 def put_source(
@@ -267,11 +272,16 @@ def _put_spans(message: pb.Spans, spans: Spans) -> None:
         put_integers(message.documents, int_array("documents", spans.documents, (len(message.offsets),)))
     _put_seconds(message, spans.seconds_per_frame)
     message.row_separator = boolean("row_separator", spans.row_separator)
+    if spans.kind is not None:
+        put_integers(message.kind, int_array("kind", spans.kind, (len(message.offsets),)) + 1)
+    if spans.details is not None:
+        put_integers(message.details, int_array("details", spans.details, (4, len(message.offsets))).T.ravel())
     message.SetInParent()
 
 
 def _get_spans(message: pb.Spans) -> Spans:
-    lengths, offsets, grid_thw, documents = integer_lists(message, "lengths", "offsets", "grid_thw", "documents")
+    lists = integer_lists(message, "lengths", "offsets", "grid_thw", "documents", "kind", "details")
+    lengths, offsets, grid_thw, documents, kind, details = lists
     return Spans(
         lengths,
         offsets,
@@ -279,6 +289,8 @@ def _get_spans(message: pb.Spans) -> Spans:
         documents if documents.size else None,
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         row_separator=message.row_separator,
+        kind=kind - 1 if kind.size else None,
+        details=in_columns("details", details, 4).T if details.size else None,
     )
 
 
@@ -297,6 +309,8 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
     if source.attention_mask is not None:
         put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), memory)
     _put_seconds(message, source.seconds_per_frame)
+    if source.audio_lengths is not None:
+        put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
     message.frames_apart = boolean("frames_apart", source.frames_apart)
 
 
@@ -310,6 +324,7 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
+        audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
         **{field: optional(message, field) for field in _NUMBERS},
     )
 

@@ -141,6 +141,8 @@ class Spans:
     _: KW_ONLY
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     row_separator: bool = False
+    kind: npt.ArrayLike | None = None
+    details: npt.ArrayLike | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""
@@ -168,6 +170,8 @@ class InputIds:
     frames_apart: bool = False
     row_token_id: int | None = None
     last_row_token_id: int | None = None
+    audio_token_id: int | None = None
+    audio_lengths: npt.ArrayLike | None = None
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""

@@ -8,6 +8,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.schemes.base import Grids, Pieces, Placement, Scheme, TextRuns
 from mmpos.schemes.flat import V2PE, Flatten
 from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQwen25, MRopeTransformers
+from mmpos.schemes.omni import TMRope, TMRopeQwen3
 from mmpos.schemes.planar import Grid2D, Naive2D, Rows
 from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.schemes.video import VideoRope, VRope
@@ -32,6 +33,8 @@ __all__ = [
     "RopeTieV2",
     "Rows",
     "Scheme",
+    "TMRope",
+    "TMRopeQwen3",
     "TextRuns",
     "VRope",
     "VideoRope",
@@ -55,6 +58,8 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             MRopeQwen25,
             MRopeQwen3,
             MRopeInterleaveReset,
+            TMRope,
+            TMRopeQwen3,
             V2PE,
             VideoRope,
             VRope,

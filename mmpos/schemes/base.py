@@ -30,6 +30,7 @@ class Grids:
         canvas: (grids,) whether it is a thumbnail with slices, all with markers; None if none is.
         details: (4, grids) as of SegmentTable: audio tokens of a clip; rows and columns of slices, height and width of
             a slice of a canvas; None where clip and canvas are.
+        unit: (grids,) denominator of the cursor, the same for all grids of a document; None where cursors are whole.
     """
 
     extents: IntArray
@@ -39,6 +40,7 @@ class Grids:
     clip: npt.NDArray[np.bool_] | None = None
     canvas: npt.NDArray[np.bool_] | None = None
     details: IntArray | None = None
+    unit: IntArray | None = None
 
     @property
     def frames(self) -> IntArray:
@@ -82,12 +84,14 @@ class TextRuns:
         segment: (runs,) index of the segment in the table.
         documents: (segments,) document of every segment of the table.
         starts: (documents,) first id of every document.
+        units: (documents,) denominators of cursors; None where they are whole.
     """
 
     lengths: IntArray
     segment: IntArray
     documents: IntArray
     starts: IntArray
+    units: IntArray | None = None
 
     @property
     def document(self) -> IntArray:
@@ -198,13 +202,22 @@ class Scheme(ABC):
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         """Place the tokens of each grid, before which the cursor (grids,) stands."""
 
+    def unit(self, grids: Grids) -> IntArray | None:
+        """Give the denominator of the ids that each grid consumes, (grids,); None where all consume whole ids.
+
+        Where there is one, ``advance`` gives numerators over it; ``place``, ``place_text`` and ``next_after`` get
+        cursors over the common denominator of their document, and give next positions over it.
+        """
+        return None
+
     def advance_text(self, runs: TextRuns) -> IntArray:
         """Count the ids that text consumes, (runs,): one per token."""
         return runs.lengths
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
         """Place text: the same id on every axis, one more per token."""
-        return Placement(origin=[cursor] * self.axes, step_col=[1] * self.axes)
+        unit = 1 if runs.units is None else runs.units[runs.document]
+        return Placement(origin=[cursor] * self.axes, step_col=[unit] * self.axes, denominator=unit)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         """Give the lowest next position that each grid demands, (grids,), where the cursor does not say it."""

@@ -103,14 +103,8 @@ class MRopeQwen25(MRope):
     tokens_per_second: int | Fraction = 2
 
     def __post_init__(self) -> None:
-        rate: Any = self.tokens_per_second
-        if isinstance(rate, np.integer):
-            rate = int(rate)
-            object.__setattr__(self, "tokens_per_second", rate)
-        if isinstance(rate, bool) or not isinstance(rate, int | Fraction) or rate <= 0:
-            raise InvalidInputError(f"MRopeQwen25.tokens_per_second: got {rate!r}, want an integer or Fraction > 0")
-        if max(rate.numerator, rate.denominator) > INT32_MAX:
-            raise LimitExceededError(f"MRopeQwen25.tokens_per_second: got {rate}, want terms below 2**31")
+        rate = checked_rate("MRopeQwen25.tokens_per_second", self.tokens_per_second)
+        object.__setattr__(self, "tokens_per_second", rate)
 
     def advance(self, grids: Grids) -> IntArray:
         last = _last_frame(self, grids, self.tokens_per_second)
@@ -143,12 +137,33 @@ def _last_frame(scheme: Scheme, grids: Grids, rate: int | Fraction) -> IntArray:
 
 def _frame_times(scheme: Scheme, grids: Grids, rate: int | Fraction, frame: IntArray, owner: IntArray) -> IntArray:
     """⌊frame · seconds · rate⌋ for frames of the grids that own them, in whole ids."""
+    numerator, denominator = frame_steps(scheme, grids, rate)
+    return frame * numerator[owner] // denominator[owner]
+
+
+def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction) -> tuple[IntArray, IntArray]:
+    """Give the ids between two frames, seconds · rate, as (grids,) numerators and denominators without common factors.
+
+    Raises:
+        LimitExceededError: a numerator times a frame would be beyond 2**62.
+    """
     seconds, per = grids.seconds
     numerator, denominator = seconds * rate.numerator, per * rate.denominator
     common = np.gcd(numerator, denominator)
-    numerator, denominator = (numerator // common)[owner], (denominator // common)[owner]
-    if frame.size and (frame.astype(np.float64) * numerator).max() > 2.0**62:
+    numerator, denominator = numerator // common, denominator // common
+    if ((grids.frames - 1).astype(np.float64) * numerator).max(initial=0) > 2.0**62:
         raise LimitExceededError(
             f"{scheme.name}: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32"
         )
-    return frame * numerator // denominator
+    return numerator, denominator
+
+
+def checked_rate(name: str, rate: Any) -> int | Fraction:
+    """Check a number above 0 that is exact and whose terms fit a table."""
+    if isinstance(rate, np.integer):
+        rate = int(rate)
+    if isinstance(rate, bool) or not isinstance(rate, int | Fraction) or rate <= 0:
+        raise InvalidInputError(f"{name}: got {rate!r}, want an integer or Fraction > 0")
+    if max(rate.numerator, rate.denominator) > INT32_MAX:
+        raise LimitExceededError(f"{name}: got {rate}, want terms below 2**31")
+    return rate

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
+from mmpos.segments.kinds import AUDIO, CLIP, CLIP_MARKERS, GRID
 from mmpos.segments.spans import span_tokens
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, host_array, int_array, integer, shown
@@ -50,8 +51,8 @@ class RowEnds(NamedTuple):
 class Placeholders:
     """Placeholder spans of a batch in token order, as SegmentTable.from_spans takes them.
 
-    ``videos`` is the index of the video of each span, -1 for images; ``padding`` the tokens left and
-    right of each document, or None when the batch has no mask.
+    ``videos`` is the index of the video of each span, -1 for images and audio; ``padding`` the tokens left and
+    right of each document, or None when the batch has no mask; ``kind`` and ``details`` are None where all are grids.
     """
 
     lengths: IntArray
@@ -62,6 +63,8 @@ class Placeholders:
     num_videos: int
     padding: tuple[IntArray, IntArray] | None
     row_separator: bool
+    kind: npt.NDArray[np.uint8] | None
+    details: IntArray | None
 
     def per_span(self, name: str, values: Sequence[Fraction | None]) -> list[Fraction | None]:
         """Give every span the value of its video; None for images."""
@@ -78,6 +81,8 @@ def find(
     attention_mask: object,
     row_token_id: int | None,
     last_row_token_id: int | None,
+    audio_token_id: int | None,
+    audio_lengths: object,
 ) -> Placeholders:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
@@ -88,9 +93,18 @@ def find(
         raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
     ends = RowEnds.of(row_token_id, last_row_token_id, token_ids)
     runs = batch.runs(token_ids) if token_ids else []
+    sound = _sound(batch, audio_token_id, token_ids)
+    if sound is not None and wanted and wanted[-1].name == "video_grid_thw":
+        runs[-1], sound = _merged_runs(runs[-1], sound)
     spans = [_match(batch, modality, own, merge, ends) for modality, own in zip(wanted, runs, strict=True)]
     videos = sum(s.num_grids for s in spans if s.name == "video_grid_thw")
+    if sound is not None:
+        spans.append(_audio_spans(sound))
+        spans = [_joined(spans)]
+    if audio_lengths is not None:
+        _check_audio_lengths(spans[-1], audio_lengths, sound)
     both = spans[0] if len(spans) == 1 else _joined(spans)
+    plain = bool((both.kind == GRID).all())
     return Placeholders(
         batch.stops - batch.starts,
         both.first - batch.starts[both.document],
@@ -100,22 +114,87 @@ def find(
         videos,
         batch.padding,
         ends is not None,
+        None if plain else both.kind,
+        None if plain else np.concatenate([both.audio[None], np.zeros((3, both.first.size), np.int64)]),
     )
+
+
+def _sound(batch: Batch, audio_token_id: int | None, placeholders: Sequence[int]) -> Runs | None:
+    """Find the runs of audio tokens; None where there is no id of them."""
+    if audio_token_id is None:
+        return None
+    token = integer("audio_token_id", audio_token_id)
+    if token in placeholders:
+        raise InvalidInputError(f"audio_token_id: got {token}, want another than that of patches")
+    return batch.runs([token])[0]
+
+
+def _merged_runs(video: Runs, sound: Runs) -> tuple[Runs, Runs]:
+    """Join runs of video and audio that touch: runs of video, some with audio in them, and runs of audio alone."""
+    order = np.concatenate([video.first, sound.first]).argsort()
+    document, first, tokens = (
+        np.concatenate([getattr(video, name), getattr(sound, name)])[order] for name in ("document", "first", "tokens")
+    )
+    heard = order >= video.first.size
+    begins = np.ones(first.size, np.bool_)
+    begins[1:] = (first[1:] != first[:-1] + tokens[:-1]) | (document[1:] != document[:-1])
+    group, (start,) = begins.cumsum() - 1, begins.nonzero()
+    seen, audio = np.zeros((2, start.size), np.int64)
+    np.add.at(seen, group, np.where(heard, 0, tokens))
+    np.add.at(audio, group, np.where(heard, tokens, 0))
+    document, first, pictured = document[start], first[start], seen > 0
+    alone = ~pictured
+    return (
+        Runs(document[pictured], first[pictured], seen[pictured], audio[pictured]),
+        Runs(document[alone], first[alone], audio[alone]),
+    )
+
+
+def _audio_spans(sound: Runs) -> _Spans:
+    one, none = np.ones_like(sound.first), np.zeros_like(sound.first)
+    extents = np.stack([one, one, sound.tokens], axis=1)
+    return _Spans(
+        "audio_lengths", 0, sound.first, sound.document, extents, none - 1, (AUDIO * one).astype(np.uint8), none
+    )
+
+
+def _check_audio_lengths(spans: _Spans, audio_lengths: object, sound: Runs | None) -> None:
+    """Compare the tokens of all audio, in clips and alone, with those that the caller counts on."""
+    if sound is None:
+        raise InvalidInputError("audio_token_id: got None, want the placeholder id of audio")
+    wanted = int_array("audio_lengths", audio_lengths, (None,))
+    lengths = np.where(spans.kind == AUDIO, spans.grid_thw[:, 2], spans.audio)
+    lengths = lengths[lengths > 0]
+    if wanted.size != lengths.size:
+        raise InvalidInputError(
+            f"audio_lengths: got {counted(wanted.size, 'length')}, want {lengths.size}, one per run of audio tokens"
+        )
+    if (wanted != lengths).any():
+        i = int((wanted != lengths).argmax())
+        raise InvalidInputError(
+            f"audio_lengths[{i}]: got {wanted[i]}, want {lengths[i]}, the audio tokens in input_ids"
+        )
 
 
 def _joined(spans: Sequence[_Spans]) -> _Spans:
     """Merge the spans of all modalities into token order."""
-    none = np.zeros(0, np.int64)
-    order = np.argsort(np.concatenate([none, *(s.first for s in spans)]), kind="stable")
-    first, document, video = (
-        np.concatenate([none, *(getattr(s, name) for s in spans)])[order] for name in ("first", "document", "video")
-    )
-    grid_thw = np.concatenate([np.zeros((0, 3), np.int64), *(s.grid_thw for s in spans)])[order]
-    return _Spans("grid_thw", 0, first, document, grid_thw, video)
+    empty = np.zeros(0, np.int64)
+    none = _Spans("grid_thw", 0, empty, empty, np.zeros((0, 3), np.int64), *_plain(0))
+    joined = {
+        name: np.concatenate([getattr(s, name) for s in (none, *spans)])
+        for name in ("first", "document", "grid_thw", "video", "kind", "audio")
+    }
+    order = joined["first"].argsort(kind="stable")
+    return _Spans("grid_thw", 0, **{name: column[order] for name, column in joined.items()})
+
+
+def _plain(spans: int) -> tuple[IntArray, npt.NDArray[np.uint8], IntArray]:
+    """Make the last columns of spans that are images: no video, grids, no audio."""
+    return np.full(spans, -1), np.full(spans, GRID, np.uint8), np.zeros(spans, np.int64)
 
 
 class _Spans(NamedTuple):
-    """Spans of the grids of one modality: num_grids those of grid_thw; video the index of each video, -1 for images."""
+    """Spans of one modality: num_grids those of grid_thw; video the index of each video, or -1; audio that of clips."""
 
     name: str
     num_grids: int
@@ -123,6 +202,8 @@ class _Spans(NamedTuple):
     document: IntArray
     grid_thw: IntArray
     video: IntArray
+    kind: npt.NDArray[np.uint8]
+    audio: IntArray
 
 
 def _wanted(modality: Modality) -> bool:
@@ -159,7 +240,34 @@ def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEn
             raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge))
     else:
         first, document = _match_rows(batch, runs, name, merged, owner, ends)
-    return _Spans(name, len(raw), first, document, merged, owner if name == "video_grid_thw" else owner * 0 - 1)
+    video, kind, audio = _plain(len(merged))
+    if name == "video_grid_thw":
+        video = owner
+    if runs.audio is not None and merged.size:
+        run = runs.of(tokens.cumsum() - tokens)
+        audio = runs.audio[run]
+        first = _clip_starts(batch, name, tokens, owner, Runs(document, first, runs.tokens[run], audio))
+        kind[audio > 0] = CLIP
+    return _Spans(name, len(raw), first, document, merged, video, kind, audio)
+
+
+def _clip_starts(batch: Batch, name: str, tokens: IntArray, owner: IntArray, runs: Runs) -> IntArray:
+    """Move the first token of each clip to its markers, whose run must hold it alone, with room for them."""
+    assert runs.audio is not None
+    clip = runs.audio > 0
+    shared = clip & (runs.tokens != tokens)
+    if shared.any():
+        g = int(shared.argmax())
+        at = batch.name(int(runs.document[g]), int(runs.first[g]))
+        got = f"a run of {counted(int(runs.tokens[g]), 'placeholder')} and of audio at {at}"
+        raise InvalidInputError(f"{name}[{owner[g]}]: got {got}, want {tokens[g]} placeholders for one video")
+    first, length = runs.first - CLIP_MARKERS * clip, runs.tokens + runs.audio + 2 * CLIP_MARKERS
+    outside = clip & ((first < batch.starts[runs.document]) | (first + length > batch.stops[runs.document]))
+    if outside.any():
+        g = int(outside.argmax())
+        at = batch.name(int(runs.document[g]), int(runs.first[g]))
+        raise InvalidInputError(f"{name}[{owner[g]}]: got a clip at {at}, want two markers before it and two after it")
+    return first
 
 
 def _merged(name: str, raw: IntArray, grids: IntArray, owner: IntArray, merge: int) -> IntArray:
@@ -308,10 +416,11 @@ class Runs:
         document: (runs,) document of each run.
         first: (runs,) its first token in the batch.
         tokens: (runs,) how many there are.
+        audio: (runs,) audio tokens between them; None where there are none.
     """
 
-    def __init__(self, document: IntArray, first: IntArray, tokens: IntArray) -> None:
-        self.document, self.first = document, first
+    def __init__(self, document: IntArray, first: IntArray, tokens: IntArray, audio: IntArray | None = None) -> None:
+        self.document, self.first, self.tokens, self.audio = document, first, tokens, audio
         self.stops = tokens.cumsum()  # one past the rank of each run's last token
         self.shift = first + tokens - self.stops  # from a rank to a token
         self.total = int(self.stops[-1]) if self.stops.size else 0

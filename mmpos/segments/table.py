@@ -212,6 +212,8 @@ class SegmentTable:
         frames_apart: bool = False,
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
+        audio_token_id: int | None = None,
+        audio_lengths: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
@@ -230,6 +232,10 @@ class SegmentTable:
             row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
                 None where rows follow each other.
             last_row_token_id: the token after the last row of a grid instead ([IMG_END]); None is the same.
+            audio_token_id: the placeholder of audio; None counts audio as text, which has the same ids. Where audio and
+                video tokens follow each other without text, they are a clip, with two markers before and two after.
+            audio_lengths: (audios,) tokens of each audio after the encoder, those of clips included, to be compared
+                with the runs of placeholders; or None.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
@@ -246,6 +252,8 @@ class SegmentTable:
             attention_mask=attention_mask,
             row_token_id=row_token_id,
             last_row_token_id=last_row_token_id,
+            audio_token_id=audio_token_id,
+            audio_lengths=audio_lengths,
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
         per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)
@@ -256,6 +264,8 @@ class SegmentTable:
             matched.documents,
             seconds_per_frame=per_span,
             row_separator=matched.row_separator,
+            kind=matched.kind,
+            details=matched.details,
         )
         return table if matched.padding is None else table._with_padding(*matched.padding)
 

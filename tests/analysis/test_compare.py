@@ -60,6 +60,8 @@ SCHEMES = f"""
     mrope-qwen2.5                3 ✓✗✗✓✓✓✗✓✓ 24 576 1
     mrope-qwen3                  3 ✓✗✓✓✓✓✗✓✓ 24 576 1
     mrope-interleave-reset       3 ✓✗✓✓✗✗✗✓✓ 24 576 1
+    tmrope                       3 ✓✗✓✓✓✓✗✓✓ 24 576 1
+    tmrope-qwen3                 3 ✓✗✓✓✓✓✗✗✓ 24 576 1
     v2pe                         1 ✓✗✓✓✓✓✗✗✓ 144 144 2
     videorope                    3 ✓✗✓✓✓✓✗✓✓ 1 1 0
     vrope                        4 ✓✓✓✓✓✓✗✓✓ 47 576 {log2(255 / 127)}

@@ -26,6 +26,7 @@ TABLE = Path(__file__).parents[2] / "mmpos" / "rotary" / "hf_defaults.json"
 MODELS = Path(transformers.__file__).parent / "models"
 
 FIELDS = (
+    *("audio_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     *("boi_token_id", "eoi_token_id", "image_end_token_id", "image_start_token_id", "image_token_id", "patch_size"),
     *("merge_kernel_size", "merge_size", "spatial_merge_size", "temporal_merge_size", "temporal_patch_size"),
     *("tokens_per_second", "video_end_token_id"),

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 import mmpos
 from mmpos.integrations.models import ModelSettings
 from mmpos.rotary import PRoPE, Rotary, YaRN
-from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2
+from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2, TMRope, TMRopeQwen3
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -27,7 +27,11 @@ COHERE_TEXT = {
     },
 }
 """The class has no base: one type of layer turns, the other does not."""
+OMNI_TEXT = {"num_attention_heads": 32, "head_dim": 128}
+"""As released: 28 heads of the class do not divide its hidden size."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_omni_moe": {"thinker_config": {"text_config": OMNI_TEXT}},
+    "qwen3_omni_moe_thinker": {"text_config": OMNI_TEXT},
     "cohere_compass": {"text_config": COHERE_TEXT},
     "glm4v": {"text_config": GLM_TEXT},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
@@ -114,7 +118,26 @@ def flat(rotary: Rotary, **rest: Any) -> tuple[Any, Rotary, dict[str, Any]]:
 
 MERGED_14: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
 
+# The class of a thinker knows no markers of images; configs as released have them.
+OMNI_IDS: dict[str, Any] = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "audio_token_id": 151646,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+OMNI25 = (TMRope(), QWEN2, {**OMNI_IDS, **merged(224), "patch_size": 14})
+OMNI3 = (
+    TMRopeQwen3(tokens_per_second=25),
+    replace(QWEN3, theta=1e6),
+    {**OMNI_IDS, **merged(72), "patch_size": 16},
+)
+
 EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
+    "qwen2_5_omni": OMNI25,
+    "qwen2_5_omni_thinker": OMNI25,
+    "qwen3_omni_moe": OMNI3,
+    "qwen3_omni_moe_thinker": OMNI3,
     "qwen2_vl": (MRopeTransformers(), QWEN2, {**QWEN_IDS, **merged(80), "patch_size": 14}),
     "qwen2_5_vl": (MRopeTransformers(4), QWEN2, {**QWEN_IDS, **merged(224), "patch_size": 14}),
     "qwen3_vl": (MRopeQwen3(), QWEN3, APART_16),

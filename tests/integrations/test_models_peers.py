@@ -20,7 +20,7 @@ from mmpos.integrations.models import TEXT_TYPES, ModelSettings
 from mmpos.integrations.models.from_config import ENCODER_ORDERS
 from mmpos.rotary import Rotary, apply_rotary
 
-MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3]
+MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],
     [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
@@ -141,8 +141,9 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
 
 @pytest.mark.parametrize("encoder", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))
 def test_positions_and_rotations_are_those_of_the_encoder(encoder: str) -> None:
-    model = encoder.removesuffix("_vision")
-    settings, vision, module = settings_of(model), config_of(model).vision_config, modeling(model)
+    model = encoder.removesuffix("_encoder").removesuffix("_vision")
+    settings, config, module = settings_of(model), config_of(model), modeling(model)
+    vision = getattr(config, "thinker_config", config).vision_config
     assert settings.vision_scheme is not None
     assert settings.vision_rotary is not None
     grids = [(1, 4, 6), (2, 2, 8)]

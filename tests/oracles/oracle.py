@@ -20,6 +20,8 @@ from mmpos.schemes import (
     RopeTieFractional,
     RopeTieLcm,
     RopeTieV2,
+    TMRope,
+    TMRopeQwen3,
     VideoRope,
 )
 
@@ -185,6 +187,10 @@ def _mrope_qwen25(grid: Grid, cursor: int, tokens_per_second: int | Fraction = 2
     return ids, int(max(max(position) for position in ids)) + 1
 
 
+def _tmrope(grid: Grid, cursor: int, tokens_per_second: int | Fraction = 25, engine: str = "serving") -> Grown:
+    return _mrope_qwen25(grid, cursor, tokens_per_second)
+
+
 def _mrope_interleave_reset(grid: Grid, cursor: int) -> Grown:
     ids = [_id(cursor + t, i, j) for t, i, j in _raster(grid)]
     return ids, cursor + 1 + max(grid.frames - 1, grid.height - 1, grid.width - 1)
@@ -235,6 +241,8 @@ _GRIDS: dict[str, Callable[..., Grown]] = {
     "mrope-transformers": _mrope_transformers,
     "mrope-qwen2.5": _mrope_qwen25,
     "mrope-interleave-reset": _mrope_interleave_reset,
+    "tmrope": _tmrope,
+    "tmrope-qwen3": _tmrope,
     "videorope": _videorope,
     "vrope": _vrope,
 }
@@ -306,6 +314,9 @@ CASES = (
     Case("mrope-qwen2.5", "mrope-qwen2.5", {}),
     Case(MRopeQwen25(tokens_per_second=Fraction(7, 3)), "mrope-qwen2.5", {"tokens_per_second": Fraction(7, 3)}),
     Case("mrope-interleave-reset", "mrope-interleave-reset", {}),
+    Case("tmrope", "tmrope", {}),
+    Case(TMRope(tokens_per_second=Fraction(7, 3)), "tmrope", {"tokens_per_second": Fraction(7, 3)}),
+    Case(TMRopeQwen3(engine="serving"), "tmrope-qwen3", {"tokens_per_second": 13, "engine": "serving"}),
     Case("videorope", "videorope", {}),
     Case(VideoRope(delta=1), "videorope", {"delta": 1}),
     Case("vrope", "vrope", {}),

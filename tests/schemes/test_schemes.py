@@ -107,6 +107,9 @@ CANONICAL: dict[str, tuple[list[tuple[float, ...]], int | None]] = {
     "mrope-qwen2.5": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
     "mrope-qwen3": ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6),
     "mrope-interleave-reset": ([(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0), (3, 1, 1), (3, 1, 2)], 6),
+    **dict.fromkeys(
+        ("tmrope", "tmrope-qwen3"), ([(3, 3, 3), (3, 3, 4), (3, 3, 5), (3, 4, 3), (3, 4, 4), (3, 4, 5)], 6)
+    ),
     "v2pe": ([(2.25,), (2.5,), (2.75,), (3.0,), (3.25,), (3.5,)], 5),
     "videorope": ([(3, 3, 2), (3, 3, 3), (3, 3, 4), (3, 4, 2), (3, 4, 3), (3, 4, 4)], 4),
     "vrope": ([(3, 5, 4, 6), (4, 4, 5, 5), (5, 3, 6, 4), (4, 6, 3, 5), (5, 5, 4, 4), (6, 4, 5, 3)], 7),
@@ -282,7 +285,16 @@ def test_names_and_objects_are_the_same_schemes(name: str) -> None:
 
 def test_the_names_of_all_schemes() -> None:
     names = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten", "rows", "naive-2d", "grid-2d"]
-    names += ["mrope", "mrope-transformers", "mrope-qwen2.5", "mrope-qwen3", "mrope-interleave-reset", "v2pe"]
+    names += [
+        "mrope",
+        "mrope-transformers",
+        "mrope-qwen2.5",
+        "mrope-qwen3",
+        "mrope-interleave-reset",
+        "tmrope",
+        "tmrope-qwen3",
+        "v2pe",
+    ]
     assert list(SCHEMES) == [*names, "videorope", "vrope"]
 
 

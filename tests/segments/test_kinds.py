@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches, fields, settled
 
-from mmpos import Grid, InvalidInputError, LimitExceededError, MmposError, SegmentTable, Text, UnsupportedError, place
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    SegmentTable,
+    Text,
+    UnsupportedError,
+    block_keys,
+    place,
+)
 from mmpos.segments import AUDIO, CANVAS, CLIP, GRID, PAD, TEXT, Audio, Canvas, Clip
 from mmpos.segments.kinds import Segment
 from mmpos.segments.table import canvas_spans, token_types
@@ -193,3 +203,32 @@ def test_padding_keeps_every_column() -> None:
         "row_separator": None,
         "details": [[0, 0, 5, 2, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 0], [0, 0, 0, 4, 0]],
     }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Audio(5),
+        Text(4),
+        Clip(2, 2, frames=3, audio=6, seconds_per_frame=0.5),
+        Clip(2, 2, frames=3, audio=5, seconds_per_frame=1),
+    ],
+)
+def test_block_keys_tell_what_is_audio_and_how_long_it_is(changed: Segment) -> None:
+    def keys(first: Segment) -> list[bytes]:
+        segments = SegmentTable.from_documents([[first, Text(30)]])
+        (chain,) = block_keys(segments, place(segments, "tmrope"), 4)
+        return chain
+
+    same = CLIP_OF_3 if isinstance(changed, Clip) else Audio(4)
+    assert keys(same) == keys(same)
+    assert keys(same)[4] != keys(changed)[4]
+
+
+def test_block_keys_take_a_hash_for_all_that_has_content() -> None:
+    segments = SegmentTable.from_documents([[Audio(4), CLIP_OF_3, Grid(1, 1), Text(2)]])
+    positions = place(segments, "tmrope")
+    with pytest.raises(InvalidInputError, match="image_hashes: got 2, want 3, one per grid"):
+        block_keys(segments, positions, 4, image_hashes=["a", "b"])
+    one, other = (block_keys(segments, positions, 4, image_hashes=[first, "b", "c"])[0] for first in "ad")
+    assert one[0] != other[0]

@@ -125,7 +125,8 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
     "a kind of tomorrow": (
         "Position/Place",
         place(segments={"kind": [99], "height": [1], "width": [1], "segments_per_document": [1]}),
-        "kind[0]: got 99, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING",
+        "kind[0]: got 99, want one of SEGMENT_KIND_TEXT, SEGMENT_KIND_GRID, SEGMENT_KIND_PADDING, "
+        "SEGMENT_KIND_AUDIO, SEGMENT_KIND_CLIP, SEGMENT_KIND_CANVAS",
     ),
     "no layout": (
         "Position/Place",

@@ -108,17 +108,23 @@ PARTS: list[Refusal] = [
 
 DOCUMENTS: list[Refusal] = [
     (lambda: from_documents([[Text(1)], []]), "documents[1]: got an empty document, want at least one segment"),
-    (lambda: from_documents([[Text(1), [Grid(1, 1)]]]), "documents[0][1]: got list, want Text or Grid"),
-    (lambda: from_documents([[[Text(1)]]]), "documents[0][0]: got list, want Text or Grid"),
-    (lambda: from_documents([[Text(1)], [None]]), "documents[1][0]: got NoneType, want Text or Grid"),
-    (lambda: from_documents([Text(1)]), "documents[0]: got Text, want a list of Text and Grid"),
-    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text and Grid"),
+    (
+        lambda: from_documents([[Text(1), [Grid(1, 1)]]]),
+        "documents[0][1]: got list, want one of Text, Audio, Grid, Clip, Canvas",
+    ),
+    (lambda: from_documents([[[Text(1)]]]), "documents[0][0]: got list, want one of Text, Audio, Grid, Clip, Canvas"),
+    (
+        lambda: from_documents([[Text(1)], [None]]),
+        "documents[1][0]: got NoneType, want one of Text, Audio, Grid, Clip, Canvas",
+    ),
+    (lambda: from_documents([Text(1)]), "documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Canvas"),
+    (lambda: from_documents(["ab"]), "documents[0]: got str, want a list of Text, Audio, Grid, Clip, Canvas"),
     (lambda: from_documents(Text(1)), "documents: got Text, want a list of documents"),
     (lambda: from_documents(None), "documents: got NoneType, want a list of documents"),
     (lambda: from_documents([Text(1)] for _ in range(2)), "documents: got generator, want a list of documents"),
     (
         lambda: from_documents([(Text(1) for _ in range(2))]),
-        "documents[0]: got generator, want a list of Text and Grid",
+        "documents[0]: got generator, want a list of Text, Audio, Grid, Clip, Canvas",
     ),
 ]
 
@@ -126,7 +132,7 @@ ONE = np.ones((3, 1), np.int64)
 KIND, OFFSETS = np.array([1], np.uint8), np.array([0, 1], np.int64)
 
 ARRAYS: list[Refusal] = [
-    (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 2"),
+    (lambda: from_arrays([256], ONE, [0, 1]), "kind[0]: got 256, want <= 5"),
     (lambda: from_arrays([-1], ONE, [0, 1]), "kind[0]: got -1, want >= 0"),
     (lambda: from_arrays([0.0], ONE, [0, 1]), "kind: got dtype float64, want integers"),
     (lambda: from_arrays([True], ONE, [0, 1]), "kind: got dtype bool, want integers"),
@@ -189,7 +195,7 @@ PLACING: list[Refusal] = [
         lambda: place(SEGMENTS, "rope"),
         "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
         "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
-        "mrope-interleave-reset, v2pe, videorope, vrope",
+        "mrope-interleave-reset, tmrope, tmrope-qwen3, v2pe, videorope, vrope",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=0.0), "start: got 0.0, want an integer"),

@@ -25,6 +25,7 @@ from mmpos.analysis.compare.documents import (
 from mmpos.analysis.compare.matrix import Finding, Matrix, Property, measured
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import ids_consumed
+from mmpos.positions.rows import DELTA
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, Scheme, get_scheme
 from mmpos.segments.kinds import Grid, Text
@@ -290,7 +291,8 @@ def delta_0(scheme: Scheme) -> Finding:
         return _no_next(scheme)
     trial = Trial(grids(scheme))
     documents = [around(scheme, grid) for grid in trial.grids]
-    deltas = Batch.placed(scheme, documents).table.deltas
+    table = Batch.placed(scheme, documents).table
+    deltas = np.where(table.resumable, table.documents[DELTA], 0)  # a document that ends between two ids has none
     trial.note(deltas != 0, lambda d: f"{spec(documents[d])}: delta {deltas[d]}")
     return trial.verdict()
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.rows import AXES
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable, token_types
@@ -287,6 +287,8 @@ def to_row(example: Example) -> Row:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
         raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
+    if segments.details is not None:
+        raise UnsupportedError(f"{example.key}: segments: got a clip or a canvas, want text, audio and grids")
     row: Row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,

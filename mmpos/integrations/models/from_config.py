@@ -14,7 +14,7 @@ from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
-from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, get_scheme
+from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, TMRope, TMRopeQwen3, get_scheme
 from mmpos.support.checks import one_of
 
 __all__ = ["ENCODER_ORDERS", "MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
@@ -88,6 +88,14 @@ def _pixtral(note: str) -> ModelType:
     return _flat(note, row_markers=("[IMG_BREAK]", "[IMG_END]"))
 
 
+def _omni(scheme: str, text: str, note: str) -> ModelType:
+    return ModelType(scheme, scheme, _names(text), _VISION, note=f"{note}; other ids in serving engines: see engine")
+
+
+_IN_CHUNKS, _BY_TOKEN = (
+    "audio and video on one clock, merged in chunks",
+    "audio and video on one clock, merged by token",
+)
 _QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
 _NO_ROPE = "layers of full attention have no rotation"
@@ -115,6 +123,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "cohere_compass": _frames_apart("cohere_compass_text", "layers turn by their type, or not: pass layer_type"),
         "cosmos3_edge": _frames_apart("cosmos3_edge_text", "timestamps between frames; the encoder has no rotation"),
         "cosmos3_omni": _frames_apart("qwen3_vl_text", "timestamps between frames; the encoder of Qwen3-VL"),
+        "qwen2_5_omni": _omni("tmrope", "qwen2_5_omni_text", _IN_CHUNKS),
+        "qwen2_5_omni_thinker": _omni("tmrope", "qwen2_5_omni_text", _IN_CHUNKS),
+        "qwen3_omni_moe": _omni("tmrope-qwen3", "qwen3_omni_moe_text", _BY_TOKEN),
+        "qwen3_omni_moe_thinker": _omni("tmrope-qwen3", "qwen3_omni_moe_text", _BY_TOKEN),
         "glm4v": _glm("glm4v_text"),
         "glm4v_moe": _glm("glm4v_moe_text"),
         **_all("glm46v glmga", _glm("glm4v_text glm4v_moe_text")),
@@ -187,7 +199,8 @@ Order = Literal["raster", "merged"]
 
 _MERGED_ENCODERS = _names("""
     cohere_compass_vision ernie4_5_vl_moe_vision glm4v_vision glm4v_moe_vision glm_ocr_vision qwen2_vl_vision
-    qwen2_5_vl_vision qwen3_5_vision qwen3_5_moe_vision qwen3_vl_vision qwen3_vl_moe_vision qwen4_exp_vision
+    qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen3_5_vision qwen3_5_moe_vision qwen3_omni_moe_vision_encoder
+    qwen3_vl_vision qwen3_vl_moe_vision qwen4_exp_vision
 """)
 _RASTER_ENCODERS = _names("paddleocr_vl_vision pixtral")
 
@@ -198,10 +211,6 @@ ENCODER_ORDERS: Mapping[str, Order] = MappingProxyType(
 
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
-            "audio and video share ids by time",
-        ),
         "glm_image": "ids of the images that it generates are set ahead of them",
         "paligemma": "its ids count from one",
         "pi0": "its actions go on after a paligemma beside them",
@@ -234,9 +243,9 @@ def from_hf_config(
     Args:
         config: the whole config object of a model, the mapping of its config.json, or the folder with that, where
             preprocessor_config.json (or image_processor in processor_config.json) is read for `image_processor`.
-        engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL): of
+        engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL, Qwen Omni): of
             "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
-            video.
+            video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``.
         layer_type: type of layer, where the config has a rotation for each (Gemma 3).
 
     Raises:
@@ -246,23 +255,27 @@ def from_hf_config(
             the folder is missing or not JSON; the message names the file.
     """
     one_of("engine", engine, ("transformers", "serving"))
-    fields = Fields.of(config)
-    known = _known(fields)
+    whole = Fields.of(config)
+    known = _known(whole)
+    fields = whole.part("thinker_config") or whole
+    if "thinker_config" in fields.parts:
+        raise fields.missing("thinker_config", "the config of the language model and the encoders")
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing("vision_config", "the config of the encoder")
-    scheme = _scheme(known, engine, vision)
+    scheme = _scheme(fields, known, engine, vision)
     many_axes = scheme.axes > 1
     image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
     if image is None and many_axes:
         raise fields.missing("image_token_id", "an integer")
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
-        model_type=fields.model_type,
+        model_type=whole.model_type,
         scheme=scheme,
         rotary=_rotary(fields, known, scheme, layer_type),
         image_token_id=image,
         video_token_id=None if video == image and not many_axes else video,
+        audio_token_id=_placeholder(fields, None, "audio") if scheme.clips else None,
         image_markers=_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         video_markers=_pair(fields, known.video_markers),
@@ -287,7 +300,14 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _scheme(known: ModelType, engine: str, vision: Fields | None) -> Scheme:
+def _scheme(
+    fields: Fields, known: ModelType, engine: Literal["transformers", "serving"], vision: Fields | None
+) -> Scheme:
+    if known.scheme in ("tmrope", "tmrope-qwen3"):
+        rate = fields.integer("position_id_per_seconds", needed=True, minimum=1)
+        if known.scheme == "tmrope-qwen3":
+            return TMRopeQwen3(rate, engine)
+        return TMRope(rate, engine, fields.integer("seconds_per_chunk", needed=True, minimum=1))
     if known.timed and vision is not None:
         rate = vision.integer("tokens_per_second", needed=True, minimum=1)
         return MRopeTransformers(rate) if engine == "transformers" else MRopeQwen25(rate)

@@ -39,6 +39,7 @@ class ModelSettings:
         vision_rotary: rotation of the encoder's q and k; None where there is none, or it is not known.
         image_token_id: the placeholder of image patches; None where the config does not name it.
         video_token_id: likewise of videos.
+        audio_token_id: likewise of audio, where its place depends on that of videos; else None, and audio is text.
         image_markers: ids of the tokens before and after an image; None where the config does not name them.
         row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
             follow each other.
@@ -58,6 +59,7 @@ class ModelSettings:
     vision_rotary: Rotary | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
+    audio_token_id: int | None = None
     image_markers: tuple[int, int] | None = None
     row_markers: tuple[str, str] | None = None
     video_markers: tuple[int, int] | None = None
@@ -86,6 +88,7 @@ class ModelSettings:
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
+        audio_lengths: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table of a tokenised batch from the processor of the model.
 
@@ -100,6 +103,7 @@ class ModelSettings:
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``.
             last_row_token_id: the id of the second.
+            audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both counts; see
@@ -122,6 +126,8 @@ class ModelSettings:
             frames_apart=self.frames_apart,
             row_token_id=row_token_id,
             last_row_token_id=last_row_token_id,
+            audio_token_id=self.audio_token_id,
+            audio_lengths=audio_lengths,
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:

@@ -91,6 +91,8 @@ class Spans(_message.Message):
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     row_separator: _builtins.bool
     """Whether the rows of all these grids end in one more token."""
     @_builtins.property
@@ -113,6 +115,14 @@ class Spans(_message.Message):
     def seconds_per_frame(self) -> _containers.RepeatedCompositeFieldContainer[_table_pb2.Rational]:
         """Time between two frames of each span, numerator 0 where there is none; empty if none is given."""
 
+    @_builtins.property
+    def kind(self) -> _containers.RepeatedScalarFieldContainer[_table_pb2.SegmentKind.ValueType]:
+        """What each span is: a grid, audio, a clip or a canvas, the last two with their markers; empty if all are grids."""
+
+    @_builtins.property
+    def details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Four numbers for each span, as for clips and canvases in SegmentTable; empty if all are 0."""
+
     def __init__(
         self,
         *,
@@ -122,10 +132,12 @@ class Spans(_message.Message):
         documents: _abc.Iterable[_builtins.int] | None = ...,
         seconds_per_frame: _abc.Iterable[_table_pb2.Rational] | None = ...,
         row_separator: _builtins.bool = ...,
+        kind: _abc.Iterable[_table_pb2.SegmentKind.ValueType] | None = ...,
+        details: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "grid_thw", b"grid_thw", "lengths", b"lengths", "offsets", b"offsets", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "documents", b"documents", "grid_thw", b"grid_thw", "kind", b"kind", "lengths", b"lengths", "offsets", b"offsets", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +161,8 @@ class InputIds(_message.Message):
     FRAMES_APART_FIELD_NUMBER: _builtins.int
     ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
     LAST_ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    AUDIO_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    AUDIO_LENGTHS_FIELD_NUMBER: _builtins.int
     image_token_id: _builtins.int
     """The placeholder of image patches; left out, that of the profile."""
     video_token_id: _builtins.int
@@ -161,6 +175,8 @@ class InputIds(_message.Message):
     """The token after every row of a grid; left out, that of the profile where its image_token_id is taken, or none."""
     last_row_token_id: _builtins.int
     """The token in its place after the last row of a grid; likewise."""
+    audio_token_id: _builtins.int
+    """The placeholder of audio; left out, audio is text. Where it follows that of videos without text, they are a clip."""
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64, (tokens) or (batch, seq)."""
@@ -185,6 +201,10 @@ class InputIds(_message.Message):
     def seconds_per_frame(self) -> _containers.RepeatedCompositeFieldContainer[_table_pb2.Rational]:
         """Time between two frames of each video, numerator 0 where there is none; empty if none is given."""
 
+    @_builtins.property
+    def audio_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each audio after the encoder, to be compared with the runs of placeholders; empty: not compared."""
+
     def __init__(
         self,
         *,
@@ -200,13 +220,17 @@ class InputIds(_message.Message):
         frames_apart: _builtins.bool = ...,
         row_token_id: _builtins.int | None = ...,
         last_row_token_id: _builtins.int | None = ...,
+        audio_token_id: _builtins.int | None = ...,
+        audio_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_token_id", b"audio_token_id", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_mask: _TypeAlias = _typing.Literal["attention_mask"]  # noqa: Y015
     _WhichOneofArgType__attention_mask: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask"]  # noqa: Y015
+    _WhichOneofReturnType__audio_token_id: _TypeAlias = _typing.Literal["audio_token_id"]  # noqa: Y015
+    _WhichOneofArgType__audio_token_id: _TypeAlias = _typing.Literal["_audio_token_id", b"_audio_token_id"]  # noqa: Y015
     _WhichOneofReturnType__image_token_id: _TypeAlias = _typing.Literal["image_token_id"]  # noqa: Y015
     _WhichOneofArgType__image_token_id: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id"]  # noqa: Y015
     _WhichOneofReturnType__last_row_token_id: _TypeAlias = _typing.Literal["last_row_token_id"]  # noqa: Y015
@@ -219,6 +243,8 @@ class InputIds(_message.Message):
     _WhichOneofArgType__video_token_id: _TypeAlias = _typing.Literal["_video_token_id", b"_video_token_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attention_mask) -> _WhichOneofReturnType__attention_mask | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__audio_token_id) -> _WhichOneofReturnType__audio_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__image_token_id) -> _WhichOneofReturnType__image_token_id | None: ...
     @_typing.overload

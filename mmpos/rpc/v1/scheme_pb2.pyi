@@ -34,6 +34,8 @@ class Scheme(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_CHUNK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, such as "rope-tie"."""
     axes: _builtins.int
@@ -48,9 +50,15 @@ class Scheme(_message.Message):
     """Order of the patches in grid-2d: "raster" or "merged"."""
     spatial_merge_size: _builtins.int
     """Patches merged along each side in grid-2d."""
+    engine: _builtins.str
+    """Whose ids, where engines differ: "transformers" or "serving", in tmrope and tmrope-qwen3."""
     @_builtins.property
     def tokens_per_second(self) -> _table_pb2.Rational:
-        """Ids per second in mrope-qwen2.5 (any rational) and mrope-transformers (whole)."""
+        """Ids per second in mrope-qwen2.5, tmrope and tmrope-qwen3 (any rational) and mrope-transformers (whole)."""
+
+    @_builtins.property
+    def seconds_per_chunk(self) -> _table_pb2.Rational:
+        """Seconds of video and of audio that take turns in tmrope."""
 
     def __init__(
         self,
@@ -63,19 +71,25 @@ class Scheme(_message.Message):
         tokens_per_second: _table_pb2.Rational | None = ...,
         order: _builtins.str | None = ...,
         spatial_merge_size: _builtins.int | None = ...,
+        engine: _builtins.str | None = ...,
+        seconds_per_chunk: _table_pb2.Rational | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_engine", b"_engine", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "engine", b"engine", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "name", b"name", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_engine", b"_engine", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "engine", b"engine", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
     _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
     _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
+    _WhichOneofReturnType__engine: _TypeAlias = _typing.Literal["engine"]  # noqa: Y015
+    _WhichOneofArgType__engine: _TypeAlias = _typing.Literal["_engine", b"_engine"]  # noqa: Y015
     _WhichOneofReturnType__order: _TypeAlias = _typing.Literal["order"]  # noqa: Y015
     _WhichOneofArgType__order: _TypeAlias = _typing.Literal["_order", b"_order"]  # noqa: Y015
     _WhichOneofReturnType__rounding: _TypeAlias = _typing.Literal["rounding"]  # noqa: Y015
     _WhichOneofArgType__rounding: _TypeAlias = _typing.Literal["_rounding", b"_rounding"]  # noqa: Y015
+    _WhichOneofReturnType__seconds_per_chunk: _TypeAlias = _typing.Literal["seconds_per_chunk"]  # noqa: Y015
+    _WhichOneofArgType__seconds_per_chunk: _TypeAlias = _typing.Literal["_seconds_per_chunk", b"_seconds_per_chunk"]  # noqa: Y015
     _WhichOneofReturnType__spatial_merge_size: _TypeAlias = _typing.Literal["spatial_merge_size"]  # noqa: Y015
     _WhichOneofArgType__spatial_merge_size: _TypeAlias = _typing.Literal["_spatial_merge_size", b"_spatial_merge_size"]  # noqa: Y015
     _WhichOneofReturnType__stride: _TypeAlias = _typing.Literal["stride"]  # noqa: Y015
@@ -87,9 +101,13 @@ class Scheme(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine) -> _WhichOneofReturnType__engine | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__order) -> _WhichOneofReturnType__order | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rounding) -> _WhichOneofReturnType__rounding | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_per_chunk) -> _WhichOneofReturnType__seconds_per_chunk | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spatial_merge_size) -> _WhichOneofReturnType__spatial_merge_size | None: ...
     @_typing.overload

@@ -1,0 +1,290 @@
+"""TMRoPE: video and audio on one clock, by hand and by a loop over tokens; verbs of tables with clips; refusals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import exact, settled
+
+from mmpos import (
+    Grid,
+    InvalidInputError,
+    LimitExceededError,
+    MmposError,
+    PositionTable,
+    Scheme,
+    SegmentTable,
+    Text,
+    UnsupportedError,
+    place,
+)
+from mmpos.schemes import TMRope, TMRopeQwen3
+from mmpos.segments import Audio, Clip
+from mmpos.segments.kinds import Segment
+
+THIRDS = Grid(1, 1, frames=3, seconds_per_frame=Fraction(2, 3))
+F = Fraction
+
+
+def placed(document: list[Segment], scheme: str | Scheme) -> PositionTable:
+    """One document, placed by the library."""
+    return place(SegmentTable.from_documents([document]), scheme)
+
+
+def times(positions: PositionTable) -> list[Any]:
+    """Ids on the first axis."""
+    return [position[0] for position in exact(positions)]
+
+
+def test_frames_of_two_thirds_of_a_second_at_13_ids_a_second() -> None:
+    fractional = placed([THIRDS, Text(1)], "tmrope-qwen3")
+    assert times(fractional) == [0, F(26, 3), F(52, 3), F(55, 3)]
+    assert placed([THIRDS, Text(1)], TMRopeQwen3(engine="serving")).dense()[0].tolist() == [0, 8, 17, 18]
+    assert placed([THIRDS, Text(1)], "tmrope").dense()[0].tolist() == [0, 16, 33, 34]
+
+
+def test_a_clip_merged_token_by_token() -> None:
+    clip = Clip(1, 2, frames=2, audio=4, seconds_per_frame=F(2, 13))  # frames at 0 and 2
+    positions = placed([Text(1), clip, Text(1)], "tmrope-qwen3")
+    #        t  [  [  v  v  a  a  v  v  a  a  ]  ]  t
+    want = [0, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 7, 8, 9]
+    assert times(positions) == want
+    assert [position[2] for position in exact(positions)] == [0, 1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7, 8, 9]
+    assert positions.next_positions.tolist() == [10]
+    shared = placed([Text(1), clip, Text(1)], TMRopeQwen3(engine="serving"))
+    assert times(shared) == [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7]
+
+
+def test_a_clip_in_chunks() -> None:
+    clip = Clip(1, 1, frames=3, audio=5, seconds_per_frame=1)  # frames at 0, 2 and 4; chunks of 4 ids
+    scheme = TMRope(tokens_per_second=2)
+    #                                     t  [  [  v  v  a  a  a  a  v  a  ]  ]  t
+    assert times(placed([Text(1), clip, Text(1)], scheme)) == [0, 1, 1, 2, 4, 2, 3, 4, 5, 6, 6, 7, 7, 8]
+    apart = placed([Text(1), clip, Text(1)], replace(scheme, engine="serving"))
+    assert times(apart) == [0, 1, 2, 3, 5, 3, 4, 5, 6, 7, 7, 8, 9, 10]
+
+
+def test_text_goes_on_after_the_last_run_and_generation_after_the_highest_id() -> None:
+    tall = Clip(9, 1, frames=1, audio=2)
+    positions = placed([Text(1), tall, Text(1)], "tmrope")
+    assert times(positions)[-4:] == [3, 4, 4, 5]  # audio at 2 and 3, though rows reach 10
+    assert positions.next_positions.tolist() == [11]
+    assert placed([Text(1), tall, Text(1)], TMRope(engine="serving")).next_positions.tolist() == [15]
+
+
+def test_a_document_that_ends_between_two_ids_has_no_next_position() -> None:
+    segments = SegmentTable.from_documents([[THIRDS, Text(1)], [Text(2), Grid(1, 1, frames=2), Text(1)], [Text(3)]])
+    positions = place(segments, "tmrope-qwen3", start=[0, 5, 1])
+    assert positions.resumable.tolist() == [False, True, True]
+    assert positions.documents[2:, 1:].tolist() == [[22, 4], [12, 0]]
+    assert times(positions)[4:] == [5, 6, 7, 20, 21, 1, 2, 3]
+    with pytest.raises(UnsupportedError, match="next_positions: got a table of tmrope-qwen3, want a scheme with one"):
+        _ = positions.next_positions
+    assert positions.slice(4, 9).num_documents == 3
+
+
+SCHEMES: list[Scheme] = [
+    TMRope(),
+    TMRope(tokens_per_second=3, seconds_per_chunk=F(2, 3)),
+    TMRope(engine="serving"),
+    TMRopeQwen3(),
+    TMRopeQwen3(tokens_per_second=F(7, 2)),
+    TMRopeQwen3(engine="serving"),
+]
+
+
+def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any], Fraction, Fraction]:
+    """Ids of a clip's tokens, the cursor after it, and the id after the highest."""
+    seconds = F(1) if clip.seconds_per_frame is None else clip.seconds_per_frame
+    shared = isinstance(scheme, TMRope) == (scheme.engine == "transformers")
+    exactly = isinstance(scheme, TMRopeQwen3) and scheme.engine == "transformers"
+    ids: list[Any] = [(cursor,) * 3, (cursor + (not shared),) * 3]
+    base = cursor + (1 if shared else 2)
+    times = [t * seconds * scheme.tokens_per_second for t in range(clip.frames)]
+    raster: list[Any] = [
+        (time if exactly else F(floor(time)), i, j)
+        for time in times
+        for i in range(clip.height)
+        for j in range(clip.width)
+    ]
+    runs: list[list[Any]]
+    if isinstance(scheme, TMRope):
+        size = int(scheme.tokens_per_second * scheme.seconds_per_chunk)
+        video, audio = chunks([token[0] for token in raster], size), chunks([F(k) for k in range(clip.audio)], size)
+        runs = []
+        for c in range(max(len(video), len(audio))):
+            runs += [[raster[n] for n in part] for part in video[c : c + 1]]
+            runs += [[(F(n),) * 3 for n in part] for part in audio[c : c + 1]]
+    else:
+        merged: list[Any] = []
+        heard = seen = 0
+        while seen < len(raster) and heard < clip.audio:
+            if raster[seen][0] <= heard:
+                merged.append(raster[seen])
+                seen += 1
+            else:
+                merged.append((F(heard),) * 3)
+                heard += 1
+        runs = [merged, raster[seen:] or [(F(k),) * 3 for k in range(heard, clip.audio)]]
+    counted = runs if scheme.engine == "serving" else runs[-1:]
+    after = base + max(max(token) for run in counted for token in run) + 1
+    ids += [tuple(base + number for number in token) for run in runs for token in run]
+    highest = max(max(token) for token in ids)
+    ids += [(after,) * 3, (after + (not shared),) * 3]
+    following = after + (1 if shared else 2)
+    return ids, following, max(highest + 1, following) if scheme.engine == "transformers" else following
+
+
+def chunks(times: list[Fraction], size: int) -> list[list[int]]:
+    """Cut tokens where their time reaches the next chunk, one chunk for a token."""
+    parts: list[list[int]] = [[]]
+    for n, time in enumerate(times):
+        if time >= len(parts) * size:
+            parts.append([])
+        parts[-1].append(n)
+    return parts
+
+
+def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tuple[list[Any], Fraction]:
+    ids: list[Any] = []
+    cursor, highest = F(start), F(start)
+    for part in document:
+        if isinstance(part, Clip):
+            placed_ids, cursor, after = clip_by_a_loop(part, cursor, scheme)
+            ids += placed_ids
+            highest = max(highest, after)
+        elif isinstance(part, Grid):
+            # The loop of a clip without its markers and its audio.
+            seconds = F(1) if part.seconds_per_frame is None else part.seconds_per_frame
+            steps = [t * seconds * scheme.tokens_per_second for t in range(part.frames)]
+            steps = steps if scheme.fractional else [F(floor(step)) for step in steps]
+            tokens: list[Any] = [
+                (cursor + step, cursor + i, cursor + j)
+                for step in steps
+                for i in range(part.height)
+                for j in range(part.width)
+            ]
+            ids += tokens
+            cursor = max(max(token) for token in tokens) + 1
+        else:
+            assert isinstance(part, Text | Audio)
+            ids += [(cursor + k,) * 3 for k in range(part.length)]
+            cursor += part.length
+        highest = max(highest, cursor)
+    return ids, highest
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Segment:
+    sides, seconds = st.integers(1, 4), st.none() | st.fractions(F(1, 4), 9, max_denominator=6)
+    kind = draw(st.sampled_from([Text, Audio, Grid, Clip]))
+    if kind in (Text, Audio):
+        return kind(draw(st.integers(1, 4)))
+    options = {"frames": draw(st.integers(1, 5)), "seconds_per_frame": draw(seconds)}
+    if kind is Clip:
+        options["audio"] = draw(st.integers(1, 70))
+    return kind(draw(sides), draw(sides), **options)
+
+
+BATCHES = st.lists(st.lists(parts(), min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
+def test_ids_of_clips_are_those_of_a_loop(scheme: Scheme) -> None:
+    @settled
+    @given(BATCHES, st.integers(-40, 40))
+    def check(batch: list[list[Segment]], start: int) -> None:
+        positions = place(SegmentTable.from_documents(batch), scheme, start)
+        loops = [document_by_a_loop(document, scheme, start) for document in batch]
+        assert exact(positions) == [token for ids, _ in loops for token in ids]
+        for (ids, following), resumable, (found, delta) in zip(
+            loops, positions.resumable, positions.documents[2:].T.tolist(), strict=True
+        ):
+            assert resumable == (following.denominator == 1)
+            if resumable:
+                assert (found, delta) == (following, following - start - len(ids))
+
+    check()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
+def test_verbs_of_tables_with_clips(scheme: Scheme) -> None:
+    clip = Clip(2, 2, frames=4, audio=30, seconds_per_frame=1)
+    documents: list[list[Segment]] = [[Text(2), clip, Text(3)], [Audio(5), clip]]
+    positions = place(SegmentTable.from_documents(documents), scheme)
+    ids, tokens = exact(positions), positions.num_tokens
+    for cut in (3, 11, 30, 57):
+        assert exact(positions.slice(0, cut)) + exact(positions.slice(cut, tokens)) == ids
+    assert exact(positions.take([7, 60], [19, 66])) == ids[7:19] + ids[60:66]
+    first, second = positions.lengths.tolist()
+    window = positions.window([1, 0], [second - 3, 5], [5, 4])
+    following = int(positions.next_positions[1])
+    assert exact(window) == [*ids[-3:], *[(n,) * 3 for n in (following, following + 1)], *ids[5:9]]
+    assert exact(positions.decode(2))[0] == (positions.next_positions[0],) * 3
+    padded = positions.pad(first + second)
+    for layout in ("zigzag", "contiguous"):
+        columns = padded.shard_indices(1, 5, layout)
+        everything = exact(padded)
+        assert exact(padded.shard(1, 5, layout)) == [everything[column] for column in columns]
+    assert "token 2 (documents[0], token 2)" in positions.explain(2)
+
+
+def test_a_clip_at_id_0_whose_markers_share_it_is_no_padding() -> None:
+    positions = placed([Clip(1, 1, frames=1, audio=1)], "tmrope")
+    assert not positions.is_padding.any()
+    assert times(positions) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: TMRope(tokens_per_second=0), InvalidInputError, "TMRope.tokens_per_second: got 0, want an integer or"),
+        (
+            lambda: TMRope(seconds_per_chunk=F(1, 99)),
+            InvalidInputError,
+            "TMRope.seconds_per_chunk: got 1/99, want one id",
+        ),
+        (
+            lambda: TMRope(seconds_per_chunk=-1),
+            InvalidInputError,
+            "TMRope.seconds_per_chunk: got -1, want an integer or",
+        ),
+        (lambda: TMRopeQwen3(engine="vllm"), InvalidInputError, "TMRopeQwen3.engine: got 'vllm', want one of"),  # type: ignore[arg-type]
+        (
+            lambda: placed([Clip(1, 1, frames=2**20 + 1, audio=1)], "tmrope"),
+            LimitExceededError,
+            "scheme 'tmrope': got grids of 1048577 pieces, want at most 1048576",
+        ),
+        (
+            lambda: placed([Grid(1, 1, frames=2, seconds_per_frame=F(1, p)) for p in (65537, 65539)], "tmrope-qwen3"),
+            LimitExceededError,
+            "documents[0]: got times without a common denominator below 2**31, want one",
+        ),
+        (
+            lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),
+            LimitExceededError,
+            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want less",
+        ),
+    ],
+)
+def test_refusals(make: Callable[[], object], error: type[MmposError], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        make()
+
+
+def test_documents_of_different_times_do_not_meet() -> None:
+    documents: list[list[Segment]] = [
+        [Grid(1, 1, frames=2, seconds_per_frame=F(1, p)), Text(1)] for p in (65537, 65539)
+    ]
+    positions = place(SegmentTable.from_documents(documents), "tmrope-qwen3")
+    assert times(positions) == [0, F(13, 65537), 1 + F(13, 65537), 0, F(13, 65539), 1 + F(13, 65539)]
+    np.testing.assert_array_equal(positions.resumable, [False, False])

@@ -17,7 +17,7 @@ import typer
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments.kinds import Grid, Text
+from mmpos.segments.kinds import Audio, Canvas, Clip, Grid, Segment, Text
 from mmpos.support.checks import integer, naming
 from mmpos.support.program import STDIN, read_input
 
@@ -146,7 +146,7 @@ def _parameter(assignment: str) -> tuple[str, object]:
     return name, {"None": None, "True": True, "False": False}.get(value, value.strip("'\""))
 
 
-Document = list[Text | Grid]
+Document = list[Segment]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 _WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
@@ -270,9 +270,10 @@ def _json(path: str, data: bytes) -> Specs:
     return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
-def _part(name: str, part: object) -> Text | Grid:
-    if isinstance(part, dict) and part.keys() == {"text"}:
-        return _named(name, Text, part["text"])
+def _part(name: str, part: object) -> Segment:
+    other = _without_grid(name, part) if isinstance(part, dict) else None
+    if other is not None:
+        return other
     options = {key: value for key, value in part.items() if key != "grid"} if isinstance(part, dict) else {}
     if not isinstance(part, dict) or "grid" not in part or options.keys() - {"row_separator", "seconds_per_frame"}:
         raise InvalidInputError(f'{name}: got {json.dumps(part)}, want {{"text": n}} or {{"grid": {_WANT_GRID}}}')
@@ -285,6 +286,23 @@ def _part(name: str, part: object) -> Text | Grid:
     return _named(name, _grid, numbers, **options)
 
 
+def _without_grid(name: str, part: dict[str, Any]) -> Segment | None:
+    """Read text, audio, a clip or a canvas; None for anything else."""
+    match part:
+        case {"text": length} if len(part) == 1:
+            return _named(name, Text, length)
+        case {"audio": length} if len(part) == 1:
+            return _named(name, Audio, length)
+        case {"clip": [frames, height, width], "audio": audio, **time} if time.keys() <= {"seconds_per_frame"}:
+            seconds = time.get("seconds_per_frame")
+            return _named(name, Clip, height, width, frames=frames, audio=audio, seconds_per_frame=seconds)
+        case {"canvas": [height, width]} if len(part) == 1:
+            return _named(name, Canvas, height, width)
+        case {"canvas": [height, width], "slices": [_, _, _, _] as slices} if len(part) == 2:
+            return _named(name, Canvas, height, width, *slices)
+    return None
+
+
 def _image(name: str, source: Path | bytes) -> Document:
     from mmpos.images import ImageProcessor
 
@@ -293,12 +311,17 @@ def _image(name: str, source: Path | bytes) -> Document:
     return [Text(1), _named(name, processor.grid, size.height, size.width), Text(1)]
 
 
-def _part_to_json(part: Text | Grid) -> dict[str, object]:
-    if isinstance(part, Text):
-        return {"text": part.length}
+def _part_to_json(part: Segment) -> dict[str, object]:
+    if isinstance(part, Text | Audio):
+        return {"text" if isinstance(part, Text) else "audio": part.length}
+    if isinstance(part, Canvas):
+        canvas: dict[str, object] = {"canvas": [part.height, part.width]}
+        return canvas | {"slices": list(part.details)} if part.rows else canvas
     sides = [part.frames, part.height, part.width]
     written: dict[str, object] = {"grid": sides if part.frames > 1 else sides[1:]}
-    if part.row_separator:
+    if isinstance(part, Clip):
+        written = {"clip": sides, "audio": part.audio}
+    elif part.row_separator:
         written["row_separator"] = True
     if part.seconds_per_frame is not None:
         written["seconds_per_frame"] = float(part.seconds_per_frame)

@@ -19,8 +19,8 @@ from mmpos.positions.place import ids_consumed
 from mmpos.positions.rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.positions.table import PositionTable
 from mmpos.schemes import SCHEMES
-from mmpos.segments.kinds import Grid
-from mmpos.segments.table import GRID, TEXT, SegmentTable
+from mmpos.segments.kinds import AUDIO, CANVAS, CLIP, GRID, TEXT, Grid
+from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import whole_file
 
@@ -186,10 +186,16 @@ def _ending(positions: PositionTable, document: int) -> str:
 
 
 def _what(segments: SegmentTable, s: int) -> str:
-    if segments.kind[s] != GRID:
-        return f"text {segments.lengths[s]}"
+    kind = segments.kind[s]
+    if kind != GRID and kind < CLIP:
+        return f"{'audio' if kind == AUDIO else 'text'} {segments.lengths[s]}"
     frames, height, width = segments.extents[:, s].tolist()
     sides = f"{frames}×{height}×{width}" if frames > 1 else f"{height}×{width}"
+    details = [0] * 4 if segments.details is None else segments.details[:, s].tolist()
+    if kind == CLIP:
+        return f"clip {sides} with audio {details[0]}"
+    if kind == CANVAS:
+        return f"canvas {sides}" + (" with slices {}×{} of {}×{}".format(*details) if any(details) else "")
     return f"grid {sides}" + ("" if segments.row_separator is None or not segments.row_separator[s] else " + [SEP]")
 
 
@@ -197,7 +203,9 @@ def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token
     """Name the moves inside a segment that starts at this token; those that move nothing are left out."""
     s = int(np.searchsorted(positions.offset, token, side="right")) - 1
     parts = [("col", positions.step_col)]
-    if segments.kind[segment] == TEXT:
+    if segments.kind[segment] >= CLIP:
+        return ""  # of many pieces, each with steps of its own
+    if segments.kind[segment] in (TEXT, AUDIO):
         parts = [("token", positions.step_col)]
     else:
         parts.insert(0, ("row", positions.step_row))

@@ -17,10 +17,10 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
-from mmpos.cli.options import read_specs, to_json
+from mmpos.cli.options import _part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
-from mmpos.segments.kinds import Grid, Text
+from mmpos.segments.kinds import Canvas, Grid, Text
 from mmpos.segments.table import SegmentTable
 
 testing = pytest.importorskip("typer.testing")
@@ -157,6 +157,21 @@ def test_what_json_prints_can_be_read_again(tmp_path: Path) -> None:
     first = run("positions", "3,4x2x3,1", "--scheme", "mrope", "--json")
     (tmp_path / "again.json").write_text(first)
     assert run("positions", "again.json", "--scheme", "mrope", "--json") == first
+
+
+def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
+    parts = [{"audio": 2}, {"clip": [2, 1, 1], "audio": 3, "seconds_per_frame": 0.5}, {"text": 1}]
+    (tmp_path / "clip.json").write_text(json.dumps({"documents": [parts]}))
+    found = json.loads(run("positions", "clip.json", "--scheme", "tmrope", "--json"))
+    assert found["documents"] == [parts]
+    assert found["position_ids"][0] == [0, 1, 2, 2, 3, 15, 3, 4, 5, 6, 6, 7]
+    assert "clip 2×1×1 with audio 3" in run("positions", "clip.json", "--scheme", "tmrope")
+
+
+def test_canvases_are_parts_of_json_files() -> None:
+    for part in (Canvas(1, 2), Canvas(1, 2, 1, 1, 2, 3)):
+        (written,) = to_json([[part]])
+        assert _part("part", written[0]) == part
 
 
 def test_three_axes_of_a_tie_scheme() -> None:

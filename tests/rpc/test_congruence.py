@@ -43,6 +43,7 @@ from mmpos.rpc.positions import get_query
 from mmpos.rpc.queries import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
+from mmpos.segments import CLIP, Audio, Clip
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
 
@@ -130,6 +131,14 @@ SOURCES: list[SegmentTable | Spans | InputIds] = [
     InputIds([[0, 1, 5], [1, 1, 1]], [[1, 1, 1]], image_token_id=5, attention_mask=[[0, 1, 1], [1, 1, 1]]),
     InputIds([[0, 1]], image_token_id=5, attention_mask=np.array([[False, True]])),
 ]
+CLIPS: list[SegmentTable | Spans | InputIds] = [
+    SegmentTable.from_documents(
+        [[Text(1), Audio(3), Clip(2, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3))]]
+    ),
+    Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], details=[[3], [0], [0], [0]]),
+    InputIds([1, 1, 7, 9, 9, 7, 1, 1], None, [[2, 1, 1]], image_token_id=5, video_token_id=7, audio_token_id=9),
+    InputIds([9, 9, 1, 5], [[1, 1, 1]], image_token_id=5, audio_token_id=9, audio_lengths=[2]),
+]
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),
     InputIds([5, 2, 5, 3, 1], [[1, 2, 1]], image_token_id=5, row_token_id=2, last_row_token_id=3),
@@ -157,6 +166,7 @@ SCHEME_OBJECTS: list[str | Scheme] = [
 QUERIES = [
     *(PositionsQuery(source, "mrope-qwen2.5", strict=False) for source in SOURCES),
     *(PositionsQuery(source, "flatten") for source in ROWS),
+    *(PositionsQuery(source, scheme) for source in CLIPS for scheme in ("tmrope", "tmrope-qwen3")),
     *(PositionsQuery(SEGMENTS, start=[5, 9], views=views) for views in VIEWS),
     *(PositionsQuery(SEGMENTS, scheme, dense=dense) for scheme in SCHEME_OBJECTS for dense in (None, Dense())),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 4)]]), "grid-2d"),
@@ -167,6 +177,8 @@ QUERIES = [
     PositionsQuery(InputIds([1, 5, 5, 1], [[1, 1, 2]], image_token_id=5), "mrope", start=[7]),
 ]
 WRONG = [
+    *(PositionsQuery(source, "mrope") for source in CLIPS[:3]),
+    PositionsQuery(InputIds([9, 9], image_token_id=5, audio_token_id=9, audio_lengths=[3]), "tmrope"),
     PositionsQuery(SEGMENTS, "nonsense"),
     PositionsQuery(Spans([4], [3], [[1, 2, 3]])),
     PositionsQuery(Spans([4, 4], [3], [[1, 2, 3]])),

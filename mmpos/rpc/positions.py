@@ -298,6 +298,7 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
         put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), memory)
     _put_seconds(message, source.seconds_per_frame)
     message.frames_apart = boolean("frames_apart", source.frames_apart)
+    message.row_separator = boolean("row_separator", source.row_separator)
 
 
 def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
@@ -310,6 +311,7 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
+        row_separator=message.row_separator,
         **{field: optional(message, field) for field in _NUMBERS},
     )
 

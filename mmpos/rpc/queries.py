@@ -168,6 +168,7 @@ class InputIds:
     frames_apart: bool = False
     row_token_id: int | None = None
     last_row_token_id: int | None = None
+    row_separator: bool = False
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""

@@ -11,6 +11,7 @@ from mmpos.schemes.mrope import MRope, MRopeInterleaveReset, MRopeQwen3, MRopeQw
 from mmpos.schemes.planar import Grid2D, Naive2D, Rows
 from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.schemes.video import VideoRope, VRope
+from mmpos.schemes.xdrope import XDRope
 
 __all__ = [
     "SCHEMES",
@@ -35,6 +36,7 @@ __all__ = [
     "TextRuns",
     "VRope",
     "VideoRope",
+    "XDRope",
     "get_scheme",
 ]
 
@@ -58,6 +60,7 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             V2PE,
             VideoRope,
             VRope,
+            XDRope,
         )
     }
 )

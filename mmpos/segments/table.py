@@ -212,6 +212,7 @@ class SegmentTable:
         frames_apart: bool = False,
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
+        row_separator: bool = False,
     ) -> SegmentTable:
         """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
@@ -230,6 +231,8 @@ class SegmentTable:
             row_token_id: the token after every row of a grid (Pixtral's [IMG_BREAK]), which becomes a row separator;
                 None where rows follow each other.
             last_row_token_id: the token after the last row of a grid instead ([IMG_END]); None is the same.
+            row_separator: every row of a grid ends in one more placeholder, and one more may stand before the grid and
+                one after it, which become text (HunYuan-VL); every grid then has a run of placeholders of its own.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
@@ -246,6 +249,7 @@ class SegmentTable:
             attention_mask=attention_mask,
             row_token_id=row_token_id,
             last_row_token_id=last_row_token_id,
+            row_separator=boolean("row_separator", row_separator),
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
         per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)

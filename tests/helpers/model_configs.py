@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING
 
 import mmpos
 from mmpos.integrations.models import ModelSettings
-from mmpos.rotary import PRoPE, Rotary, YaRN
-from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2
+from mmpos.rotary import NTK, PRoPE, Rotary, YaRN
+from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2, XDRope
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -27,9 +27,12 @@ COHERE_TEXT = {
     },
 }
 """The class has no base: one type of layer turns, the other does not."""
+XDROPE = {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [16] * 4}}
+"""Of the released checkpoint, under the names that it has."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass": {"text_config": COHERE_TEXT},
     "glm4v": {"text_config": GLM_TEXT},
+    "hunyuan_vl": {"text_config": {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, **XDROPE}},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
     "glmga": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
@@ -68,6 +71,7 @@ QWEN2 = Rotary(128, theta=1e6, allocation="sections", mrope_section=(16, 24, 24)
 QWEN3 = Rotary(128, theta=5e5, allocation="mrope-interleaved")
 QWEN35 = Rotary(256, rotary_dim=64, allocation="mrope-interleaved", mrope_section=(11, 11, 10))
 GLM = Rotary(128, rotary_dim=64, allocation="sections", mrope_section=(8, 12, 12))
+XDRIVEN = Rotary(128, scaling=NTK(1000.0))
 ERNIE = Rotary(128, theta=5e5, axes=3, allocation=[1, 2] * 22 + [0] * 20, pairing="adjacent")
 
 
@@ -175,6 +179,19 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         },
     ),
     "hunyuan_image_3_moe": (RopeTieV2(rounding="floor"), Rotary(128), {"image_token_id": 128006}),
+    "hunyuan_vl": (
+        XDRope(counting="batch"),
+        replace(XDRIVEN, allocation=[0] * 32 + [1] * 32, axes=4),
+        {
+            "second_rotary": replace(XDRIVEN, allocation=[2] * 32 + [3] * 32, axes=4),
+            "image_token_id": 120120,
+            "image_markers": (120118, 120119),
+            "spatial_merge_size": 2,
+            "patch_size": 16,
+            "temporal_patch_size": 1,
+            "row_separator": True,
+        },
+    ),
     "mistral3": (
         Flatten(),
         line(128, 1e9),

@@ -13,7 +13,7 @@ from typing import Any
 import model_tables
 import numpy as np
 import pytest
-from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, XDROPE, config_of, settings_of
 from tolerance import EXACT, assert_within
 
 import mmpos
@@ -280,7 +280,7 @@ def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: An
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
-@pytest.mark.parametrize("model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen4_exp"])
+@pytest.mark.parametrize("model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "hunyuan_vl", "qwen4_exp"])
 def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
@@ -295,6 +295,59 @@ def test_layers_that_do_not_turn_have_no_settings() -> None:
     with pytest.raises(mmpos.InvalidInputError) as caught:
         mmpos.from_hf_config(config_of("cohere_compass"), layer_type="full_attention")
     assert str(caught.value) == "layer_type: got 'full_attention', want one of 'sliding_attention'"
+
+
+def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_its_top() -> None:
+    rope = {"rope_theta": 1e4, "rope_scaling": XDROPE["rope_parameters"]}
+    told = {"hidden_size": 1024, "num_attention_heads": 16, "attention_head_dim": 128, "vision_config": {}, **rope}
+    assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **told}) == settings_of("hunyuan_vl")
+
+
+def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
+    """By hand: two documents of begin, an image of 1×2 with three tokens more of its own, and end."""
+    begin, patch, end = 120118, 120120, 120119
+    row = [begin, *[patch] * 5, end]
+    expected = {"transformers": 1, "serving": 0}
+    for engine, second in expected.items():
+        settings = settings_of("hunyuan_vl", engine=engine)
+        segments = settings.segments([row, row], [[1, 2, 4]] * 2)
+        assert segments.lengths.tolist() == [2, 3, 2] * 2
+        ids = settings.place(segments).dense()
+        columns, rows = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6]
+        images = [[0, 1, n, n, n, 5, 6] for n in (0, second)]
+        assert ids.tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images[0] + images[1]]
+
+
+def hunyuan_with(**rope: Any) -> dict[str, Any]:
+    return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({}, "config.text_config.rope_parameters.mrope_section: got none, want pairs of each of three axes or more"),
+        (
+            {"mrope_section": [32, 32]},
+            "config.text_config.rope_parameters.mrope_section: got [32, 32], want pairs of each of three axes or more",
+        ),
+        ({"mrope_section": [16, 16, 16, 8]}, "mrope_section: got [16, 16, 16, 8], want sizes that sum to 64 pairs"),
+        (
+            {"mrope_section": [16] * 4, "xdrope_section": [24, 24, 8, 8]},
+            "mrope_section: got [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same",
+        ),
+    ],
+)
+def test_sections_of_hunyuan_vl_that_make_no_rotation_are_refused(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        mmpos.from_hf_config(hunyuan_with(**rope))
+    assert str(caught.value) == message
+
+
+def test_markers_of_hunyuan_vl_are_not_all() -> None:
+    with pytest.raises(
+        mmpos.UnsupportedError, match="markers: got 'hunyuan_vl', whose images have tokens of their own"
+    ):
+        _ = settings_of("hunyuan_vl").markers
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

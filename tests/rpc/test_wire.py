@@ -46,7 +46,18 @@ from mmpos.rpc.queries import (
     Window,
 )
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
-from mmpos.schemes import V2PE, Flatten, Grid2D, MRopeQwen25, MRopeTransformers, RopeTie, RopeTieV2, Scheme, VideoRope
+from mmpos.schemes import (
+    V2PE,
+    Flatten,
+    Grid2D,
+    MRopeQwen25,
+    MRopeTransformers,
+    RopeTie,
+    RopeTieV2,
+    Scheme,
+    VideoRope,
+    XDRope,
+)
 from mmpos.segments import Audio, Canvas, Clip
 
 M = TypeVar("M", bound=Message)
@@ -111,6 +122,7 @@ SCHEME_OBJECTS: list[Scheme] = [
     Grid2D(order="merged", spatial_merge_size=3),
     MRopeQwen25(tokens_per_second=Fraction(25, 2)),
     MRopeTransformers(tokens_per_second=4),
+    XDRope(axes=3, counting="batch", first_image=7),
 ]
 
 

@@ -48,6 +48,9 @@ class ModelSettings:
         patch_size: side of a patch in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
+        row_separator: rows of images end in one more placeholder, and images begin and end in one more (HunYuan-VL).
+        second_rotary: rotation of the second channel of every pair, where other axes drive it than the first, which
+            rotary then describes alone: what turns are the first channels of the one and the second of the other.
         image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
     """
 
@@ -66,6 +69,8 @@ class ModelSettings:
     patch_size: int | None = None
     temporal_patch_size: int | None = None
     frames_apart: bool = False
+    row_separator: bool = False
+    second_rotary: Rotary | None = None
     image_file: ImageFile | None = None
 
     def __post_init__(self) -> None:
@@ -122,6 +127,7 @@ class ModelSettings:
             frames_apart=self.frames_apart,
             row_token_id=row_token_id,
             last_row_token_id=last_row_token_id,
+            row_separator=self.row_separator and not as_text,
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
@@ -137,6 +143,11 @@ class ModelSettings:
         """
         if self.row_markers is not None and self.image_token_id is not None:
             return Markers(None, None, self.image_token_id, *self.row_markers)
+        if self.row_separator:
+            raise UnsupportedError(
+                f"markers: got {self.model_type!r}, whose images have tokens of their own beside patches, which "
+                "SequenceBuilder does not make"
+            )
         if self.image_markers is None or self.image_token_id is None:
             raise UnsupportedError(
                 f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "

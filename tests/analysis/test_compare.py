@@ -40,7 +40,7 @@ MARKS = {"✓": True, "✗": False, "–": None}
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
 #   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0, as are all but
 #   one axis of xd-rope.
-# unique: a vision encoder counts every grid from 0; ⌊t·¼·2⌋ gives two frames one id.
+# unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id.
 # linear shift, relative: rows and columns of a reset and of xd-rope stay where they are; a line of text does not move
 #   a grid below it.
 # delta 0: ids consumed less patches; rows and grid-2d have no next position.
@@ -70,6 +70,7 @@ SCHEMES = f"""
     rope-tie-fractional(axes=3)  3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-v2(axes=3)          3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-lcm(axes=3)         3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
+    xd-rope(axes=3)              3 ✓✗✗✓✗✗✓✓✓ 576 576 2
 """
 
 # axes; unique, bounded, length-independent, linear shift, relative, extrapolates, deterministic.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,7 @@ HUNYUAN = {
 
 
 def config_of(model: str) -> Any:
-    return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**ARGUMENTS.get(model, {}))
+    return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**deepcopy(dict(ARGUMENTS.get(model, {}))))
 
 
 def settings_of(model: str, **options: Any) -> ModelSettings:

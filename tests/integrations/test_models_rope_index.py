@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -111,7 +112,7 @@ def hunyuan(sections: int, engine: Any = "transformers") -> tuple[Any, ModelSett
         "rope_parameters": XDROPE["rope_parameters"]
         | {"xdrope_section": [64 - 16 * (sections - 1), *[16] * (sections - 1)]}
     }
-    config = CONFIGS["hunyuan_vl"](text_config=text)
+    config = CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
     return config, mmpos.from_hf_config(config, engine=engine)
 
 

@@ -381,7 +381,7 @@ def _pairing(fields: Fields) -> str:
 
 def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:
     pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
-    if None not in (pairs, older) and list(pairs) != list(older):
+    if pairs is not None and older is not None and list(pairs) != list(older):
         raise InvalidInputError(f"mrope_section: got {pairs} and xdrope_section {older}, want the same")
     pairs = older if pairs is None else pairs
     pairs = SECTIONS.get(model) if pairs is None else pairs

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 import mmpos
 from mmpos.integrations.models import ModelSettings
 from mmpos.rotary import NTK, PRoPE, Rotary, YaRN
-from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2, XDRope
+from mmpos.schemes import Flatten, Grid2D, MRope, MRopeQwen3, MRopeTransformers, RopeTieV2, XDRope
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -33,6 +33,7 @@ XDROPE = {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, 
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass": {"text_config": COHERE_TEXT},
     "glm4v": {"text_config": GLM_TEXT},
+    "glm_image": {"text_config": GLM_TEXT},
     "hunyuan_vl": {"text_config": {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, **XDROPE}},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
@@ -192,6 +193,11 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
             "temporal_patch_size": 1,
             "row_separator": True,
         },
+    ),
+    "glm_image": (
+        MRope(),
+        GLM,
+        {"image_token_id": 167855, "image_markers": (16384, 16385), "patch_size": 16, "generates": True},
     ),
     "mistral3": (
         Flatten(),

@@ -280,7 +280,9 @@ def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: An
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
-@pytest.mark.parametrize("model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "hunyuan_vl", "qwen4_exp"])
+@pytest.mark.parametrize(
+    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "qwen4_exp"]
+)
 def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
@@ -348,6 +350,43 @@ def test_markers_of_hunyuan_vl_are_not_all() -> None:
         mmpos.UnsupportedError, match="markers: got 'hunyuan_vl', whose images have tokens of their own"
     ):
         _ = settings_of("hunyuan_vl").markers
+
+
+BEGIN, PATCH, END = 16384, 167855, 16385
+
+
+def test_images_that_glm_image_generates_follow_its_prompt_the_last_grid_first() -> None:
+    """By hand: text at 0, begin 1, an image of 1×2 at 2, end 4, begin 5; then from 6 on images of 2×1 and 1×3."""
+    settings = settings_of("glm_image")
+    ids, grids, counts = [TEXT, BEGIN, PATCH, PATCH, END, BEGIN], [[1, 1, 2], [1, 1, 3], [1, 2, 1]], [3]
+    prompt = settings.segments(ids, grids, images_per_sample=counts)
+    placed = settings.place(prompt)
+    assert placed.dense().tolist() == [[0, 1, 2, 2, 4, 5], [0, 1, 2, 2, 4, 5], [0, 1, 2, 3, 4, 5]]
+    ahead = settings.place(settings.generated(prompt, grids, counts), start=placed.next_positions)
+    assert ahead.dense().tolist() == [[6, 6, 8, 8, 8, 11], [6, 7, 8, 8, 8, 11], [6, 6, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("model", "grids", "counts", "message"),
+    [
+        ("qwen3_vl", [], [0], "images_per_sample: got 'qwen3_vl', want a model that generates images"),
+        ("glm_image", [[1, 1, 1]], [0], "images_per_sample: got a sum of 0, want 1, one per grid"),
+        ("glm_image", [], [-1], "images_per_sample[0]: got -1, want >= 0"),
+        ("glm_image", [], [0, 0], "images_per_sample: got shape (2,), want (1,)"),
+        ("glm_image", [], [0], "images_per_sample[0]: got 0, want at least 1, the images of the prompt"),
+    ],
+)
+def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, counts: Any, message: str) -> None:
+    settings = settings_of(model)
+    prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
+    with pytest.raises(mmpos.MmposError) as caught:
+        settings.generated(prompt, grids, counts)
+    assert str(caught.value) == message
+
+
+def test_grids_to_generate_without_their_counts_are_surplus() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
+        settings_of("glm_image").segments([TEXT, BEGIN], [[1, 1, 1]])
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from layouts import IMAGE, VIDEO, random_layout, rope_index
-from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, settings_of
+from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of, settings_of
 
 import mmpos
 import mmpos.rotary
@@ -61,9 +61,14 @@ class Rows(NamedTuple):
             ids[r, own], mask[r, own] = row, 1
         return cls(ids, None if mask.all() else mask)
 
+    @property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """(batch, seq) whether a token is one."""
+        return np.ones(self.input_ids.shape, np.bool_) if self.mask is None else self.mask == 1
+
     def agree(self, ours: Any, ids: Any, deltas: Any) -> None:
         """Compare a placed batch with ids (axes, batch, seq) and deltas (batch,); padding has no id."""
-        real = np.ones(self.input_ids.shape, bool) if self.mask is None else self.mask == 1
+        real = self.real
         np.testing.assert_array_equal(ours.dense().reshape(np.shape(ids)) * real, np.asarray(ids) * real)
         assert ours.deltas.tolist() == np.asarray(deltas).tolist()
         assert ours.next_positions.tolist() == (np.asarray(deltas) + real.sum(axis=1)).tolist()
@@ -141,3 +146,57 @@ def test_xd_rope_has_the_ids_of_hunyuan_vl(axes: int, count: int, monkeypatch: p
         for _ in both_ways(monkeypatch):
             segments = settings.segments(rows.input_ids, images or None, attention_mask=rows.mask)
             rows.agree(settings.place(segments), ids, deltas[:, 0])
+
+
+# GLM-Image.
+
+
+def glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]]) -> tuple[list[int], int, int]:
+    """A prompt with images between their markers and the marker that begins an image to generate.
+
+    Returns:
+        the row, how many images it has, and how many of the grids are of images to generate.
+    """
+    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    row = [TEXT, *text_of(random, 5)]
+    sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
+    for _ in range(sources):
+        height, width = random.randint(1, 5), random.randint(1, 5)
+        grids.append([1, height, width])
+        row += [begin, *[patch] * (height * width), end, *text_of(random, 4)]
+    grids += [[1, random.randint(1, 6), random.randint(1, 6)] for _ in range(targets)]
+    return [*row, TEXT, begin], sources, targets
+
+
+def test_ids_of_glm_image_are_laid_ahead(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, settings = Random(0), settings_of("glm_image")
+    kind, told = unbound("glm_image", config_of("glm_image"))
+    for _ in range(count):
+        grids: list[list[int]] = []
+        made = [glm_image_row(random, settings, grids) for _ in range(random.randint(1, 4))]
+        rows = Rows.padded(random, [row for row, _, _ in made])
+        counts = [sources + targets for _, sources, targets in made]
+        ids, _ = kind.get_rope_index(
+            told,
+            torch.from_numpy(rows.input_ids),
+            torch.tensor(grids).reshape(-1, 3),
+            torch.tensor(counts),
+            tensor(rows.mask),
+        )
+        ahead = told._cached_decode_position_ids
+        for _ in both_ways(monkeypatch):
+            prompt = settings.segments(
+                rows.input_ids, grids or None, attention_mask=rows.mask, images_per_sample=counts
+            )
+            placed = settings.place(prompt)
+            np.testing.assert_array_equal(placed.dense().reshape(ids.shape) * rows.real, ids.numpy() * rows.real)
+            coming = settings.generated(prompt, grids, counts) if grids else None
+            if coming is None:
+                continue
+            laid = settings.place(coming, start=placed.next_positions)
+            bounds = laid.cu_seqlens.tolist()
+            own = [d for d, n in enumerate(counts) if n]  # Transformers has none for a row without grids
+            for theirs, d in zip(ahead, own, strict=True):
+                ours = laid.dense()[:, bounds[d] : bounds[d + 1]]
+                np.testing.assert_array_equal(ours, theirs[:, : ours.shape[1]])
+                assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()

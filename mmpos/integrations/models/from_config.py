@@ -48,6 +48,7 @@ class ModelType:
         row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
             Pixtral's; nothing stands around it then.
         row_separator: rows of images end in one more placeholder, and images begin and end in one more.
+        generates: images are generated, and their grids stand behind those of the prompt.
         note: peculiarities, for readers.
     """
 
@@ -61,6 +62,7 @@ class ModelType:
     merges_frames: bool = False
     row_markers: tuple[str, str] | None = None
     row_separator: bool = False
+    generates: bool = False
     note: str = ""
 
 
@@ -150,6 +152,14 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             row_separator=True,
             note="Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
         ),
+        "glm_image": ModelType(
+            "mrope",
+            "mrope",
+            _names("glm_image_text"),
+            _IMAGE,
+            generates=True,
+            note="ids of the images that it generates are laid ahead of them: see generated",
+        ),
         "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
         "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
         **_all(
@@ -212,7 +222,6 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
             ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
             "audio and video share ids by time",
         ),
-        "glm_image": "ids of the images that it generates are set ahead of them",
         "paligemma": "its ids count from one",
         "pi0": "its actions go on after a paligemma beside them",
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
@@ -279,6 +288,7 @@ def from_hf_config(
         video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
         row_separator=known.row_separator,
+        generates=known.generates,
         image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
         **(settings if vision is None else settings | _encoder(known, scheme, vision)),
     )
@@ -346,7 +356,7 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
 def _apart(rotary: Rotary) -> tuple[Rotary, Rotary]:
     """Allot axes to channels where Transformers has those of pairs, twice as many of each: (first, second channels)."""
     axes = rotary.pair_axis.repeat(2).tolist()
-    told = {"axes": rotary.axes, "mrope_section": None}
+    told: dict[str, Any] = {"axes": rotary.axes, "mrope_section": None}
     first, second = axes[: rotary.num_pairs], axes[rotary.num_pairs :]
     return replace(rotary, allocation=first, **told), replace(rotary, allocation=second, **told)
 

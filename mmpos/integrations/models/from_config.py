@@ -222,6 +222,7 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
             ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
             "audio and video share ids by time",
         ),
+        "minicpmv4_7": "its thumbnails are stretched over the canvas of their slices",
         "paligemma": "its ids count from one",
         "pi0": "its actions go on after a paligemma beside them",
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],

@@ -39,6 +39,8 @@ def rotation(model: str) -> str:
     row = class_defaults().get(model, {})
     row = class_defaults()[row["parts"]["thinker_config"]] if "thinker_config" in row.get("parts", {}) else row
     text = {**row.get("parts", {}), **row.get("auto_parts", {})}.get("text_config")
+    if text in OTHER_ROTATIONS:  # which is read with the settings of the whole model alone
+        return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:
         sizes = {"head_dim": 2 * sum(SECTIONS[text]), "partial_rotary_factor": 1.0, "rope_theta": 1e4}

@@ -86,7 +86,7 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: Split, strict: 
         _check_touching(scheme, segments)
     if not scheme.frames and split.moving:
         # Where the axes are a parameter, three of them take frames.
-        want = "one grid per frame, or axes=3" if "axes" in vars(scheme) else "one grid per frame"
+        want = "one grid per frame, or axes=3" if vars(scheme).get("axes") == 2 else "one grid per frame"
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
@@ -167,13 +167,13 @@ def _split(segments: SegmentTable, start: IntArray) -> Split:
             texts, grids, touching, moving = counts
             document, lengths, text, grid = block[0], block[1], block[2, :texts], block[4, :grids]
             runs = TextRuns(block[3, :texts], text, document, start)
-            of_grids = _grids(block[5:8, :grids], block[8, :grids], segments, grid)
+            of_grids = _grids(block[5:8, :grids], block[8, :grids], document, segments, grid)
             return Split(start, document, lengths, text, runs, grid, of_grids, touching, moving, block)
     document = np.arange(start.size).repeat(offsets[1:] - offsets[:-1])
     is_text = (kind == TEXT) | (kind == AUDIO)
     (text,), (grid,) = is_text.nonzero(), (~is_text & (kind != PAD)).nonzero()
     runs = TextRuns(extents[2, text], text, document, start)
-    of_grids = _grids(extents[:, grid], start[document[grid]], segments, grid)
+    of_grids = _grids(extents[:, grid], start[document[grid]], document, segments, grid)
     (plain,) = (kind == GRID).nonzero()
     touch = (plain[1:] - plain[:-1] == 1) & (document[plain[1:]] == document[plain[:-1]])
     moving = bool((of_grids.frames > 1).any())
@@ -247,18 +247,18 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
     raise InvalidInputError(f"scheme {scheme.name!r}: got {name} {got}, want integers")
 
 
-def _grids(extents: IntArray, start: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
+def _grids(extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray) -> Grids:
     separators, seconds, details = segments.row_separator, segments.seconds_per_frame, segments.details
     plain = extents.shape[1] == np.count_nonzero(segments.kind == GRID)
     if separators is None and seconds is None and plain:
-        return Grids(extents, start)
+        return Grids(extents, start, document[grid])
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
     if plain:
-        return Grids(extents, start, separator, time)
+        return Grids(extents, start, document[grid], separator, time)
     kind = segments.kind[grid]
     numbers = np.zeros((4, grid.size), np.int64) if details is None else details[:, grid]
-    return Grids(extents, start, separator, time, kind == CLIP, kind == CANVAS, numbers)
+    return Grids(extents, start, document[grid], separator, time, kind == CLIP, kind == CANVAS, numbers)
 
 
 def _placed(scheme: Scheme, segments: SegmentTable, split: Split, cursors: Cursors) -> PositionTable:

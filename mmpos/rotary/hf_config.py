@@ -68,7 +68,11 @@ HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_d
 
 
 def hf_arguments(
-    config: object, *, layer_type: str | None = None, overrides: Values = MappingProxyType({})
+    config: object,
+    *,
+    layer_type: str | None = None,
+    overrides: Values = MappingProxyType({}),
+    released: bool = False,
 ) -> dict[str, Any]:
     """Read the arguments of Rotary from a config, with overrides in their place.
 
@@ -83,12 +87,13 @@ def hf_arguments(
             one; of a vision encoder pass its vision_config.
         layer_type: which one, where the layers of a model turn in several ways.
         overrides: arguments of Rotary that replace what the config says.
+        released: read HunYuan-VL's as its own code has it, where Transformers turns otherwise.
 
     Raises:
         UnsupportedError: a rope type or a model type whose rotation is not known.
         InvalidInputError: the config does not say what is needed.
     """
-    fields = _language_model(config)
+    fields = _language_model(config, released)
     model = fields.model_type
     rope = _rope_parameters(fields, layer_type)
     fields = _layer(fields, layer_type)
@@ -130,15 +135,16 @@ def _known(fields: Fields) -> bool:
     return "rope_theta" in fields.defaults
 
 
-def _language_model(config: object) -> Fields:
+def _language_model(config: object, released: bool = False) -> Fields:
     fields = config if isinstance(config, Fields) else Fields.of(config)
     for name in ("thinker_config", "text_config"):
         fields = fields.part(name) or fields
     model = fields.model_type
-    if model in OTHER_ROTATIONS:
-        raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
     if model in TEXT_AT_TOP:
-        return Fields(fields.name, fields.config, fields.parts["text_config"])
+        fields = Fields(fields.name, fields.config, fields.parts["text_config"])
+        model = fields.model_type
+    if model in OTHER_ROTATIONS and not (released and _known(fields)):
+        raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
     for name in ("thinker_config", "text_config"):
         if name in fields.parts:
             raise fields.missing(name, "the config of the language model")
@@ -288,6 +294,8 @@ def _rope_type(fields: Fields, rope: Values) -> str:
     model = fields.model_type
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
+    if kind == "xdrope" and model == "hunyuan_vl_text":
+        kind = "dynamic"
     if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
         kind = "longrope"
     if kind == "default" and (model in AXIAL or model == "pixtral"):
@@ -372,7 +380,10 @@ def _pairing(fields: Fields) -> str:
 
 
 def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:
-    pairs = rope.get("mrope_section")
+    pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
+    if pairs is not None and older is not None and list(pairs) != list(older):
+        raise InvalidInputError(f"mrope_section: got {pairs} and xdrope_section {older}, want the same")
+    pairs = older if pairs is None else pairs
     pairs = SECTIONS.get(model) if pairs is None else pairs
     if pairs is None:
         return {}

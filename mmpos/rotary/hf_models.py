@@ -114,7 +114,7 @@ OLD_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Older names of fields beside rope_parameters."""
 
-ALPHA = _names("hunyuan_v1_dense hunyuan_v1_moe")
+ALPHA = _names("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text")
 """Model types whose dynamic scaling is NTK with an alpha, if there is one."""
 
 FIXED_THETA: Mapping[str, float] = MappingProxyType(dict.fromkeys(_names("codegen gptj roformer"), 10000.0))
@@ -161,7 +161,7 @@ SCALED_LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
 LAYER_BASES = _names("granite_swa granitemoe_swa")
 """Model types whose layer_rope_theta is the base of each layer, unless it is 0: such a layer does not turn."""
 
-TEXT_AT_TOP = _names("qwen2_5_vl qwen2_vl")
+TEXT_AT_TOP = _names("hunyuan_vl qwen2_5_vl qwen2_vl")
 """Model types whose first configs have the fields of text_config beside vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
@@ -182,7 +182,7 @@ OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
         "dots3_note_text": "its layers pair channels in two ways",
         "efficientloftr": "it turns all heads as one, by rows and columns",
         "gemma4_vision": "it pairs channels within the half of each axis",
-        "hunyuan_vl_text": "it turns the two channels of a pair by different axes",
+        "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
         "inkling2_vision": "it turns columns before rows, in pairs of neighbours",
         "kimi_k25_vision": "it alternates columns and rows",
         "llama4_vision_model": "it turns columns before rows, in pairs of neighbours, by ids from one",

@@ -312,6 +312,7 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
     if source.audio_lengths is not None:
         put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
     message.frames_apart = boolean("frames_apart", source.frames_apart)
+    message.row_separator = boolean("row_separator", source.row_separator)
 
 
 def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
@@ -325,6 +326,7 @@ def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
         audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
+        row_separator=message.row_separator,
         **{field: optional(message, field) for field in _NUMBERS},
     )
 

@@ -172,6 +172,7 @@ class InputIds:
     last_row_token_id: int | None = None
     audio_token_id: int | None = None
     audio_lengths: npt.ArrayLike | None = None
+    row_separator: bool = False
 
     def segments(self) -> SegmentTable:
         """Make the segments of these documents."""

@@ -12,6 +12,7 @@ from mmpos.schemes.omni import TMRope, TMRopeQwen3
 from mmpos.schemes.planar import Grid2D, Naive2D, Rows
 from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.schemes.video import VideoRope, VRope
+from mmpos.schemes.xdrope import XDRope
 
 __all__ = [
     "SCHEMES",
@@ -38,6 +39,7 @@ __all__ = [
     "TextRuns",
     "VRope",
     "VideoRope",
+    "XDRope",
     "get_scheme",
 ]
 
@@ -63,6 +65,7 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
             V2PE,
             VideoRope,
             VRope,
+            XDRope,
         )
     }
 )

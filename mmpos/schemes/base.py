@@ -24,6 +24,7 @@ class Grids:
     Args:
         extents: (3, grids) frames, height, width, without row separators.
         start: (grids,) first id of the grid's document.
+        document: (grids,) index of the grid's document, ascending.
         row_separator: (grids,) whether every row ends in one more token; None if none does.
         seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
         clip: (grids,) whether it is a video merged with its audio; None if none is.
@@ -35,6 +36,7 @@ class Grids:
 
     extents: IntArray
     start: IntArray
+    document: IntArray
     row_separator: npt.NDArray[np.bool_] | None = None
     seconds_per_frame: IntArray | None = None
     clip: npt.NDArray[np.bool_] | None = None

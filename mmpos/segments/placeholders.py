@@ -83,6 +83,7 @@ def find(
     last_row_token_id: int | None,
     audio_token_id: int | None,
     audio_lengths: object,
+    row_separator: bool,
 ) -> Placeholders:
     """Match every run of placeholders of a batch with its grids; see SegmentTable.from_input_ids."""
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1, maximum=INT32_MAX)
@@ -92,11 +93,15 @@ def find(
     if len(set(token_ids)) < len(wanted):
         raise InvalidInputError(f"video_token_id: got {wanted[-1].token_id}, want another than image_token_id")
     ends = RowEnds.of(row_token_id, last_row_token_id, token_ids)
+    if row_separator and ends is not None:
+        raise InvalidInputError(f"row_token_id: got {ends.row} beside row_separator=True, want one of them")
     runs = batch.runs(token_ids) if token_ids else []
     sound = _sound(batch, audio_token_id, token_ids)
     if sound is not None and wanted and wanted[-1].name == "video_grid_thw":
         runs[-1], sound = _merged_runs(runs[-1], sound)
-    spans = [_match(batch, modality, own, merge, ends) for modality, own in zip(wanted, runs, strict=True)]
+    spans = [
+        _match(batch, modality, own, merge, ends, row_separator) for modality, own in zip(wanted, runs, strict=True)
+    ]
     videos = sum(s.num_grids for s in spans if s.name == "video_grid_thw")
     if sound is not None:
         spans.append(_audio_spans(sound))
@@ -113,7 +118,7 @@ def find(
         both.video,
         videos,
         batch.padding,
-        ends is not None,
+        ends is not None or row_separator,
         None if plain else both.kind,
         None if plain else np.concatenate([both.audio[None], np.zeros((3, both.first.size), np.int64)]),
     )
@@ -219,7 +224,9 @@ def _token_id(modality: Modality) -> int:
     return integer(modality.name.replace("grid_thw", "token_id"), modality.token_id)
 
 
-def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEnds | None) -> _Spans:
+def _match(
+    batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEnds | None, row_separator: bool
+) -> _Spans:
     name = modality.name
     raw = int_array(name, () if modality.grid_thw is None else modality.grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
@@ -233,8 +240,10 @@ def _match(batch: Batch, modality: Modality, runs: Runs, merge: int, ends: RowEn
         grids = raw[owner]
         grids[:, 0] = 1
     merged = _merged(name, raw, grids, owner, merge)
-    tokens = span_tokens(name, merged)
-    if ends is None:
+    tokens = span_tokens(name, merged, int(row_separator))
+    if row_separator:
+        first, document = _match_framed(batch, runs, name, merged, tokens, owner)
+    elif ends is None:
         fits, first, document = _fits(runs, tokens)
         if not fits.all() or tokens.sum() != runs.total:
             raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge))
@@ -289,6 +298,28 @@ def _fits(runs: Runs, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
         return np.zeros(tokens.shape, np.bool_), stops, stops
     run = runs.of(stops - tokens)
     return stops <= runs.stops[run], stops - tokens + runs.shift[run], runs.document[run]
+
+
+def _match_framed(
+    batch: Batch, runs: Runs, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Match grids whose rows end in a placeholder with one run each, which one more may begin and end."""
+    lengths = np.diff(runs.stops, prepend=0)
+    count = min(lengths.size, tokens.size)
+    frame = lengths[:count] - tokens[:count]
+    fits = (frame == 0) | (frame == 2)
+    if not fits.all():
+        g = int(fits.argmin())
+        at = batch.name(int(runs.document[g]), int(runs.first[g]))
+        raise InvalidInputError(
+            f"{name}[{owner[g]}]: got a run of {counted(int(lengths[g]), 'placeholder')} at {at}, want {tokens[g]} or "
+            f"{tokens[g] + 2} for {'x'.join(map(str, merged[g]))} after merging, whose rows end in one more"
+        )
+    if lengths.size != tokens.size:
+        raise InvalidInputError(
+            f"{name}: got {counted(tokens.size, 'grid')}, want {lengths.size}, one for each run of placeholders"
+        )
+    return runs.first + frame // 2, runs.document
 
 
 def _match_rows(

@@ -214,6 +214,7 @@ class SegmentTable:
         last_row_token_id: int | None = None,
         audio_token_id: int | None = None,
         audio_lengths: npt.ArrayLike | None = None,
+        row_separator: bool = False,
     ) -> SegmentTable:
         """Make the table of a tokenised batch by matching runs of placeholders with the grids in order.
 
@@ -236,6 +237,8 @@ class SegmentTable:
                 video tokens follow each other without text, they are a clip, with two markers before and two after.
             audio_lengths: (audios,) tokens of each audio after the encoder, those of clips included, to be compared
                 with the runs of placeholders; or None.
+            row_separator: every row of a grid ends in one more placeholder, and one more may stand before the grid and
+                one after it, which become text (HunYuan-VL); every grid then has a run of placeholders of its own.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both
@@ -254,6 +257,7 @@ class SegmentTable:
             last_row_token_id=last_row_token_id,
             audio_token_id=audio_token_id,
             audio_lengths=audio_lengths,
+            row_separator=boolean("row_separator", row_separator),
         )
         times = rationals("seconds_per_frame", seconds_per_frame)
         per_span = None if seconds_per_frame is None else matched.per_span("seconds_per_frame", times)

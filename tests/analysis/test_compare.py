@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import cos, log2, sin
 from typing import Any, ClassVar
@@ -38,9 +38,11 @@ MARKS = {"✓": True, "✗": False, "–": None}
 
 # From the formulas of the schemes, with h×w patches after the text id L and before K:
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
-#   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0.
-# unique: a vision encoder counts every grid from 0; ⌊t·¼·2⌋ gives two frames one id.
-# linear shift, relative: rows and columns of a reset stay where they are; a line of text does not move a grid below it.
+#   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0, as are all but
+#   one axis of xd-rope.
+# unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id.
+# linear shift, relative: rows and columns of a reset and of xd-rope stay where they are; a line of text does not move
+#   a grid below it.
 # delta 0: ids consumed less patches; rows and grid-2d have no next position.
 # prefix-stable: a frame more changes the strides, or the centre, of three-axis ties.
 # Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
@@ -65,10 +67,12 @@ SCHEMES = f"""
     v2pe                         1 ✓✗✓✓✓✓✗✗✓ 144 144 2
     videorope                    3 ✓✗✓✓✓✓✗✓✓ 1 1 0
     vrope                        4 ✓✓✓✓✓✓✗✓✓ 47 576 {log2(255 / 127)}
+    xd-rope                      4 ✓✗✓✓✗✗✓✓✓ 576 576 2
     rope-tie(axes=3)             3 ✓✓✓✓✓✓✗✓✗ 1249 2307 {log2(33281 / 8449)}
     rope-tie-fractional(axes=3)  3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-v2(axes=3)          3 ✓✓✓✓✓✓✓✗✗ 576 576 2
     rope-tie-lcm(axes=3)         3 ✓✓✓✓✓✓✗✓✗ 49 1153 {log2(32765 / 8189)}
+    xd-rope(axes=3)              3 ✓✗✗✓✗✗✓✓✓ 576 576 2
 """
 
 # axes; unique, bounded, length-independent, linear shift, relative, extrapolates, deterministic.
@@ -283,7 +287,7 @@ class Floored(MRopeQwen25):
 
     def advance(self, grids: Grids) -> IntArray:
         sides = np.minimum(grids.extents, [[2**31], [1], [1]])
-        return super().advance(Grids(sides, grids.start, None, grids.seconds_per_frame))
+        return super().advance(replace(grids, extents=sides, row_separator=None))
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         whole = super().place(grids, cursor)

@@ -27,7 +27,7 @@ def test_every_scheme_with_a_next_position_is_there() -> None:
     found = id_growth(sides=[1, 24])
     assert set(SCHEMES) - set(found.schemes) == {"rows", "grid-2d"}
     groups = [{found.schemes[i] for i in group} for group in found.alike]
-    assert {"rope-tie-fractional", "rope-tie-v2", "flatten"} in groups
+    assert {"rope-tie-fractional", "rope-tie-v2", "flatten", "xd-rope"} in groups
     assert {"rope-tie"} in groups
     assert sum(map(len, groups)) == len(found.schemes)
 
@@ -47,7 +47,7 @@ def test_the_picture_names_every_scheme_once(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_growth(id_growth(sides=[1, 2, 3, 32]), tmp_path / "a.svg")
     words = texts(tmp_path / "a.svg")
-    assert "rope-tie-fractional, rope-tie-v2, flatten" in words
+    assert "rope-tie-fractional, rope-tie-v2, flatten, xd-rope" in words
     assert {"rope-tie", "rope-tie-lcm", "vrope", "videorope", "v2pe", "squares, n×n", "strips, 1×n²"} <= set(words)
     assert {"patches of the image", "ids consumed", "1,000"} <= set(words)
     plot_growth(id_growth(sides=[1, 2, 3, 32]), tmp_path / "b.svg")

@@ -96,7 +96,8 @@ def test_every_scheme_for_text_and_images_is_tried_once() -> None:
 
     tried = {ids(scheme) for scheme in neighbours.PLACED}
     assert len(tried) == len(neighbours.PLACED)
-    assert {ids(name) for name, scheme in mmpos.SCHEMES.items() if scheme.text} == tried
+    untried = {"xd-rope"}  # whose places of images, and how they are numbered, are those of one model
+    assert {ids(name) for name in mmpos.SCHEMES.keys() - untried if mmpos.SCHEMES[name].text} == tried
 
 
 def test_models_of_a_seed_differ_in_their_rotation_alone() -> None:

@@ -27,7 +27,16 @@ MODELS = Path(transformers.__file__).parent / "models"
 
 FIELDS = (
     *("audio_token_id", "position_id_per_seconds", "seconds_per_chunk"),
-    *("boi_token_id", "eoi_token_id", "image_end_token_id", "image_start_token_id", "image_token_id", "patch_size"),
+    *(
+        "boi_token_id",
+        "eoi_token_id",
+        "im_end_id",
+        "im_start_id",
+        "image_end_token_id",
+        "image_start_token_id",
+        "image_token_id",
+        "patch_size",
+    ),
     *("merge_kernel_size", "merge_size", "spatial_merge_size", "temporal_merge_size", "temporal_patch_size"),
     *("tokens_per_second", "video_end_token_id"),
     *("video_start_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id"),
@@ -54,6 +63,7 @@ TAKEN = {
 OLD_NAMES = {
     "dots3_note_vision_encoder": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"},
     "falcon": {"hidden_size": "n_embed"},
+    "hunyuan_vl_text": {"head_dim": "attention_head_dim"},
 }
 """Names of fields that classes still read."""
 
@@ -61,6 +71,9 @@ PLAIN = ("default", "axial")
 """Rope types that need no parameters."""
 
 ROTARY = r"\w*(?:Rotary\w*|Rope)(?:Position)?Embedding"
+
+APART = ("hunyuan_vl_text",)
+"""Model types whose rotation is read with the settings of the whole model alone."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
 """Model types that rotate by functions alone."""
@@ -117,7 +130,9 @@ def table() -> dict[str, dict[str, Any]]:
     """Collect the defaults of the classes, by model type, as far as mmpos reads them."""
     rotating = {config.model_type: config for config in rotations() if config.model_type}
     rotating |= {model: CONFIG_MAPPING[model] for model in WITHOUT_MODULE}
-    rows = {model: _rotation(config) for model, config in rotating.items() if model not in OTHER_ROTATIONS}
+    rows = {
+        model: _rotation(config) for model, config in rotating.items() if model not in OTHER_ROTATIONS or model in APART
+    }
     wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
     known = {*rows, *OTHER_ROTATIONS}
     for config in wholes * 3:  # parts have parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,18 @@ from transformers import CONFIG_MAPPING
 
 import mmpos
 from mmpos.integrations.models import ModelSettings
-from mmpos.rotary import PRoPE, Rotary, YaRN
-from mmpos.schemes import Flatten, Grid2D, MRopeQwen3, MRopeTransformers, RopeTieV2, TMRope, TMRopeQwen3
+from mmpos.rotary import NTK, PRoPE, Rotary, YaRN
+from mmpos.schemes import (
+    Flatten,
+    Grid2D,
+    MRope,
+    MRopeQwen3,
+    MRopeTransformers,
+    RopeTieV2,
+    TMRope,
+    TMRopeQwen3,
+    XDRope,
+)
 
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
@@ -29,11 +40,15 @@ COHERE_TEXT = {
 """The class has no base: one type of layer turns, the other does not."""
 OMNI_TEXT = {"num_attention_heads": 32, "head_dim": 128}
 """As released: 28 heads of the class do not divide its hidden size."""
+XDROPE = {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [16] * 4}}
+"""Of the released checkpoint, under the names that it has."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_omni_moe": {"thinker_config": {"text_config": OMNI_TEXT}},
     "qwen3_omni_moe_thinker": {"text_config": OMNI_TEXT},
     "cohere_compass": {"text_config": COHERE_TEXT},
     "glm4v": {"text_config": GLM_TEXT},
+    "glm_image": {"text_config": GLM_TEXT},
+    "hunyuan_vl": {"text_config": {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, **XDROPE}},
     "glm46v": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
     "glm4v_moe": {"text_config": GLM_TEXT},
     "glmga": {"text_config": {"model_type": "glm4v_text", **GLM_TEXT}},
@@ -61,7 +76,7 @@ HUNYUAN = {
 
 
 def config_of(model: str) -> Any:
-    return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**ARGUMENTS.get(model, {}))
+    return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**deepcopy(dict(ARGUMENTS.get(model, {}))))
 
 
 def settings_of(model: str, **options: Any) -> ModelSettings:
@@ -72,6 +87,7 @@ QWEN2 = Rotary(128, theta=1e6, allocation="sections", mrope_section=(16, 24, 24)
 QWEN3 = Rotary(128, theta=5e5, allocation="mrope-interleaved")
 QWEN35 = Rotary(256, rotary_dim=64, allocation="mrope-interleaved", mrope_section=(11, 11, 10))
 GLM = Rotary(128, rotary_dim=64, allocation="sections", mrope_section=(8, 12, 12))
+XDRIVEN = Rotary(128, scaling=NTK(1000.0))
 ERNIE = Rotary(128, theta=5e5, axes=3, allocation=[1, 2] * 22 + [0] * 20, pairing="adjacent")
 
 
@@ -198,6 +214,24 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         },
     ),
     "hunyuan_image_3_moe": (RopeTieV2(rounding="floor"), Rotary(128), {"image_token_id": 128006}),
+    "hunyuan_vl": (
+        XDRope(counting="batch"),
+        replace(XDRIVEN, allocation=[0] * 32 + [1] * 32, axes=4),
+        {
+            "second_rotary": replace(XDRIVEN, allocation=[2] * 32 + [3] * 32, axes=4),
+            "image_token_id": 120120,
+            "image_markers": (120118, 120119),
+            "spatial_merge_size": 2,
+            "patch_size": 16,
+            "temporal_patch_size": 1,
+            "row_separator": True,
+        },
+    ),
+    "glm_image": (
+        MRope(),
+        GLM,
+        {"image_token_id": 167855, "image_markers": (16384, 16385), "patch_size": 16, "generates": True},
+    ),
     "mistral3": (
         Flatten(),
         line(128, 1e9),

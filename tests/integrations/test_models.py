@@ -13,7 +13,7 @@ from typing import Any
 import model_tables
 import numpy as np
 import pytest
-from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, config_of, settings_of
+from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, XDROPE, config_of, settings_of
 from tolerance import EXACT, assert_within
 
 import mmpos
@@ -280,7 +280,9 @@ def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: An
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
-@pytest.mark.parametrize("model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen4_exp"])
+@pytest.mark.parametrize(
+    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "qwen4_exp"]
+)
 def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
@@ -295,6 +297,96 @@ def test_layers_that_do_not_turn_have_no_settings() -> None:
     with pytest.raises(mmpos.InvalidInputError) as caught:
         mmpos.from_hf_config(config_of("cohere_compass"), layer_type="full_attention")
     assert str(caught.value) == "layer_type: got 'full_attention', want one of 'sliding_attention'"
+
+
+def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_its_top() -> None:
+    rope = {"rope_theta": 1e4, "rope_scaling": XDROPE["rope_parameters"]}
+    told = {"hidden_size": 1024, "num_attention_heads": 16, "attention_head_dim": 128, "vision_config": {}, **rope}
+    assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **told}) == settings_of("hunyuan_vl")
+
+
+def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
+    """By hand: two documents of begin, an image of 1×2 with three tokens more of its own, and end."""
+    begin, patch, end = 120118, 120120, 120119
+    row = [begin, *[patch] * 5, end]
+    expected = {"transformers": 1, "serving": 0}
+    for engine, second in expected.items():
+        settings = settings_of("hunyuan_vl", engine=engine)
+        segments = settings.segments([row, row], [[1, 2, 4]] * 2)
+        assert segments.lengths.tolist() == [2, 3, 2] * 2
+        ids = settings.place(segments).dense()
+        columns, rows = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6]
+        images = [[0, 1, n, n, n, 5, 6] for n in (0, second)]
+        assert ids.tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images[0] + images[1]]
+
+
+def hunyuan_with(**rope: Any) -> dict[str, Any]:
+    return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({}, "config.text_config.rope_parameters.mrope_section: got none, want pairs of each of three axes or more"),
+        (
+            {"mrope_section": [32, 32]},
+            "config.text_config.rope_parameters.mrope_section: got [32, 32], want pairs of each of three axes or more",
+        ),
+        ({"mrope_section": [16, 16, 16, 8]}, "mrope_section: got [16, 16, 16, 8], want sizes that sum to 64 pairs"),
+        (
+            {"mrope_section": [16] * 4, "xdrope_section": [24, 24, 8, 8]},
+            "mrope_section: got [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same",
+        ),
+    ],
+)
+def test_sections_of_hunyuan_vl_that_make_no_rotation_are_refused(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(mmpos.InvalidInputError) as caught:
+        mmpos.from_hf_config(hunyuan_with(**rope))
+    assert str(caught.value) == message
+
+
+def test_markers_of_hunyuan_vl_are_not_all() -> None:
+    with pytest.raises(
+        mmpos.UnsupportedError, match="markers: got 'hunyuan_vl', whose images have tokens of their own"
+    ):
+        _ = settings_of("hunyuan_vl").markers
+
+
+BEGIN, PATCH, END = 16384, 167855, 16385
+
+
+def test_images_that_glm_image_generates_follow_its_prompt_the_last_grid_first() -> None:
+    """By hand: text at 0, begin 1, an image of 1×2 at 2, end 4, begin 5; then from 6 on images of 2×1 and 1×3."""
+    settings = settings_of("glm_image")
+    ids, grids, counts = [TEXT, BEGIN, PATCH, PATCH, END, BEGIN], [[1, 1, 2], [1, 1, 3], [1, 2, 1]], [3]
+    prompt = settings.segments(ids, grids, images_per_sample=counts)
+    placed = settings.place(prompt)
+    assert placed.dense().tolist() == [[0, 1, 2, 2, 4, 5], [0, 1, 2, 2, 4, 5], [0, 1, 2, 3, 4, 5]]
+    ahead = settings.place(settings.generated(prompt, grids, counts), start=placed.next_positions)
+    assert ahead.dense().tolist() == [[6, 6, 8, 8, 8, 11], [6, 7, 8, 8, 8, 11], [6, 6, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("model", "grids", "counts", "message"),
+    [
+        ("qwen3_vl", [], [0], "images_per_sample: got 'qwen3_vl', want a model that generates images"),
+        ("glm_image", [[1, 1, 1]], [0], "images_per_sample: got a sum of 0, want 1, one per grid"),
+        ("glm_image", [], [-1], "images_per_sample[0]: got -1, want >= 0"),
+        ("glm_image", [], [0, 0], "images_per_sample: got shape (2,), want (1,)"),
+        ("glm_image", [], [0], "images_per_sample[0]: got 0, want at least 1, the images of the prompt"),
+    ],
+)
+def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, counts: Any, message: str) -> None:
+    settings = settings_of(model)
+    prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
+    with pytest.raises(mmpos.MmposError) as caught:
+        settings.generated(prompt, grids, counts)
+    assert str(caught.value) == message
+
+
+def test_grids_to_generate_without_their_counts_are_surplus() -> None:
+    with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
+        settings_of("glm_image").segments([TEXT, BEGIN], [[1, 1, 1]])
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
-from tolerance import assert_within, cos_sin, rotations
+from tolerance import EXACT, assert_within, cos_sin, rotations
 from transformers import AutoModel
 from transformers.vision_utils import get_vision_position_ids
 
 import mmpos
+import mmpos.rotary
 from mmpos.integrations.models import TEXT_TYPES, ModelSettings
 from mmpos.integrations.models.from_config import ENCODER_ORDERS
 from mmpos.rotary import Rotary, apply_rotary
 
 MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
+WITH_VIDEOS = [name for name in MROPE if name != "glm_image"]
 LAYOUTS: list[list[list[Any]]] = [
     [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]],
     [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
@@ -91,7 +93,7 @@ def padded(rows: list[list[int]], side: str, value: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model", MROPE)
+@pytest.mark.parametrize("model", WITH_VIDEOS)
 def test_ids_are_those_of_get_rope_index(model: str, side: str) -> None:
     config = config_of(model)
     settings = settings_of(model)
@@ -137,6 +139,36 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
     options = {"layer_type": LAYER_TYPES[model]} if model in LAYER_TYPES else {}
     cos, sin = rotation_of(module, vision=False)(text)(torch.zeros(1), ids, **options)
     turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
+
+
+XD_SEGMENTS = mmpos.SegmentTable.from_documents(
+    [[mmpos.Text(3), mmpos.Grid(2, 5, row_separator=True), mmpos.Text(40), mmpos.Grid(4, 3, row_separator=True)]]
+)
+
+
+def test_hunyuan_vl_turns_the_channels_of_a_pair_apart() -> None:
+    settings, text, module = settings_of("hunyuan_vl"), config_of("hunyuan_vl").text_config, modeling("hunyuan_vl")
+    positions = settings.place(XD_SEGMENTS)
+    cos, sin = module.HunYuanVLRotaryEmbedding(text)(torch.zeros(1), torch.from_numpy(positions.dense())[:, None])
+    assert settings.second_rotary is not None
+    q = torch.randn(1, 2, positions.num_tokens, 128, generator=torch.Generator().manual_seed(0))
+    ours = torch.empty_like(q)
+    for channels, rotary in ((slice(64), settings.rotary), (slice(64, None), settings.second_rotary)):
+        turned, _ = apply_rotary(q, None, positions, replace(rotary, precision="hf"), layout="bhsd")
+        assert turned is not None
+        ours[..., channels] = turned[..., channels]
+    theirs = module.apply_rotary_pos_emb(q, q, cos, sin)[0]
+    assert_within(ours, theirs, rotations(theirs, cos_sin()))
+
+
+def test_serving_engines_turn_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis() -> None:
+    settings = settings_of("hunyuan_vl", engine="serving")
+    assert settings.second_rotary is None
+    positions = settings.place(XD_SEGMENTS)
+    base = 10000.0 * 1000.0 ** (128 / 126)
+    angles = [[int(ids[j // 16]) * base ** (-j / 64) for j in range(64)] for ids in positions.dense().T]
+    cos, sin = mmpos.rotary.cos_sin(settings.rotary, positions)
+    assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
 
 
 @pytest.mark.parametrize("encoder", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))

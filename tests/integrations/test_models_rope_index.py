@@ -2,35 +2,201 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from layouts import IMAGE, VIDEO, random_layout, rope_index
-from model_configs import settings_of
+from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of, settings_of
+
+import mmpos
+import mmpos.rotary
+from mmpos.integrations.models import ModelSettings
+from mmpos.support import native
 
 APART = ("cohere_compass", "cosmos3_edge", "cosmos3_omni", "qwen4_exp")
 """Model types whose frames are grids of their own, with timestamps between."""
 BATCHES = [pytest.param(100, id="100"), pytest.param(2100, id="2100", marks=pytest.mark.slow)]
 
-
-def agree(ours: Any, input_ids: Any, mask: Any, ids: Any, deltas: Any) -> None:
-    """Compare a placed batch with ids (axes, batch, seq) and deltas (batch,); the ids of padding are left out."""
-    real = np.ones(np.shape(input_ids), bool) if mask is None else np.asarray(mask, bool)
-    np.testing.assert_array_equal(ours.dense().reshape(np.shape(ids)) * real, np.asarray(ids) * real)
-    assert ours.next_positions.tolist() == (np.asarray(deltas) + real.sum(axis=1)).tolist()
-    assert ours.deltas.tolist() == np.asarray(deltas).tolist()
+Array = npt.NDArray[np.int64]
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("count", BATCHES)
+@pytest.fixture(params=BATCHES)
+def count(request: pytest.FixtureRequest) -> int:
+    """Batches of a model type."""
+    return int(request.param)
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With the extension where there is one, then without."""
+    with monkeypatch.context() as patched:
+        if native.core is not None:
+            yield
+        patched.setattr(native, "core", None)
+        yield
+
+
+class Rows(NamedTuple):
+    """Padded rows of token ids, (batch, seq), and their mask, None where no row is padded."""
+
+    input_ids: Array
+    mask: Array | None
+
+    @classmethod
+    def padded(cls, random: Random, rows: list[list[int]]) -> Rows:
+        """Pad rows on one side with text or a token of theirs."""
+        width = max(map(len, rows)) + random.randint(0, 2)
+        left, fill = random.random() < 0.5, random.choice([0, random.choice(rows[0])])
+        ids, mask = np.full((len(rows), width), fill), np.zeros((len(rows), width), np.int64)
+        for r, row in enumerate(rows):
+            own = slice(width - len(row), None) if left else slice(len(row))
+            ids[r, own], mask[r, own] = row, 1
+        return cls(ids, None if mask.all() else mask)
+
+    @property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """(batch, seq) whether a token is one."""
+        return np.ones(self.input_ids.shape, np.bool_) if self.mask is None else self.mask == 1
+
+    def agree(self, ours: Any, ids: Any, deltas: Any) -> None:
+        """Compare a placed batch with ids (axes, batch, seq) and deltas (batch,); padding has no id."""
+        real = self.real
+        np.testing.assert_array_equal(ours.dense().reshape(np.shape(ids)) * real, np.asarray(ids) * real)
+        assert ours.deltas.tolist() == np.asarray(deltas).tolist()
+        assert ours.next_positions.tolist() == (np.asarray(deltas) + real.sum(axis=1)).tolist()
+
+
+def unbound(model: str, config: Any) -> tuple[Any, Any]:
+    """The class of a model with get_rope_index, and an object with its helpers and no weights."""
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    kind = next(value for value in vars(module).values() if "get_rope_index" in getattr(value, "__dict__", {}))
+    told: Any = SimpleNamespace(config=config)
+    for name in ("get_vision_position_ids", "_group_visual_frames", "_frame_end_idx"):
+        if hasattr(kind, name):
+            static = isinstance(vars(kind)[name], staticmethod)
+            setattr(told, name, getattr(kind, name) if static else getattr(kind, name).__get__(told))
+    return kind, told
+
+
+def tensor(values: Any) -> Any:
+    """A tensor of integers; None where there are none."""
+    return None if values is None or not len(values) else torch.tensor(values)
+
+
+def text_of(random: Random, most: int) -> list[int]:
+    return [random.randint(1, 7) for _ in range(random.randint(0, most))]
+
+
 @pytest.mark.parametrize("model", APART)
-def test_frames_apart_have_the_ids_of_the_model(model: str, count: int) -> None:
+def test_frames_apart_have_the_ids_of_the_model(model: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random, settings = Random(model), settings_of(model)
     for _ in range(count):
         layout = random_layout(random, "qwen3_vl", videos=True)
+        answer = rope_index(model, layout)
         told = replace(settings, image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=layout.merge)
-        segments = told.segments(layout.input_ids, layout.images, layout.videos, attention_mask=layout.attention_mask)
-        agree(told.place(segments), layout.input_ids, layout.attention_mask, *rope_index(model, layout))
+        rows = Rows(layout.input_ids, layout.attention_mask)
+        for _ in both_ways(monkeypatch):
+            segments = told.segments(rows.input_ids, layout.images, layout.videos, attention_mask=rows.mask)
+            rows.agree(told.place(segments), *answer)
+
+
+# HunYuan-VL.
+
+
+def hunyuan(sections: int, engine: Any = "transformers") -> tuple[Any, ModelSettings]:
+    """A config with as many axes, of 16 pairs and what is left, and its settings."""
+    text = ARGUMENTS["hunyuan_vl"]["text_config"] | {
+        "rope_parameters": XDROPE["rope_parameters"]
+        | {"xdrope_section": [64 - 16 * (sections - 1), *[16] * (sections - 1)]}
+    }
+    config = CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
+    return config, mmpos.from_hf_config(config, engine=engine)
+
+
+def hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
+    """Text and images, each between its markers, with a token at the end of each row and mostly one on both sides."""
+    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    row = [TEXT, *text_of(random, 5)]
+    for _ in range(random.choice([0, 1, 1, 2, 3])):
+        height, width = random.randint(1, 5), random.randint(1, 5)
+        images.append([1, 2 * height, 2 * width])
+        row += [begin, *[patch] * (height * (width + 1) + random.choice([2, 2, 0])), end, *text_of(random, 4)]
+    return row
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_xd_rope_has_the_ids_of_hunyuan_vl(axes: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, (config, settings) = Random(axes), hunyuan(axes)
+    kind, told = unbound("hunyuan_vl", config)
+    for _ in range(count // 2):
+        images: list[list[int]] = []
+        rows = Rows.padded(random, [hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
+        types = (rows.input_ids == settings.image_token_id).astype(np.int64)
+        ids, deltas = kind.get_rope_index(
+            told, torch.from_numpy(rows.input_ids), tensor(types), tensor(images), attention_mask=tensor(rows.mask)
+        )
+        for _ in both_ways(monkeypatch):
+            segments = settings.segments(rows.input_ids, images or None, attention_mask=rows.mask)
+            rows.agree(settings.place(segments), ids, deltas[:, 0])
+
+
+# GLM-Image.
+
+
+def glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]]) -> tuple[list[int], int, int]:
+    """A prompt with images between their markers and the marker that begins an image to generate.
+
+    Returns:
+        the row, how many images it has, and how many of the grids are of images to generate.
+    """
+    (begin, end), patch = settings.image_markers or (0, 0), settings.image_token_id or 0
+    row = [TEXT, *text_of(random, 5)]
+    sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
+    for _ in range(sources):
+        height, width = random.randint(1, 5), random.randint(1, 5)
+        grids.append([1, height, width])
+        row += [begin, *[patch] * (height * width), end, *text_of(random, 4)]
+    grids += [[1, random.randint(1, 6), random.randint(1, 6)] for _ in range(targets)]
+    return [*row, TEXT, begin], sources, targets
+
+
+def test_ids_of_glm_image_are_laid_ahead(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, settings = Random(0), settings_of("glm_image")
+    kind, told = unbound("glm_image", config_of("glm_image"))
+    for _ in range(count):
+        grids: list[list[int]] = []
+        made = [glm_image_row(random, settings, grids) for _ in range(random.randint(1, 4))]
+        rows = Rows.padded(random, [row for row, _, _ in made])
+        counts = [sources + targets for _, sources, targets in made]
+        ids, _ = kind.get_rope_index(
+            told,
+            torch.from_numpy(rows.input_ids),
+            torch.tensor(grids).reshape(-1, 3),
+            torch.tensor(counts),
+            tensor(rows.mask),
+        )
+        ahead = told._cached_decode_position_ids
+        for _ in both_ways(monkeypatch):
+            prompt = settings.segments(
+                rows.input_ids, grids or None, attention_mask=rows.mask, images_per_sample=counts
+            )
+            placed = settings.place(prompt)
+            np.testing.assert_array_equal(placed.dense().reshape(ids.shape) * rows.real, ids.numpy() * rows.real)
+            coming = settings.generated(prompt, grids, counts) if grids else None
+            if coming is None:
+                continue
+            laid = settings.place(coming, start=placed.next_positions)
+            bounds = laid.cu_seqlens.tolist()
+            own = [d for d, n in enumerate(counts) if n]  # Transformers has none for a row without grids
+            for theirs, d in zip(ahead, own, strict=True):
+                ours = laid.dense()[:, bounds[d] : bounds[d + 1]]
+                np.testing.assert_array_equal(ours, theirs[:, : ours.shape[1]])
+                assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()

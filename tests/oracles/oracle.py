@@ -23,6 +23,7 @@ from mmpos.schemes import (
     TMRope,
     TMRopeQwen3,
     VideoRope,
+    XDRope,
 )
 
 Document = list[Text | Grid]
@@ -46,12 +47,13 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
     ids: list[Id] = []
     cursor = start
     axes = params.get("axes", _AXES[scheme])
-    for part in document:
+    for i, part in enumerate(document):
         if isinstance(part, Text):
             ids += [_id(*[cursor + k] * axes) for k in range(part.length)]
             cursor += part.length
         else:
-            placed, cursor = _GRIDS[scheme](part, cursor, **params)
+            image = {"image": sum(isinstance(one, Grid) for one in document[:i])} if scheme == "xd-rope" else {}
+            placed, cursor = _GRIDS[scheme](part, cursor, **params, **image)
             ids += placed
     if scheme == "grid-2d":
         return Placed(ids, None)
@@ -214,6 +216,12 @@ def _vrope(grid: Grid, cursor: int) -> Grown:
     return ids, cursor + grid.frames * span
 
 
+def _xd_rope(grid: Grid, cursor: int, image: int, axes: int = 4, first_image: int = 0) -> Grown:
+    places = range(cursor, cursor + grid.height * (grid.width + int(grid.row_separator)))
+    numbers = [(j, i, first_image + image) for _, i, j in _raster(grid)]
+    return [_id(*[place] * (axes - 3), *last) for place, last in zip(places, numbers, strict=True)], places.stop
+
+
 def _rows(document: Sequence[Text | Grid], start: int) -> list[Id]:
     ids = []
     line, column = start, start
@@ -245,6 +253,7 @@ _GRIDS: dict[str, Callable[..., Grown]] = {
     "tmrope-qwen3": _tmrope,
     "videorope": _videorope,
     "vrope": _vrope,
+    "xd-rope": _xd_rope,
 }
 _AXES = {
     **dict.fromkeys(_GRIDS, 3),
@@ -252,6 +261,7 @@ _AXES = {
     "flatten": 1,
     "v2pe": 1,
     "vrope": 4,
+    "xd-rope": 4,
 }
 
 
@@ -320,6 +330,8 @@ CASES = (
     Case("videorope", "videorope", {}),
     Case(VideoRope(delta=1), "videorope", {"delta": 1}),
     Case("vrope", "vrope", {}),
+    Case(XDRope(), "xd-rope", {}, frames=False, separators=True),
+    Case(XDRope(axes=3, first_image=2), "xd-rope", {"axes": 3, "first_image": 2}, frames=False, separators=True),
 )
 RESUMABLE = tuple(case for case in CASES if case.resumable)
 

@@ -58,6 +58,7 @@ from mmpos.schemes import (
     TMRope,
     TMRopeQwen3,
     VideoRope,
+    XDRope,
 )
 from mmpos.segments import Audio, Canvas, Clip
 
@@ -125,6 +126,7 @@ SCHEME_OBJECTS: list[Scheme] = [
     MRopeTransformers(tokens_per_second=4),
     TMRope(tokens_per_second=Fraction(25, 2), engine="serving", seconds_per_chunk=Fraction(3, 2)),
     TMRopeQwen3(engine="serving"),
+    XDRope(axes=3, counting="batch", first_image=7),
 ]
 
 

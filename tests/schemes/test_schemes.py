@@ -26,6 +26,7 @@ from mmpos.schemes import (
     Placement,
     RopeTieV2,
     VideoRope,
+    XDRope,
     get_scheme,
 )
 
@@ -64,6 +65,13 @@ def test_positions_move_with_their_start(case: Case, data: st.DataObject) -> Non
     if case.name == "mrope-interleave-reset":  # text and the frame axis only
         text = [isinstance(part, Text) for part in document for _ in range(_tokens(part))]
         moved = [(t + shift, i + shift * k, j + shift * k) for (t, i, j), k in zip(here, text, strict=True)]
+    elif case.name == "xd-rope":  # text and the axes of places
+        text = [isinstance(part, Text) for part in document for _ in range(_tokens(part))]
+        moves = [[shift] * (len(here[0]) - 3) + [shift * k] * 3 for k in text]
+        moved = [
+            tuple(value + move for value, move in zip(position, each, strict=True))  # type: ignore[misc]
+            for position, each in zip(here, moves, strict=True)
+        ]
     else:
         moved = [tuple(value + shift for value in position) for position in here]  # type: ignore[misc]
     assert there == moved
@@ -113,6 +121,7 @@ CANONICAL: dict[str, tuple[list[tuple[float, ...]], int | None]] = {
     "v2pe": ([(2.25,), (2.5,), (2.75,), (3.0,), (3.25,), (3.5,)], 5),
     "videorope": ([(3, 3, 2), (3, 3, 3), (3, 3, 4), (3, 4, 2), (3, 4, 3), (3, 4, 4)], 4),
     "vrope": ([(3, 5, 4, 6), (4, 4, 5, 5), (5, 3, 6, 4), (4, 6, 3, 5), (5, 5, 4, 4), (6, 4, 5, 3)], 7),
+    "xd-rope": ([(3, 0, 0, 0), (4, 1, 0, 0), (5, 2, 0, 0), (6, 0, 1, 0), (7, 1, 1, 0), (8, 2, 1, 0)], 9),
 }
 
 
@@ -274,6 +283,24 @@ def test_row_separators_of_flatten_are_one_more_id() -> None:
     assert positions.dense().tolist() == [list(range(12))]
 
 
+def test_xd_rope_numbers_images_and_has_a_column_for_the_ends_of_rows() -> None:
+    documents: list[Document] = [[Grid(1, 2, row_separator=True), Text(1), Grid(2, 1)], [Grid(1, 1)]]
+    segments = SegmentTable.from_documents(documents)
+    positions = place(segments, XDRope(axes=5, first_image=4), start=7)
+    places, columns, rows = [7, 8, 9, 10, 11, 12, 7], [0, 1, 2, 10, 0, 0, 0], [0, 0, 0, 10, 0, 1, 0]
+    assert positions.dense().tolist() == [places, places, columns, rows, [4, 4, 4, 10, 5, 5, 4]]
+    assert positions.next_positions.tolist() == [13, 8]
+
+
+def test_xd_rope_over_the_batch_goes_on_after_the_last_image() -> None:
+    """Four documents of one token: the ids of the last are 0, 0, 0 and 3, so that the next is 4."""
+    segments = SegmentTable.from_documents([[Grid(1, 1)]] * 4)
+    positions = place(segments, XDRope(counting="batch"))
+    assert positions.dense().tolist() == [[0] * 4, [0] * 4, [0] * 4, [0, 1, 2, 3]]
+    assert positions.next_positions.tolist() == [1, 2, 3, 4]
+    assert positions.deltas.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_names_and_objects_are_the_same_schemes(name: str) -> None:
     document: Document = [Grid(2, 3)] if name == "grid-2d" else [Text(3), Grid(2, 3), Text(2)]
@@ -295,7 +322,7 @@ def test_the_names_of_all_schemes() -> None:
         "tmrope-qwen3",
         "v2pe",
     ]
-    assert list(SCHEMES) == [*names, "videorope", "vrope"]
+    assert list(SCHEMES) == [*names, "videorope", "vrope", "xd-rope"]
 
 
 @pytest.mark.parametrize(

@@ -337,3 +337,50 @@ def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
     with pytest.raises(LimitExceededError) as error:
         SegmentTable.from_input_ids([IMAGE], [[2**10, 2**11, 2**10]], image_token_id=IMAGE)
     assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"
+
+
+# Rows that end in one more placeholder.
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_may_end_in_one_more_placeholder_and_images_begin_and_end_in_one() -> None:
+    """Two rows of two and a half-framed image: runs of 2·3 + 2 and of 1·2 placeholders, in two documents."""
+    ids = [1, *[IMAGE] * 8, 2, 0, 0], [0, 0, *[IMAGE] * 2, 3, *[IMAGE] * 7]
+    segments = SegmentTable.from_input_ids(
+        ids,
+        [[1, 4, 4], [1, 2, 2]],
+        image_token_id=IMAGE,
+        spatial_merge_size=2,
+        attention_mask=[[1] * 10 + [0] * 2, [0] * 2 + [1] * 3 + [0] * 7],
+        row_separator=True,
+    )
+    first, second = Grid(2, 2, row_separator=True), Grid(1, 1, row_separator=True)
+    want = SegmentTable.from_documents([[Text(2), first, Text(2)], [second, Text(1)]])
+    assert fields(segments) == fields(want._with_padding(np.array([0, 2]), np.array([2, 7])))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("grids", "options", "message"),
+    [
+        (
+            [[1, 1, 3], [1, 1, 1]],
+            {},
+            "image_grid_thw[1]: got a run of 3 placeholders at document 0, token 6, want 2 or 4 for 1x1x1 after "
+            "merging, whose rows end in one more",
+        ),
+        ([[1, 1, 3]], {}, "image_grid_thw: got 1 grid, want 2, one for each run of placeholders"),
+        (
+            [[1, 1, 3], [1, 1, 2], [1, 1, 1]],
+            {},
+            "image_grid_thw: got 3 grids, want 2, one for each run of placeholders",
+        ),
+        ([], {"row_token_id": 9}, "row_token_id: got 9 beside row_separator=True, want one of them"),
+        ([], {"row_separator": 1}, "row_separator: got 1, want True or False"),
+    ],
+)
+def test_runs_that_are_no_image_with_ends_of_rows_are_refused(grids: Any, options: Any, message: str) -> None:
+    ids = [1, *[IMAGE] * 4, 2, *[IMAGE] * 3]
+    with pytest.raises(InvalidInputError) as caught:
+        SegmentTable.from_input_ids(ids, grids or None, image_token_id=IMAGE, **{"row_separator": True, **options})
+    assert str(caught.value) == message

@@ -33,6 +33,7 @@ from mmpos.schemes import (
     RopeTieLcm,
     RopeTieV2,
     VideoRope,
+    XDRope,
 )
 
 Refusal = tuple[Callable[[], object], str]
@@ -195,7 +196,7 @@ PLACING: list[Refusal] = [
         lambda: place(SEGMENTS, "rope"),
         "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
         "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
-        "mrope-interleave-reset, tmrope, tmrope-qwen3, v2pe, videorope, vrope",
+        "mrope-interleave-reset, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=0.0), "start: got 0.0, want an integer"),
@@ -217,6 +218,9 @@ PLACING: list[Refusal] = [
     (lambda: V2PE(stride=0), "V2PE.stride: got 0, want >= 1"),
     (lambda: V2PE(stride=257), "V2PE.stride: got 257, want <= 256"),
     (lambda: VideoRope(delta=0), "VideoRope.delta: got 0, want >= 1"),
+    (lambda: XDRope(axes=2), "XDRope.axes: got 2, want >= 3"),
+    (lambda: XDRope(counting="pack"), "XDRope.counting: got 'pack', want one of 'document', 'batch'"),  # type: ignore[arg-type]
+    (lambda: XDRope(first_image=-1), "XDRope.first_image: got -1, want >= 0"),
     (lambda: Grid2D(order="z"), "Grid2D.order: got 'z', want one of 'raster', 'merged'"),  # type: ignore[arg-type]
     (lambda: Grid2D(spatial_merge_size=0), "Grid2D.spatial_merge_size: got 0, want >= 1"),
     (lambda: MRopeTransformers(tokens_per_second=0), "MRopeTransformers.tokens_per_second: got 0, want >= 1"),
@@ -478,9 +482,18 @@ def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
 
 
 def test_which_schemes_take_frames_and_separators() -> None:
-    flat = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "rows", "naive-2d", "mrope-qwen3"}
+    flat = {
+        "rope-tie",
+        "rope-tie-fractional",
+        "rope-tie-v2",
+        "rope-tie-lcm",
+        "rows",
+        "naive-2d",
+        "mrope-qwen3",
+        "xd-rope",
+    }
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
-    separated = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten"}
+    separated = {"rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "flatten", "xd-rope"}
     assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,7 +14,17 @@ from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
-from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2, Scheme, TMRope, TMRopeQwen3, get_scheme
+from mmpos.schemes import (
+    Grid2D,
+    MRopeQwen25,
+    MRopeTransformers,
+    RopeTieV2,
+    Scheme,
+    TMRope,
+    TMRopeQwen3,
+    XDRope,
+    get_scheme,
+)
 from mmpos.support.checks import one_of
 
 __all__ = ["ENCODER_ORDERS", "MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
@@ -47,6 +57,8 @@ class ModelType:
         merges_frames: vision_config.temporal_merge_size frames of a video become one.
         row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
             Pixtral's; nothing stands around it then.
+        row_separator: rows of images end in one more placeholder, and images begin and end in one more.
+        generates: images are generated, and their grids stand behind those of the prompt.
         note: peculiarities, for readers.
     """
 
@@ -59,6 +71,8 @@ class ModelType:
     frames_apart: bool = False
     merges_frames: bool = False
     row_markers: tuple[str, str] | None = None
+    row_separator: bool = False
+    generates: bool = False
     note: str = ""
 
 
@@ -152,6 +166,22 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             _names("hunyuan_image_3_moe"),
             note="half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
         ),
+        "hunyuan_vl": ModelType(
+            "xd-rope",
+            "xd-rope",
+            _names("hunyuan_vl_text"),
+            ("im_start_id", "im_end_id"),
+            row_separator=True,
+            note="Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
+        ),
+        "glm_image": ModelType(
+            "mrope",
+            "mrope",
+            _names("glm_image_text"),
+            _IMAGE,
+            generates=True,
+            note="ids of the images that it generates are laid ahead of them: see generated",
+        ),
         "mistral3": _pixtral("rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold"),
         "llava": _pixtral("the encoder may be Pixtral's: rows end as those of mistral3 then"),
         **_all(
@@ -211,10 +241,9 @@ ENCODER_ORDERS: Mapping[str, Order] = MappingProxyType(
 
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        "glm_image": "ids of the images that it generates are set ahead of them",
+        "minicpmv4_7": "its thumbnails are stretched over the canvas of their slices",
         "paligemma": "its ids count from one",
         "pi0": "its actions go on after a paligemma beside them",
-        "hunyuan_vl": OTHER_ROTATIONS["hunyuan_vl_text"],
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
         "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
         **dict.fromkeys(
@@ -245,7 +274,8 @@ def from_hf_config(
             preprocessor_config.json (or image_processor in processor_config.json) is read for `image_processor`.
         engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL, Qwen Omni): of
             "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
-            video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``.
+            video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``. Under HunYuan-VL, whose rotation, too, and whether
+            images are counted over the batch.
         layer_type: type of layer, where the config has a rotation for each (Gemma 3).
 
     Raises:
@@ -263,7 +293,8 @@ def from_hf_config(
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing("vision_config", "the config of the encoder")
-    scheme = _scheme(fields, known, engine, vision)
+    rotary, second = _rotary(fields, known, engine, layer_type)
+    scheme = _scheme(fields, known, engine, vision, rotary.axes)
     many_axes = scheme.axes > 1
     image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
     if image is None and many_axes:
@@ -272,7 +303,8 @@ def from_hf_config(
     return ModelSettings(
         model_type=whole.model_type,
         scheme=scheme,
-        rotary=_rotary(fields, known, scheme, layer_type),
+        rotary=rotary,
+        second_rotary=second,
         image_token_id=image,
         video_token_id=None if video == image and not many_axes else video,
         audio_token_id=_placeholder(fields, None, "audio") if scheme.clips else None,
@@ -280,6 +312,8 @@ def from_hf_config(
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         video_markers=_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
+        row_separator=known.row_separator,
+        generates=known.generates,
         image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
         **(settings if vision is None else settings | _encoder(known, scheme, vision)),
     )
@@ -301,7 +335,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _scheme(
-    fields: Fields, known: ModelType, engine: Literal["transformers", "serving"], vision: Fields | None
+    fields: Fields, known: ModelType, engine: Literal["transformers", "serving"], vision: Fields | None, axes: int
 ) -> Scheme:
     if known.scheme in ("tmrope", "tmrope-qwen3"):
         rate = fields.integer("position_id_per_seconds", needed=True, minimum=1)
@@ -312,6 +346,8 @@ def _scheme(
         rate = vision.integer("tokens_per_second", needed=True, minimum=1)
         return MRopeTransformers(rate) if engine == "transformers" else MRopeQwen25(rate)
     scheme = get_scheme(known.scheme if engine == "transformers" else known.serving)
+    if isinstance(scheme, XDRope):
+        return XDRope(axes, "batch" if engine == "transformers" else "document")
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
 
 
@@ -321,7 +357,8 @@ def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None
     return vision.integer(*names) if token is None and vision is not None else token
 
 
-def _rotary(fields: Fields, known: ModelType, scheme: Scheme, layer_type: str | None) -> Rotary:
+def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
+    """Read the rotation of the language model, and that of the second channels where it is another."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
     inside = OTHER_TYPES.get(inside, inside)
@@ -331,13 +368,29 @@ def _rotary(fields: Fields, known: ModelType, scheme: Scheme, layer_type: str | 
         got = f"{inside!r} inside {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
+    scheme = get_scheme(known.scheme)
     if scheme.axes == 1 and text.model_type in SECTIONS:  # all its axes have the ids of text
         overrides |= {"axes": 1, "allocation": "interleaved"}
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and names head_dim otherwise
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
-    arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides)
-    return Rotary(**{"axes": scheme.axes, **arguments})
+    arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides, released=isinstance(scheme, XDRope))
+    if not isinstance(scheme, XDRope):
+        return Rotary(**{"axes": scheme.axes, **arguments}), None
+    section = arguments.get("mrope_section", "none")
+    if section == "none" or len(section) < 3:
+        want = "pairs of each of three axes or more"
+        raise InvalidInputError(f"{text.name}.rope_parameters.mrope_section: got {section}, want {want}")
+    rotary = Rotary(**arguments)
+    return (rotary, None) if engine == "serving" else _apart(rotary)
+
+
+def _apart(rotary: Rotary) -> tuple[Rotary, Rotary]:
+    """Allot axes to channels where Transformers has those of pairs, twice as many of each: (first, second channels)."""
+    axes = rotary.pair_axis.repeat(2).tolist()
+    told: dict[str, Any] = {"axes": rotary.axes, "mrope_section": None}
+    first, second = axes[: rotary.num_pairs], axes[rotary.num_pairs :]
+    return replace(rotary, allocation=first, **told), replace(rotary, allocation=second, **told)
 
 
 def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
@@ -361,7 +414,7 @@ def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]
     side = vision.integer("spatial_merge_size", "merge_size", "merge_kernel_size", minimum=1)
     if side is not None:
         settings["spatial_merge_size"] = side
-    elif scheme.axes == 3:
+    elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
     if vision.model_type in ENCODER_ORDERS:
         order = ENCODER_ORDERS[vision.model_type]

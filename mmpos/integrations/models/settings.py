@@ -16,10 +16,11 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.config import Rotary
 from mmpos.schemes import Grid2D, Scheme
-from mmpos.segments.placeholders import read_batch
-from mmpos.segments.table import SegmentTable
+from mmpos.segments.placeholders import Batch, read_batch
+from mmpos.segments.table import GRID, TEXT, SegmentTable
 from mmpos.sequence.tokenizers import Markers
-from mmpos.support.checks import IntArray, counted, int_array
+from mmpos.support.checks import INT32_MAX, IntArray, counted, first_bad, int_array
+from mmpos.support.ragged import ragged_arange
 
 if TYPE_CHECKING:
     from mmpos.images import ImageProcessor
@@ -49,6 +50,10 @@ class ModelSettings:
         patch_size: side of a patch in pixels; None where it is not in the config.
         temporal_patch_size: frames in a patch; likewise.
         frames_apart: every frame of a video is a grid of its own, with text between.
+        row_separator: rows of images end in one more placeholder, and images begin and end in one more (HunYuan-VL).
+        generates: images are generated, with their grids behind those of the prompt: see ``generated``.
+        second_rotary: rotation of the second channel of every pair, where other axes drive it than the first, which
+            rotary then describes alone: what turns are the first channels of the one and the second of the other.
         image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
     """
 
@@ -68,6 +73,9 @@ class ModelSettings:
     patch_size: int | None = None
     temporal_patch_size: int | None = None
     frames_apart: bool = False
+    row_separator: bool = False
+    generates: bool = False
+    second_rotary: Rotary | None = None
     image_file: ImageFile | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +97,7 @@ class ModelSettings:
         row_token_id: int | None = None,
         last_row_token_id: int | None = None,
         audio_lengths: npt.ArrayLike | None = None,
+        images_per_sample: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Make the table of a tokenised batch from the processor of the model.
 
@@ -104,6 +113,8 @@ class ModelSettings:
             row_token_id: the id of the first of row_markers; see ``SegmentTable.from_input_ids``.
             last_row_token_id: the id of the second.
             audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
+            images_per_sample: (documents,) how many of image_grid_thw belong to each document, with those of images to
+                generate at its end, which are left out; None where there are none of these.
 
         Raises:
             InvalidInputError: the first grid that does not fit its run of placeholders, with both counts; see
@@ -113,6 +124,9 @@ class ModelSettings:
         if self.video_markers is not None and self.image_token_id is not None and self.video_token_id is not None:
             tokens = (self.image_token_id, self.video_token_id)
             input_ids = _tell_videos_apart(input_ids, cu_seqlens, attention_mask, tokens, self.video_markers)
+        if images_per_sample is not None:
+            batch = read_batch(input_ids, cu_seqlens, attention_mask)
+            image_grid_thw = self._sources(batch, image_grid_thw, images_per_sample)
         return SegmentTable.from_input_ids(
             input_ids,
             image_grid_thw,
@@ -128,6 +142,43 @@ class ModelSettings:
             last_row_token_id=last_row_token_id,
             audio_token_id=self.audio_token_id,
             audio_lengths=audio_lengths,
+            row_separator=self.row_separator and not as_text,
+        )
+
+    def generated(
+        self, prompt: SegmentTable, image_grid_thw: npt.ArrayLike, images_per_sample: npt.ArrayLike
+    ) -> SegmentTable:
+        """Make the table of the images that a model generates after its prompts, the last grid first, and their end.
+
+        Placed at ``start=settings.place(prompt).next_positions``, its ids are laid ahead of the decoding.
+        Source: get_rope_index of GLM-Image in Transformers.
+
+        Args:
+            prompt: the table of the prompts, of ``segments``.
+            image_grid_thw: (images, 3) of each document those of its prompt, then those to generate, in tokens.
+            images_per_sample: (documents,) how many belong to each.
+
+        Returns:
+            a document for each prompt: a grid for each image to generate, then one token, the marker at the end.
+
+        Raises:
+            UnsupportedError: a model that generates no images.
+            InvalidInputError: fewer grids for a document than its prompt has.
+        """
+        grids, counts = self._per_sample(image_grid_thw, images_per_sample, prompt.num_documents)
+        sources = np.zeros(prompt.num_documents, np.int64)
+        np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
+        if (sources > counts).any():
+            d = int((sources > counts).argmax())
+            raise InvalidInputError(
+                f"images_per_sample[{d}]: got {counts[d]}, want at least {sources[d]}, the images of the prompt"
+            )
+        owner, index = ragged_arange(counts - sources + 1)
+        is_grid = index < (counts - sources)[owner]
+        extents = np.ones((3, owner.size), np.int64)
+        extents[1:, is_grid] = grids[(counts.cumsum()[owner] - 1 - index)[is_grid], 1:].T
+        return SegmentTable(
+            np.where(is_grid, GRID, TEXT).astype(np.uint8), extents, np.append(0, (counts - sources + 1).cumsum())
         )
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike = 0) -> PositionTable:
@@ -143,6 +194,11 @@ class ModelSettings:
         """
         if self.row_markers is not None and self.image_token_id is not None:
             return Markers(None, None, self.image_token_id, *self.row_markers)
+        if self.row_separator:
+            raise UnsupportedError(
+                f"markers: got {self.model_type!r}, whose images have tokens of their own beside patches, which "
+                "SequenceBuilder does not make"
+            )
         if self.image_markers is None or self.image_token_id is None:
             raise UnsupportedError(
                 f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "
@@ -182,6 +238,31 @@ class ModelSettings:
                 temporal_patch_size=self.temporal_patch_size,
             )
         return ImageProcessor(**{**sizes, "order": self.vision_scheme.order, **arguments})
+
+    def _per_sample(
+        self, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
+    ) -> tuple[IntArray, IntArray]:
+        """Check the grids of images of prompts and to generate, and how many belong to each document."""
+        if not self.generates:
+            raise UnsupportedError(f"images_per_sample: got {self.model_type!r}, want a model that generates images")
+        grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
+        counts = int_array("images_per_sample", images_per_sample, (documents,))
+        first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
+        if counts.sum() != len(grids):
+            raise InvalidInputError(f"images_per_sample: got a sum of {counts.sum()}, want {len(grids)}, one per grid")
+        return grids, counts
+
+    def _sources(
+        self, batch: Batch, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
+    ) -> IntArray:
+        """Select the grids of images that are complete in a prompt: those before as many markers of an image's end."""
+        grids, counts = self._per_sample(image_grid_thw, images_per_sample, batch.starts.size)
+        at = np.flatnonzero(batch.ids == (self.image_markers or (-1, -1))[1])
+        document = np.searchsorted(batch.starts, at, side="right") - 1
+        inside = (document >= 0) & (at < batch.stops[document]) if batch.starts.size else np.zeros(0, np.bool_)
+        complete = np.bincount(document[inside], minlength=counts.size)
+        owner, index = ragged_arange(counts)
+        return grids[index < complete[owner]]
 
     def _merged_frames(self, video_grid_thw: npt.ArrayLike | None) -> npt.ArrayLike | None:
         if video_grid_thw is None or self.temporal_merge_size == 1:

@@ -163,6 +163,7 @@ class InputIds(_message.Message):
     LAST_ROW_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AUDIO_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AUDIO_LENGTHS_FIELD_NUMBER: _builtins.int
+    ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
     image_token_id: _builtins.int
     """The placeholder of image patches; left out, that of the profile."""
     video_token_id: _builtins.int
@@ -177,6 +178,8 @@ class InputIds(_message.Message):
     """The token in its place after the last row of a grid; likewise."""
     audio_token_id: _builtins.int
     """The placeholder of audio; left out, audio is text. Where it follows that of videos without text, they are a clip."""
+    row_separator: _builtins.bool
+    """Whether every row of a grid ends in one more placeholder, and one more may stand before the grid and one after it."""
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64, (tokens) or (batch, seq)."""
@@ -222,10 +225,11 @@ class InputIds(_message.Message):
         last_row_token_id: _builtins.int | None = ...,
         audio_token_id: _builtins.int | None = ...,
         audio_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        row_separator: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_token_id", b"audio_token_id", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "spatial_merge_size", b"spatial_merge_size", "video_token_id", b"video_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask", "_audio_token_id", b"_audio_token_id", "_image_token_id", b"_image_token_id", "_last_row_token_id", b"_last_row_token_id", "_row_token_id", b"_row_token_id", "_spatial_merge_size", b"_spatial_merge_size", "_video_token_id", b"_video_token_id", "attention_mask", b"attention_mask", "audio_lengths", b"audio_lengths", "audio_token_id", b"audio_token_id", "cu_seqlens", b"cu_seqlens", "frames_apart", b"frames_apart", "image_grid_thw", b"image_grid_thw", "image_token_id", b"image_token_id", "input_ids", b"input_ids", "last_row_token_id", b"last_row_token_id", "row_separator", b"row_separator", "row_token_id", b"row_token_id", "seconds_per_frame", b"seconds_per_frame", "spatial_merge_size", b"spatial_merge_size", "video_grid_thw", b"video_grid_thw", "video_token_id", b"video_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attention_mask: _TypeAlias = _typing.Literal["attention_mask"]  # noqa: Y015
     _WhichOneofArgType__attention_mask: _TypeAlias = _typing.Literal["_attention_mask", b"_attention_mask"]  # noqa: Y015

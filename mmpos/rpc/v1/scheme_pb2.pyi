@@ -36,10 +36,12 @@ class Scheme(_message.Message):
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     SECONDS_PER_CHUNK_FIELD_NUMBER: _builtins.int
+    COUNTING_FIELD_NUMBER: _builtins.int
+    FIRST_IMAGE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, such as "rope-tie"."""
     axes: _builtins.int
-    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm and rope-tie-v2: 2 or 3."""
+    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm and rope-tie-v2: 2 or 3; of xd-rope: 3 or more."""
     rounding: _builtins.str
     """Rounding of rope-tie-v2: "floor"."""
     stride: _builtins.int
@@ -52,6 +54,10 @@ class Scheme(_message.Message):
     """Patches merged along each side in grid-2d."""
     engine: _builtins.str
     """Whose ids, where engines differ: "transformers" or "serving", in tmrope and tmrope-qwen3."""
+    counting: _builtins.str
+    """Over which xd-rope counts images: "document" or "batch"."""
+    first_image: _builtins.int
+    """Images before the first one in xd-rope."""
     @_builtins.property
     def tokens_per_second(self) -> _table_pb2.Rational:
         """Ids per second in mrope-qwen2.5, tmrope and tmrope-qwen3 (any rational) and mrope-transformers (whole)."""
@@ -73,17 +79,23 @@ class Scheme(_message.Message):
         spatial_merge_size: _builtins.int | None = ...,
         engine: _builtins.str | None = ...,
         seconds_per_chunk: _table_pb2.Rational | None = ...,
+        counting: _builtins.str | None = ...,
+        first_image: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_engine", b"_engine", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "engine", b"engine", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first_image", b"first_image", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_engine", b"_engine", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "engine", b"engine", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first_image", b"first_image", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
+    _WhichOneofReturnType__counting: _TypeAlias = _typing.Literal["counting"]  # noqa: Y015
+    _WhichOneofArgType__counting: _TypeAlias = _typing.Literal["_counting", b"_counting"]  # noqa: Y015
     _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
     _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
     _WhichOneofReturnType__engine: _TypeAlias = _typing.Literal["engine"]  # noqa: Y015
     _WhichOneofArgType__engine: _TypeAlias = _typing.Literal["_engine", b"_engine"]  # noqa: Y015
+    _WhichOneofReturnType__first_image: _TypeAlias = _typing.Literal["first_image"]  # noqa: Y015
+    _WhichOneofArgType__first_image: _TypeAlias = _typing.Literal["_first_image", b"_first_image"]  # noqa: Y015
     _WhichOneofReturnType__order: _TypeAlias = _typing.Literal["order"]  # noqa: Y015
     _WhichOneofArgType__order: _TypeAlias = _typing.Literal["_order", b"_order"]  # noqa: Y015
     _WhichOneofReturnType__rounding: _TypeAlias = _typing.Literal["rounding"]  # noqa: Y015
@@ -99,9 +111,13 @@ class Scheme(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__axes) -> _WhichOneofReturnType__axes | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__counting) -> _WhichOneofReturnType__counting | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__engine) -> _WhichOneofReturnType__engine | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_image) -> _WhichOneofReturnType__first_image | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__order) -> _WhichOneofReturnType__order | None: ...
     @_typing.overload

@@ -14,6 +14,7 @@ import model_tables
 import numpy as np
 import pytest
 from model_configs import ARGUMENTS, CONFIGS, EXPECTED, HUNYUAN, LAYER_TYPES, TEXT, XDROPE, config_of, settings_of
+from record import filled_in
 from tolerance import EXACT, assert_within
 
 import mmpos
@@ -59,6 +60,11 @@ def test_the_page_says_how_a_model_turns(model: str) -> None:
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     told = "one axis" if rotary.axes == 1 else f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
     assert model_tables.rotation(model) == told
+
+
+def test_a_page_that_quotes_other_model_types_is_refused() -> None:
+    with pytest.raises(SystemExit, match="models: got 'known', want one of supported, refused, rotations"):
+        filled_in("<!-- models: known -->\n<!-- /models -->")
 
 
 def test_the_page_lists_every_model_type_once() -> None:
@@ -387,6 +393,43 @@ def test_counts_of_images_that_do_not_fit_are_refused(model: str, grids: Any, co
 def test_grids_to_generate_without_their_counts_are_surplus() -> None:
     with pytest.raises(mmpos.InvalidInputError, match=r"image_grid_thw\[0\]: got no placeholders left"):
         settings_of("glm_image").segments([TEXT, BEGIN], [[1, 1, 1]])
+
+
+@pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
+def test_first_configs_of_a_model_name_the_type_of_its_language_model_otherwise(model: str, alias: str) -> None:
+    told = without(model)
+    told["text_config"]["model_type"] = alias
+    assert mmpos.from_hf_config(told) == settings_of(model)
+
+
+def test_a_class_that_has_no_encoder_by_default_needs_none() -> None:
+    told = {"model_type": "gemma4", "text_config": {}}
+    assert mmpos.from_hf_config(told, layer_type="full_attention") == settings_of("gemma4")
+    told |= {"vision_config": {}}
+    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(settings_of("gemma4"), patch_size=16)
+
+
+def test_a_language_model_with_axes_has_one_where_ids_are_those_of_text() -> None:
+    told = without("minicpmv4_6")
+    told["text_config"]["rope_parameters"]["mrope_section"] = [11, 11, 10]
+    assert mmpos.from_hf_config(told) == settings_of("minicpmv4_6")
+
+
+@pytest.mark.parametrize(
+    ("model", "video"),
+    [
+        ("exaone4_5", [[5, *[68] * 4, 5, 5]]),  # frames in a row
+        ("lfm3_vl", [[5, *[125029] * 2, 5, *[125029] * 2, 5]]),  # a timestamp between them
+        ("kimi_k25", [[5, *[163840] * 2, 5, *[163840] * 2, 5]]),  # chunks are grids
+    ],
+)
+def test_videos_of_models_with_one_axis(model: str, video: list[list[int]]) -> None:
+    settings = settings_of(model)
+    grids = [[1, 2, 4], [1, 2, 4]] if model == "kimi_k25" else [[2, 2, 4]]
+    segments = settings.segments(video, video_grid_thw=grids)
+    frames = 2 if model == "exaone4_5" else 1
+    assert segments.extents.T[segments.kind == 1].tolist() == [[frames, 1, 2]] * (2 // frames)
+    assert settings.place(segments).dense().tolist() == [list(range(7))]
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:

@@ -213,7 +213,16 @@ def test_patches_and_audio_take_turns_as_the_processor_writes_them(model: str, s
     for frames, patches, audio in [(1, 1, 1), (4, 3, 90), (6, 1, 20), (5, 40, 700)]:
         time = np.array([[seconds.numerator], [seconds.denominator]])
         details, clip = np.array([[audio], [0], [0], [0]]), np.ones(1, np.bool_)
-        grids = Grids(np.array([[frames], [patches], [1]]), np.zeros(1, np.int64), None, time, clip, ~clip, details)
+        grids = Grids(
+            np.array([[frames], [patches], [1]]),
+            np.zeros(1, np.int64),
+            np.zeros(1, np.int64),
+            None,
+            time,
+            clip,
+            ~clip,
+            details,
+        )
         runs = scheme.runs(grids)
         assert runs is not None
         types = np.array([1, 3, 0, 0])[runs.content].repeat(runs.tokens)

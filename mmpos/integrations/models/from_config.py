@@ -255,6 +255,9 @@ UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("glm5_next", "nemo_speechlm", "nemotron_h_omni"), "its language model has no positions"),
         "t5gemma2": "encoder and decoder have a sequence each: pass the config of one to Rotary.from_hf_config",
         "vision-encoder-decoder": "images are beside the text: pass the config of its decoder",
+        **dict.fromkeys(
+            ("colmodernvbert", "colpali", "colqwen2"), "it embeds by the model in its vlm_config: pass that"
+        ),
         "evolla": "it takes proteins, no images",
     }
 )

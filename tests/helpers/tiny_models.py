@@ -1,0 +1,181 @@
+"""Tiny random models of every model type of Transformers, from the defaults of its config class made small."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from model_configs import ARGUMENTS, CONFIGS
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("d_model", "embed_dim", "hidden_size", "n_embd", "out_hidden_size", "output_dim", "width"), 64),
+    **dict.fromkeys(("encoder_hidden_size", "hidden_dim", "hidden_size_per_layer_input", "text_hidden_size"), 64),
+    **dict.fromkeys(("encoder_ffn_dim", "ffn_dim", "intermediate_size", "mlp_dim", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("attention_heads", "encoder_attention_heads", "num_attention_heads", "num_heads"), 4),
+    **dict.fromkeys(("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("moe_topk", "num_experts_per_tok", "num_key_value_heads"), 2),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "share_expert_dim"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    "dim_head": 16,
+    "head_dim": 16,
+    "num_sliding_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+}
+"""The largest that each size of a tiny model may be, by the name of its field."""
+
+LAYERS = {"depth", "encoder_layers", "layers", "n_layers", "num_hidden_layers", "num_layers"}
+"""Fields with a number of layers."""
+
+VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
+SPEECH = {"depths": [1, 1], "downsampling_ratios": [2], "num_filters": 4}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+
+QUERIES = {"text_config": LLAMA, "num_query_tokens": 8, "vision_config": {"image_size": 28}}
+SMALL_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "num_heads": 4, "depth": 1}}
+
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "blip-2": {**QUERIES, "image_token_index": 7},
+    "chameleon": {"vq_config": VQ, "vocabulary_map": {"<image>": 7}},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
+    "diffusion_gemma": {"text_config": {"moe_intermediate_size": 32, "num_experts": 4, "top_k_experts": 2}},
+    "emu3": {"vq_config": VQ, "vocabulary_map": {"<image>": 7}},
+    "fast_vlm": {"vision_config": {"architecture": "resnet10t", "model_args": None}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "gemma3n": {
+        "text_config": {"num_kv_shared_layers": 0},
+        "vision_config": SMALL_VIT,
+        "audio_config": {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 4},
+    },
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "instructblip": {**QUERIES, "image_token_index": 7},
+    "instructblipvideo": {**QUERIES, "num_query_tokens": 2, "video_token_index": 7},
+    "janus": {"vq_config": VQ, "vision_config": {"projection_dim": 64}},
+    "kyutai_speech_to_text": {"codebook_vocab_size": 64, "codec_config": {"num_filters": 4, "upsample_groups": 4}},
+    "llama4": {"text_config": {"intermediate_size_mlp": 64}, "vision_config": {"projector_output_dim": 64}},
+    "mistral4": {"head_dim": 32},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}, "text_config": {"rope_scaling_layers": [0, 1]}},
+    "muse_spark": {"text_config": {"moe_hidden_size": 64}},
+    "perception_lm": {"vision_config": SMALL_VIT},
+    "phi4_multimodal": {"audio_config": {"nemo_conv_channels": 64}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
+    "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": SPEECH for kind in ("acoustic", "semantic")},
+}
+"""What the defaults of a class made small lack, or must not be, for its model to run."""
+
+PIXELS = torch.ones(1, 3, 28, 28)
+INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
+    "blip-2": lambda ids: {"input_ids": ids, "pixel_values": PIXELS},
+    "diffusion_gemma": lambda ids: {"input_ids": ids, "decoder_input_ids": ids[:, :4]},
+    "idefics": lambda ids: {
+        "input_ids": ids,
+        "image_encoder_embeddings": torch.ones(1, 1, 3, 64),
+        "image_attention_mask": torch.ones(*ids.shape, 1, dtype=torch.int64),
+    },
+    "instructblip": lambda ids: {"input_ids": ids, "pixel_values": PIXELS, "qformer_input_ids": ids},
+    "instructblipvideo": lambda ids: {
+        "input_ids": ids,
+        "pixel_values": PIXELS[:, None].expand(-1, 4, -1, -1, -1),
+        "qformer_input_ids": ids,
+    },
+    "kyutai_speech_to_text": lambda ids: {"input_ids": ids[..., None].expand(-1, -1, 33)},
+    "voxtral_realtime": lambda ids: {
+        "input_ids": ids,
+        "encoder_inputs_embeds": torch.ones(1, 4 * ids.shape[1], 64),
+    },
+}
+"""Inputs of models that do not run on input_ids alone."""
+
+
+def tiny_config(model: str) -> Any:
+    """Make the config of a model of two layers, or one of each type of layer, whose token ids are below 512."""
+    full = CONFIGS[model](**ARGUMENTS.get(model, {})).to_dict()
+    small = _merged(_small(full), SPECIAL.get(model, {}))
+    return CONFIGS[model](**{name: value for name, value in small.items() if name != "model_type"})
+
+
+def tiny_model(model: str) -> Any:
+    """Make a model with random weights, the same for the same name."""
+    auto: Any = AutoModelForMultimodalLM if model in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+    with quiet():
+        config = tiny_config(model)
+        torch.manual_seed(0)
+        return auto.from_config(config, attn_implementation="eager").eval()
+
+
+def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Run a model on one text, with the position ids that it makes unless they are given."""
+    model = network.config.model_type
+    given = INPUTS[model](input_ids) if model in INPUTS else {"input_ids": input_ids}
+    if position_ids is not None:
+        given["position_ids"] = position_ids
+    with quiet(), torch.no_grad():
+        found: Tensor = network(**given).logits
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers warns of most of what is made small here."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _small(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Make every size of a config, and of the configs inside, small."""
+    layers, types = full.get("num_hidden_layers"), full.get("layer_types")
+    kept = sorted({kind: types.index(kind) for kind in types}.values()) if types else []
+    kept += [kept[-1] + 1 if kept else at for at in range(2)][: max(0, 2 - len(kept))]
+    small: dict[str, Any] = {}
+    for name, value in full.items():
+        if isinstance(value, dict) and "model_type" in value:
+            small[name] = _small(value)
+        elif name == "initializer_range":
+            small[name] = 0.2  # so that tokens differ in what follows them
+        elif name == "per_layer_config":
+            own = {int(at): fields for at, fields in (value or {}).items()}
+            small[name] = {new: _doubled(own[old]) for new, old in enumerate(kept) if old in own}
+        elif isinstance(value, list | tuple) and layers and len(value) == layers and layers > 2:
+            small[name] = [_number(name, value[at], kept) for at in kept]
+        else:
+            small[name] = _number(name, value, kept)
+    if full.get("qk_rope_head_dim") is not None:  # heads of keys of latent attention are those of queries
+        small |= {"num_key_value_heads": small["num_attention_heads"]}
+    return small
+
+
+def _number(name: str, value: Any, kept: list[int]) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name in LAYERS:
+        return min(value, len(kept))
+    if re.search("token_(id|index)$|_patch_id$", name) and value >= 500:
+        return 100 + value % 397
+    return min(value, SIZES.get(name, value))
+
+
+def _doubled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the heads of some layers twice as large as those of the others."""
+    return {name: 2 * SIZES[name] if name == "head_dim" else _number(name, fields[name], []) for name in fields}
+
+
+def _merged(small: dict[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in special.items():
+        inside: Any = small.get(name)
+        joins = isinstance(inside, dict) and isinstance(value, Mapping) and "model_type" not in value
+        small[name] = _merged(inside, value) if joins else value
+    return small

@@ -53,6 +53,8 @@ TAKEN = {
 OLD_NAMES = {
     "dots3_note_vision_encoder": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"},
     "falcon": {"hidden_size": "n_embed"},
+    "inkling2_vision": {"patch_size": "native_patch_size", "spatial_merge_size": "adapter_merge_size"},
+    "step3p5_vision": {"hidden_size": "width", "num_attention_heads": "heads"},
 }
 """Names of fields that classes still read."""
 

@@ -109,6 +109,7 @@ SCHEME_OBJECTS: list[Scheme] = [
     V2PE(stride=16),
     VideoRope(delta=3),
     Grid2D(order="merged", spatial_merge_size=3),
+    Grid2D(axes=3, first=1),
     MRopeQwen25(tokens_per_second=Fraction(25, 2)),
     MRopeTransformers(tokens_per_second=4),
 ]
@@ -143,6 +144,7 @@ ROTARIES = [
     Rotary(128, allocation="sections", mrope_section=[16, 24, 24]),
     Rotary(8, allocation=[0, 1, 0, 1], pairing="adjacent", precision="hf"),
     Rotary(128, allocation="axial", axes_dim=[16, 56, 56], pairing="adjacent"),
+    Rotary(16, allocation=[1, 0] * 4, axes_dim=[8, 8]),
     Rotary(16, rotary_dim=8, inv_freq=[1, 0.5, 0.25, 0.125]),
     Rotary(64, scaling=LongRoPE([1.0] * 32, [2.0] * 32, 100, 4), length=200),
     Rotary(64, scaling=Llama3(8, 1, 4, 8192)),

@@ -34,10 +34,11 @@ class Scheme(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, such as "rope-tie"."""
     axes: _builtins.int
-    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm and rope-tie-v2: 2 or 3."""
+    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2 and grid-2d: 2 or 3."""
     rounding: _builtins.str
     """Rounding of rope-tie-v2: "floor"."""
     stride: _builtins.int
@@ -48,6 +49,8 @@ class Scheme(_message.Message):
     """Order of the patches in grid-2d: "raster" or "merged"."""
     spatial_merge_size: _builtins.int
     """Patches merged along each side in grid-2d."""
+    first: _builtins.int
+    """Id of the first row and column in grid-2d: 0, or 1 where class tokens may stand at 0."""
     @_builtins.property
     def tokens_per_second(self) -> _table_pb2.Rational:
         """Ids per second in mrope-qwen2.5 (any rational) and mrope-transformers (whole)."""
@@ -63,15 +66,18 @@ class Scheme(_message.Message):
         tokens_per_second: _table_pb2.Rational | None = ...,
         order: _builtins.str | None = ...,
         spatial_merge_size: _builtins.int | None = ...,
+        first: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_first", b"_first", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "first", b"first", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "name", b"name", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_delta", b"_delta", "_first", b"_first", "_order", b"_order", "_rounding", b"_rounding", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "delta", b"delta", "first", b"first", "name", b"name", "order", b"order", "rounding", b"rounding", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
     _WhichOneofReturnType__delta: _TypeAlias = _typing.Literal["delta"]  # noqa: Y015
     _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
+    _WhichOneofReturnType__first: _TypeAlias = _typing.Literal["first"]  # noqa: Y015
+    _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
     _WhichOneofReturnType__order: _TypeAlias = _typing.Literal["order"]  # noqa: Y015
     _WhichOneofArgType__order: _TypeAlias = _typing.Literal["_order", b"_order"]  # noqa: Y015
     _WhichOneofReturnType__rounding: _TypeAlias = _typing.Literal["rounding"]  # noqa: Y015
@@ -86,6 +92,8 @@ class Scheme(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__axes) -> _WhichOneofReturnType__axes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__order) -> _WhichOneofReturnType__order | None: ...
     @_typing.overload

@@ -1,10 +1,11 @@
-"""Tables of the model types that from_hf_config and Rotary.from_hf_config know and refuse, for docs/models.md."""
+"""Tables of the model types and encoders that are known and refused, for docs/models.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
+from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, SECTIONS
@@ -18,6 +19,13 @@ def supported() -> str:
     return "\n".join(rows) + "\n"
 
 
+def encoders() -> str:
+    """Write a row for vision encoders of which the same is to be said."""
+    rows = ["| vision encoder | patches | a head turns by | what is special |", "|---|---|---|---|"]
+    rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _encoder(model) for model in ENCODERS})]
+    return "\n".join(rows) + "\n"
+
+
 def refused(reasons: Mapping[str, str]) -> str:
     """Write a line for model types that are refused for the same reason."""
     return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
@@ -25,6 +33,8 @@ def refused(reasons: Mapping[str, str]) -> str:
 
 QUOTES: Mapping[str, Callable[[], str]] = {
     "supported": supported,
+    "encoders": encoders,
+    "refused encoders": lambda: refused(dict(sorted(UNSUPPORTED_ENCODERS.items()))),
     "refused": lambda: refused(UNSUPPORTED_TYPES),
     "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
 }
@@ -47,6 +57,16 @@ def rotation(model: str) -> str:
         rotary = Rotary.from_hf_config({"model_type": text, **sizes})
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     return f"{axes} axes, {allocation}, {rotary.pairing}"
+
+
+def _encoder(model: str) -> str:
+    known, rotary = ENCODERS[model], Rotary.from_hf_config({"model_type": model})
+    patches = known.order + (", from 1" if known.first else "")
+    axis = rotary.pair_axis.tolist()
+    names = [("frames", "rows", "columns")[a - rotary.axes] for a in dict.fromkeys(axis)]
+    turns = f"{' and '.join(names)} in turn" if axis[0] != axis[1] else ", ".join(names)
+    one_ladder = "" if rotary.allocation != "pixtral" else " of one ladder"
+    return f"{patches} | {turns}{one_ladder}; {rotary.pairing} | {known.note}"
 
 
 def _cells(model: str) -> str:

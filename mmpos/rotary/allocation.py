@@ -109,7 +109,7 @@ def allocate(
         axes: position axes.
         pairs: pairs of channels.
         section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
-        axes_dim: (axes,) channels per axis, for "axial" only.
+        axes_dim: (axes,) channels per axis, for "axial" and a vector only.
 
     Raises:
         InvalidInputError: the allocation does not cover the pairs and axes.
@@ -139,9 +139,9 @@ def allocate(
 
 
 def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> Layout:
-    """Lay out "axial" with a number of channels for every axis."""
+    """Lay out a ladder with a number of channels for every axis, block after block or in the order of a vector."""
     got = list(axes_dim)
-    if allocation != "axial":
+    if isinstance(allocation, str) and allocation != "axial":
         raise InvalidInputError(f"axes_dim: got {got}, want None for allocation {allocation!r}")
     if len(axes_dim) != axes:
         raise InvalidInputError(f"axes_dim: got {got}, want {axes} numbers of channels, one per axis")
@@ -149,7 +149,15 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
         even(f"axes_dim[{axis}]", channels)
     if sum(axes_dim) != 2 * pairs:
         raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to {2 * pairs}, those that turn")
-    return _ladders([channels // 2 for channels in axes_dim], pairs)
+    layout = _ladders([channels // 2 for channels in axes_dim], pairs)
+    if isinstance(allocation, str):
+        return layout
+    if sorted(allocation) != list(layout.axis):
+        raise InvalidInputError(
+            f"allocation: got {list(allocation)}, want as many pairs of each axis as axes_dim {got}"
+        )
+    rungs = [iter(range(count)) for count in layout.rungs]
+    return replace(layout, axis=tuple(allocation), rung=tuple(next(rungs[axis]) for axis in allocation))
 
 
 def default_axes(

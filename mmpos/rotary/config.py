@@ -67,7 +67,9 @@ class Rotary:
         inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling.
         length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
         axes_dim: (axes,) channels of each axis, for "axial" whose axes have different numbers of them, as FLUX and
-            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None.
+            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None. With a
+            vector as allocation the pairs of each axis take its full ladder in their order, as in the encoders of
+            Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
 
     Raises:
         InvalidInputError: naming the argument, what came and what was wanted.
@@ -219,7 +221,9 @@ class Rotary:
             self._set("axes_dim", integers("axes_dim", self.axes_dim))
         axes = default_axes(self.allocation, self.mrope_section, self.axes_dim) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
-        if len(set(self._layout.rungs)) == 1:  # the layout refuses what does not fit
+        if len(set(self._layout.rungs)) == 1 and isinstance(
+            self.allocation, str
+        ):  # the layout refuses what does not fit
             self._set("axes_dim", None)
 
     def _check_frequencies(self) -> None:

@@ -16,7 +16,9 @@ from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.hf_models import (
     ADJACENT,
     ALPHA,
+    ALTERNATING,
     AXIAL,
+    COLUMNS_FIRST,
     FACTOR_UNREAD,
     FIXED_THETA,
     FULL_HEAD_DIM,
@@ -34,6 +36,7 @@ from mmpos.rotary.hf_models import (
     TEXT_AT_TOP,
     UNSCALED,
     WIDTHS,
+    WITH_FRAMES,
 )
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
@@ -106,17 +109,19 @@ def hf_arguments(
         arguments["rotary_dim"] = _rotary_dim(fields, rope, kind, integer("head_dim", head_dim))
     if not overrides.keys() & {"theta", "inv_freq"}:
         arguments["theta"] = _theta(fields, rope)
+    if "pairing" not in overrides:
+        arguments["pairing"] = _pairing(fields)
+    turning = {**arguments, **overrides}["rotary_dim"]
+    turning = integer("rotary_dim", head_dim if turning is None else turning)
     if kind == "axial":
-        arguments |= {"allocation": "pixtral" if model == "pixtral" else "axial", "pairing": "half"}
+        arguments |= _axial_layout(model, turning)
     else:
-        if "pairing" not in overrides:
-            arguments["pairing"] = _pairing(fields)
-        turning = {**arguments, **overrides}["rotary_dim"]
-        arguments |= _text_layout(model, rope, integer("rotary_dim", head_dim if turning is None else turning))
+        arguments |= _text_layout(model, rope, turning)
         if not overrides.keys() & {"scaling", "inv_freq"}:
             arguments["scaling"] = _scaling(fields, rope, kind)
     if "allocation" in overrides:
-        arguments = {key: arguments[key] for key in arguments if key not in ("allocation", "axes", "mrope_section")}
+        layout = ("allocation", "axes", "axes_dim", "mrope_section")
+        arguments = {key: arguments[key] for key in arguments if key not in layout}
     return {**arguments, **overrides}
 
 
@@ -298,8 +303,8 @@ def _rope_type(fields: Fields, rope: Values) -> str:
         kind = "dynamic"
     if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
         kind = "longrope"
-    if kind == "default" and (model in AXIAL or model == "pixtral"):
-        kind = "axial"
+    if (kind == "default" and (model in AXIAL or model == "pixtral")) or model == "llama4_vision_model":
+        kind = "axial"  # which that of Llama 4 is, whatever its config says
     if kind == "dynamic" and rope.get("alpha") and (model in ALPHA or not _known(fields)):
         kind = "ntk_alpha"
     return kind
@@ -359,6 +364,8 @@ def _factor(fields: Fields, rope: Values) -> Any:
 
 def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     model = fields.model_type
+    if model in WITH_FRAMES and kind == "axial":
+        return head_dim // 6 * 6
     heeded = kind != "default" or model in PARTIAL or model in ROTARY_DIM or not _known(fields)
     if kind in ("proportional", "axial") or not heeded or model == "mistral4":  # whose factor is of another head
         return head_dim
@@ -377,6 +384,17 @@ def _pairing(fields: Fields) -> str:
     if "rope_interleave" in fields.defaults or not _known(fields):
         adjacent = boolean("rope_interleave", fields.get("rope_interleave"))
     return "adjacent" if adjacent else "half"
+
+
+def _axial_layout(model: str, rotary_dim: int) -> dict[str, Any]:
+    """Lay out the pairs of a vision encoder: axes are rows and columns, with frames before them of three."""
+    if model in WITH_FRAMES:
+        return {"axes": 3, "allocation": "axial"}
+    if model not in COLUMNS_FIRST | ALTERNATING:
+        return {"allocation": "pixtral" if model == "pixtral" else "axial"}
+    of_each = rotary_dim // 4
+    allocation = [1, 0] * of_each if model in ALTERNATING else [1] * of_each + [0] * of_each
+    return {"axes": 2, "allocation": allocation, "axes_dim": [2 * of_each] * 2}
 
 
 def _text_layout(model: str, rope: Values, rotary_dim: int) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from types import MappingProxyType
 __all__ = [
     "ADJACENT",
     "ALPHA",
+    "ALTERNATING",
     "AXIAL",
+    "COLUMNS_FIRST",
     "FACTOR_UNREAD",
     "FIXED_THETA",
     "FULL_HEAD_DIM",
@@ -26,6 +28,7 @@ __all__ = [
     "TEXT_AT_TOP",
     "UNSCALED",
     "WIDTHS",
+    "WITH_FRAMES",
 ]
 
 
@@ -36,19 +39,32 @@ def _names(text: str) -> frozenset[str]:
 ADJACENT = _names("""
     axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher codegen cohere
     cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4
-    glm4_moe_lite glm4v_text glm_moe_dsa glm_ocr_text gptj helium llama4_text longcat_flash mistral4 moonshine
-    moonshine_streaming openai_privacy_filter pe_audio_encoder pe_audio_video_encoder pe_video_encoder roformer youtu
+    glm4_moe_lite glm4v_text glm_moe_dsa glm_ocr_text gptj helium inkling2_vision llama4_text llama4_vision_model
+    longcat_flash mistral4 moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder pe_audio_video_encoder
+    pe_video_encoder roformer sam3_vit_model youtu
 """)
 """Model types that pair channels (2j, 2j + 1), where no rope_interleave says otherwise; all others are of halves."""
 
 AXIAL = _names("""
     cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision glm4v_moe_vision
-    glm4v_vision glm5_next_vision glm_ocr_vision lfm3_vl_vision mlcd_vision_model muse_glimmer_vision
-    muse_spark_vision paddleocr_vl_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision
-    qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision
-    qwen4_exp_vision video_llama_3_vision
+    glm4v_vision glm5_next_vision glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision llama4_vision_model
+    minimax_m3_vl_vision mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision
+    qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision qwen3_5_moe_vision qwen3_5_vision
+    qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision sam3_vit_model
+    step3p5_vision video_llama_3_vision
 """)
-"""Vision encoders that turn a block of rows, then one of columns, in halves."""
+"""Vision encoders that turn a block of rows, then one of columns, where the tables below say nothing else."""
+
+ALTERNATING = _names("kimi_k25_vision")
+"""Vision encoders that turn by columns and by rows in turn."""
+
+COLUMNS_FIRST = _names("""
+    inkling2_vision llama4_vision_model muse_glimmer_vision muse_spark_vision sam3_vit_model step3p5_vision
+""")
+"""Vision encoders that turn a block of columns, then one of rows."""
+
+WITH_FRAMES = _names("minimax_m3_vl_vision")
+"""Vision encoders that turn a block of frames, one of rows, one of columns, and leave what three blocks leave."""
 
 INTERLEAVED = _names("""
     cohere_compass_text cosmos3_edge_text qwen3_5_moe_text qwen3_5_text qwen3_omni_moe_talker_text
@@ -120,7 +136,7 @@ ALPHA = _names("hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text")
 FIXED_THETA: Mapping[str, float] = MappingProxyType(dict.fromkeys(_names("codegen gptj roformer"), 10000.0))
 """Model types whose base no config can change."""
 
-HEAD_DIM_UNREAD = _names("deepseek_ocr2_text dots3_note_audio_encoder unlimited_ocr_text")
+HEAD_DIM_UNREAD = _names("deepseek_ocr2_text dots3_note_audio_encoder llama4_vision_model unlimited_ocr_text")
 """Model types whose head_dim is hidden_size over num_attention_heads, whatever head_dim says."""
 
 WIDTHS: Mapping[str, tuple[str, int]] = MappingProxyType(
@@ -173,23 +189,18 @@ OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
             _names("dinov3_vit eomt_dinov3 sapiens2"), "its positions are places between -1 and 1, not of patches"
         ),
         **dict.fromkeys(
-            _names("edgetam_video sam2_video sam3_tracker_video sam3_vit_model"),
-            "it turns rows and columns in pairs of neighbours",
+            _names("edgetam_video sam2_video sam3_tracker_video"),
+            "its attention to earlier frames turns part of the keys alone",
         ),
         "clvp_encoder": "it turns values too",
         "dbrx": "Transformers does not read the base in its attn_config",
         "deepseek_v4": "it turns the last channels of a head, not the first",
         "dots3_note_text": "its layers pair channels in two ways",
         "efficientloftr": "it turns all heads as one, by rows and columns",
-        "gemma4_vision": "it pairs channels within the half of each axis",
+        "gemma4_vision": "it turns each half of a head as a head of its own, one by rows, one by columns",
         "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
-        "inkling2_vision": "it turns columns before rows, in pairs of neighbours",
-        "kimi_k25_vision": "it alternates columns and rows",
-        "llama4_vision_model": "it turns columns before rows, in pairs of neighbours, by ids from one",
-        "minimax_m3_vl_vision": "it turns frames, rows and columns by a third of a head each",
         "mistral_large4_text": "its frequencies are weights",
         "nanochat": "it turns the other way round",
-        "step3p5_vision": "it turns columns before rows",
     }
 )
 """Model types whose rotation is not read, and what is special about it."""

@@ -61,34 +61,51 @@ class Rows(Scheme):
 class Grid2D(Scheme):
     """The positions of a vision encoder: every grid starts anew at (start, start), every frame alike.
 
-    Source: the rotary embeddings of Pixtral ("raster") and Qwen-VL ("merged") encoders.
+    Source: the rotary embeddings of the encoders of Pixtral ("raster"), Qwen-VL ("merged"), MiniMax-M3 (three axes) and
+    Llama 4 and Inkling 2 (first=1).
 
     Args:
         order: "raster", or "merged" when the patches that will be merged stand together.
         spatial_merge_size: side of these blocks; grids are then given before merging.
+        axes: 2, rows and columns, or 3, frames before them.
+        first: id of the first frame, row and column, 0 or 1, above start. With 1 there may be text beside the grids:
+            each ``Text(1)`` is a class token, at start on every axis.
     """
 
     name: ClassVar[str] = "grid-2d"
-    axes = 2
     text = False
     resumable = False
     order: Literal["raster", "merged"] = "raster"
     spatial_merge_size: int = 1
+    axes: int = 2
+    first: int = 0
 
     def __post_init__(self) -> None:
         one_of("Grid2D.order", self.order, ("raster", "merged"))
         side = integer("Grid2D.spatial_merge_size", self.spatial_merge_size, minimum=1)
         object.__setattr__(self, "spatial_merge_size", side)
+        object.__setattr__(self, "axes", integer("Grid2D.axes", self.axes, minimum=2, maximum=3))
+        object.__setattr__(self, "first", integer("Grid2D.first", self.first, minimum=0, maximum=1))
+        object.__setattr__(self, "text", self.first > 0)
 
     def advance(self, grids: Grids) -> IntArray:
         return np.zeros_like(grids.height)
 
-    def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        if self.order == "raster":
-            return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, 1])
-        return self._place_merged(grids, cursor)
+    def advance_text(self, runs: TextRuns) -> IntArray:
+        if runs.lengths.max(initial=1) > 1:
+            raise UnsupportedError(
+                f"grid-2d: got a text of {runs.lengths.max()} tokens, want class tokens, each Text(1)"
+            )
+        return np.zeros_like(runs.lengths)
 
-    def _place_merged(self, grids: Grids, cursor: IntArray) -> Placement:
+    def place(self, grids: Grids, cursor: IntArray) -> Placement:
+        start = cursor + self.first
+        if self.order == "merged":
+            return self._place_merged(grids, start)
+        n = self.axes
+        return Placement([start] * n, [1, 0, 0][-n:], [0, 1, 0][-n:], [0, 0, 1][-n:])
+
+    def _place_merged(self, grids: Grids, start: IntArray) -> Placement:
         """One piece per row of blocks: its frame counts blocks, its row and column lie inside a block."""
         side = self.spatial_merge_size
         if (grids.extents[1:] % side).any():
@@ -98,8 +115,9 @@ class Grid2D(Scheme):
         bands = grids.height // side
         check_pieces(self, int((grids.frames * bands).sum()))
         owner, band = ragged_arange(grids.frames * bands)
-        band %= bands[owner]
+        frame, band = np.divmod(band, bands[owner])
         sides = np.full(owner.size, side, np.int64)
         pieces = Pieces(owner, side * grids.width[owner], np.zeros(owner.size, np.int64), sides, sides)
-        start = cursor[owner]
-        return Placement([start + side * band, start], [0, side], [1, 0], [0, 1], pieces=pieces)
+        start = start[owner]
+        n, origin = self.axes, [start + frame, start + side * band, start]
+        return Placement(origin[-n:], [0, 0, side][-n:], [0, 1, 0][-n:], [0, 0, 1][-n:], pieces=pieces)

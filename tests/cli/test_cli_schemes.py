@@ -103,7 +103,11 @@ WANT = "want package.module:Class of a Scheme that is made so"
         ("rope-tie,", None, "--scheme: got '', want PARAMETER=VALUE after the comma"),
         ("rope-tie,stride=2", None, "--scheme: got 'stride' of 'rope-tie', want axes"),
         ("flatten,axes=2", None, "--scheme: got 'axes' of 'flatten', want no parameter"),
-        ("grid-2d,side=2", None, "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size"),
+        (
+            "grid-2d,side=2",
+            None,
+            "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size or axes or first",
+        ),
         ("rope-tie,axes=4", None, "RopeTie.axes: got 4, want 2 or 3"),
         ("v2pe,stride=x", None, "V2PE.stride: got 'x', want an integer"),
         ("flatten", 2, "--axes: got 2, want 1 for scheme 'flatten'"),

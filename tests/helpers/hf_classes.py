@@ -64,6 +64,8 @@ OLD_NAMES = {
     "dots3_note_vision_encoder": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"},
     "falcon": {"hidden_size": "n_embed"},
     "hunyuan_vl_text": {"head_dim": "attention_head_dim"},
+    "inkling2_vision": {"patch_size": "native_patch_size", "spatial_merge_size": "adapter_merge_size"},
+    "step3p5_vision": {"hidden_size": "width", "num_attention_heads": "heads"},
 }
 """Names of fields that classes still read."""
 

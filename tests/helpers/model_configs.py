@@ -91,6 +91,43 @@ XDRIVEN = Rotary(128, scaling=NTK(1000.0))
 ERNIE = Rotary(128, theta=5e5, axes=3, allocation=[1, 2] * 22 + [0] * 20, pairing="adjacent")
 
 
+def blocks(*axes: int, pairs: int) -> dict[str, Any]:
+    """Arguments of a rotation by blocks of so many pairs, one for each of these axes."""
+    return {"allocation": [axis for axis in axes for _ in range(pairs)], "axes_dim": [2 * pairs] * len(axes)}
+
+
+EXPECTED_ENCODERS: dict[str, tuple[Grid2D, Rotary]] = {
+    **{
+        encoder: (Grid2D("merged", 2), Rotary(head_dim, allocation="axial"))
+        for head_dim, encoders in {
+            64: "dots3_note_vision_encoder glm5_next_vision glm_ocr_vision",
+            72: "cohere_compass_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder "
+            "qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision",
+            80: "ernie4_5_vl_moe_vision qwen2_vl_vision",
+            128: "glm4v_moe_vision glm4v_vision",
+            224: "exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision",
+        }.items()
+        for encoder in encoders.split()
+    },
+    "inkling2_vision": (Grid2D("merged", 2, first=1), Rotary(64, pairing="adjacent", **blocks(1, 0, pairs=16))),
+    "kimi_k25_vision": (Grid2D(), Rotary(72, allocation=[1, 0] * 18, axes_dim=[36, 36])),
+    "lfm3_vl_vision": (Grid2D("merged", 2), Rotary(64, theta=1e6, allocation="axial")),
+    "llama4_vision_model": (Grid2D(first=1), Rotary(48, pairing="adjacent", **blocks(1, 0, pairs=12))),
+    "minimax_m3_vl_vision": (Grid2D("merged", 2, 3), Rotary(80, axes=3, rotary_dim=78, allocation="axial")),
+    "muse_glimmer_vision": (Grid2D(first=1), Rotary(96, **blocks(1, 0, pairs=24))),
+    "muse_spark_vision": (Grid2D(first=1), Rotary(96, **blocks(1, 0, pairs=24))),
+    "paddleocr_vl_vision": (Grid2D(), Rotary(72, allocation="axial")),
+    "pixtral": (Grid2D(), Rotary(64, allocation="pixtral")),
+    "step3p5_vision": (Grid2D(), Rotary(96, **blocks(1, 0, pairs=24))),
+}
+"""Positions and rotation of encoders with the defaults of their classes."""
+
+
+def encoder(model_type: str) -> dict[str, Any]:
+    """Settings of a model with this encoder inside."""
+    return dict(zip(("vision_scheme", "vision_rotary"), EXPECTED_ENCODERS[model_type], strict=True))
+
+
 def merged(head_dim: int) -> dict[str, Any]:
     return {"vision_scheme": Grid2D("merged", 2), "vision_rotary": Rotary(head_dim, allocation="axial")}
 
@@ -313,14 +350,21 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         patch_size=16,
         temporal_patch_size=2,
         spatial_merge_size=2,
+        **encoder("lfm3_vl_vision"),
         frames_apart=True,
     ),
-    "step3p7": flat(line(128), image_token_id=151679, patch_size=14),
+    "step3p7": flat(line(128), image_token_id=151679, patch_size=14, **encoder("step3p5_vision")),
     "aya_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=14),
     "cohere2_vision": flat(line(128, pairing="adjacent"), image_token_id=255036, patch_size=16),
-    "exaone4_5": flat(line(128), image_token_id=67, video_token_id=68, **MERGED_14),
+    "exaone4_5": flat(line(128), image_token_id=67, video_token_id=68, **MERGED_14, **encoder("exaone4_5_vision")),
     "muse_glimmer": flat(
-        line(128), image_token_id=200092, video_token_id=200091, patch_size=14, spatial_merge_size=2, frames_apart=True
+        line(128),
+        image_token_id=200092,
+        video_token_id=200091,
+        patch_size=14,
+        spatial_merge_size=2,
+        frames_apart=True,
+        **encoder("muse_glimmer_vision"),
     ),
     "muse_spark": flat(
         line(64, 5e5),
@@ -329,11 +373,26 @@ EXPECTED: dict[str, tuple[Any, Rotary, dict[str, Any]]] = {
         patch_size=14,
         spatial_merge_size=2,
         frames_apart=True,
+        **encoder("muse_spark_vision"),
     ),
-    "llama4": flat(line(128, 5e5, pairing="adjacent"), image_token_id=200092, patch_size=14),
-    "minimax_m3_vl": flat(line(128, 5e6), image_token_id=200025, video_token_id=200026, **MERGED_14, frames_apart=True),
+    "llama4": flat(
+        line(128, 5e5, pairing="adjacent"), image_token_id=200092, patch_size=14, **encoder("llama4_vision_model")
+    ),
+    "minimax_m3_vl": flat(
+        line(128, 5e6),
+        image_token_id=200025,
+        video_token_id=200026,
+        **MERGED_14,
+        frames_apart=True,
+        **encoder("minimax_m3_vl_vision"),
+    ),
     "kimi_k25": flat(
-        line(64, pairing="adjacent"), image_token_id=163605, video_token_id=163840, patch_size=14, spatial_merge_size=2
+        line(64, pairing="adjacent"),
+        image_token_id=163605,
+        video_token_id=163840,
+        patch_size=14,
+        spatial_merge_size=2,
+        **encoder("kimi_k25_vision"),
     ),
     "minicpm_ocr": flat(line(256, rotary_dim=64), patch_size=16),
     "minicpmv4_6": flat(line(256, rotary_dim=64), patch_size=16),

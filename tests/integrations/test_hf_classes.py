@@ -25,7 +25,7 @@ from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import class_defaults
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
+from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP, WITH_FRAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # every model of Transformers is imported
 
@@ -44,6 +44,12 @@ NAMELESS = {"Qwen3OmniMoeCode2WavConfig", "SaProtConfig"}
 EPSILON = 2.0**-23
 IDS = torch.tensor([[0, 1, 2, 3, 5, 8, 13], [4, 0, 9, 1, 7, 2, 30], [1, 6, 2, 11, 0, 21, 5]])
 """(3, tokens) ids on as many axes as any model has."""
+
+COLUMNS_FIRST = ("muse_glimmer_vision", "muse_spark_vision", "sam3_vit_model")
+"""Encoders whose modules are given columns before rows."""
+
+WITHOUT_IDS = ("llama4_vision_model",)
+"""Encoders whose modules are given no ids: tests of encoders turn by them."""
 
 LAYERS = ("full_attention", "sliding_attention")
 RELEASED: dict[str, dict[str, Any]] = {
@@ -135,7 +141,9 @@ def layer_types(module: object) -> list[Any]:
     return sorted(types) if isinstance(types, dict) and types else [None]
 
 
-def buffer(module: object, name: str, layer_type: str | None) -> Any:
+def buffer(module: Any, name: str, layer_type: str | None) -> Any:
+    if hasattr(module, "freqs_ci"):  # of Llama 4, whose first patch has 1 as its ids
+        return module.freqs_ci[0].flatten().angle().chunk(2)[0] if name == "inv_freq" else 1.0
     return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
 
 
@@ -174,7 +182,10 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     """cos and sin of IDS, and on how many axes."""
     kind = {} if layer_type is None else {"layer_type": layer_type}
     if hasattr(module, "compute_axial_rope_parameters"):
-        return module(torch.zeros(1), IDS[:2].T), 2
+        model = module.config.model_type
+        axes = 3 if model in WITH_FRAMES else 2
+        ids = IDS[[1, 0]] if model in COLUMNS_FIRST else IDS[:axes]
+        return module(torch.zeros(1), ids.T), axes
     for axes in (3, 2):
         try:
             tables = module(torch.zeros(1), IDS[:axes, None], **kind)
@@ -187,8 +198,10 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
 
 def turning_function(module: object, config: object) -> Any:
     code = sys.modules[type(module).__module__]
-    if hasattr(module, "compute_axial_rope_parameters") and hasattr(code, "apply_rotary_pos_emb_vision"):
-        return code.apply_rotary_pos_emb_vision
+    if hasattr(module, "compute_axial_rope_parameters"):
+        for name in ("apply_rotary_pos_emb_vision", "apply_rotary_pos_emb_2d"):
+            if hasattr(code, name):
+                return getattr(code, name)
     interleaves = getattr(config, "rope_interleave", True) and "Audio" not in type(module).__name__
     if hasattr(code, "apply_rotary_pos_emb_interleave") and interleaves:
         return code.apply_rotary_pos_emb_interleave
@@ -228,7 +241,7 @@ def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
     return turning * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
 
 
-@pytest.mark.parametrize("model", [model for model in ROTATING if model not in WITHOUT_MODULE])
+@pytest.mark.parametrize("model", [model for model in ROTATING if model not in (*WITHOUT_MODULE, *WITHOUT_IDS)])
 def test_scores_are_those_of_the_code_of_the_model(model: str) -> None:
     config = config_class(model)(**RELEASED.get(model, {}))
     module = module_of(config)
@@ -238,7 +251,7 @@ def test_scores_are_those_of_the_code_of_the_model(model: str) -> None:
         q, k = (torch.randn(1, 2, IDS.shape[1], rotary.head_dim, generator=generator) for _ in range(2))
         tables, axes = tables_of(module, layer_type)
         dim = 2 * len(buffer(module, "inv_freq", layer_type))
-        dim *= 2 if hasattr(module, "compute_axial_rope_parameters") and model != "pixtral" else 1
+        dim *= axes if hasattr(module, "compute_axial_rope_parameters") and model != "pixtral" else 1
         theirs = [
             torch.cat((part, whole[..., dim:]), dim=-1)
             for part, whole in zip(
@@ -331,7 +344,8 @@ def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> 
     found = torch.from_numpy(
         rotary.inv_freq_as_hf(lambda base, power: torch.pow(base, torch.from_numpy(power)).numpy())
     )
-    found = (found[: len(found) // 2] if rotary.allocation == "axial" else found).sort().values
+    by_axis = rotary.allocation == "axial" or rotary.axes_dim is not None
+    found = (found[torch.from_numpy(rotary.pair_axis == 0)] if by_axis else found).sort().values
     factor = float(buffer(module, "attention_scaling", layer_type))
     same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=2 * gamma(FREQUENCY), atol=0)
     return same and abs(rotary.attention_factor - factor) <= 8 * EPSILON * factor

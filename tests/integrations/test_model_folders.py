@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from model_configs import config_of
+from model_configs import LAYER_TYPES, config_of
+from tolerance import assert_within, normalised
 
 import mmpos
 from mmpos.integrations.models import from_hf_config
@@ -58,13 +60,16 @@ def test_a_folder_gives_the_images_of_its_preprocessor(tmp_path: Path) -> None:
         ("qwen3_vl", "Qwen2VLImageProcessor", without("size", "image_mean", "temporal_patch_size")),
         ("qwen2_vl", "Qwen2VLImageProcessor", {}),
         ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessor", {}),
+        ("cohere_compass", "CohereCompassImageProcessor", {"patch_size": 16}),
+        ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {}),
+        ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {"size": [672, 672]}),
     ],
 )
 def test_values_and_defaults_are_those_of_the_class(
     tmp_path: Path, model: str, name: str, values: dict[str, Any]
 ) -> None:
     folder = folder_of(tmp_path, model, preprocessor_config=values | {"image_processor_type": name})
-    ours = from_hf_config(folder).image_processor()
+    ours = from_hf_config(folder, layer_type=LAYER_TYPES.get(model)).image_processor()
     theirs = getattr(transformers, name).from_pretrained(folder)
     assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
     limits = theirs.size["shortest_edge"], theirs.size["longest_edge"]
@@ -74,6 +79,25 @@ def test_values_and_defaults_are_those_of_the_class(
     for height, width in itertools.product((1, 40, 333, 1024, 4001), (37, 200, 1000)):
         if max(height, width) <= 200 * min(height, width):
             assert ours.fit(height, width) == smart_resize(height, width, factor, *limits)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("qwen3_vl", "Qwen2VLImageProcessor"),
+        ("cohere_compass", "CohereCompassImageProcessor"),
+        ("minimax_m3_vl", "MiniMaxM3VLImageProcessor"),
+    ],
+)
+def test_patches_are_those_of_the_class(tmp_path: Path, model: str, name: str) -> None:
+    patch = config_of(model).vision_config.patch_size
+    folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": name, "patch_size": patch})
+    photo = np.random.default_rng(0).integers(0, 256, (70, 150, 3), np.uint8)
+    theirs = getattr(transformers, name).from_pretrained(folder)(photo, return_tensors="np")
+    images = from_hf_config(folder, layer_type=LAYER_TYPES.get(model)).image_processor()
+    ours = images.process(photo, temporal_patch_size=2)
+    assert [[1, 2 * ours.grid.height, 2 * ours.grid.width]] == theirs["image_grid_thw"].tolist()
+    assert_within(ours.patches, theirs["pixel_values"], normalised(images.mean, images.std))
 
 
 def test_an_image_processor_inside_a_processor_comes_first(tmp_path: Path) -> None:
@@ -108,7 +132,12 @@ def test_what_no_file_says_is_asked_for_by_its_name(tmp_path: Path) -> None:
     [
         (
             {"image_processor_type": "Glm4vImageProcessor"},
-            "image_processor_type: got 'Glm4vImageProcessor', which is not",
+            "image_processor_type: got 'Glm4vImageProcessor', which enlarges images with a side below one token in "
+            "another way and halves its limits, want one of CohereCompassImageProcessor, ",
+        ),
+        (
+            {"image_processor_type": "SiglipImageProcessorFast"},
+            "image_processor_type: got 'SiglipImageProcessorFast', which is not known to resize as ImageProcessor does",
         ),
         ({"image_processor_type": None}, "image_processor_type: got none, which is not known"),
         ({"do_normalize": False}, "do_normalize: got False, want True"),

@@ -20,6 +20,7 @@ from tolerance import EXACT, assert_within
 import mmpos
 import mmpos.rotary
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelSettings
+from mmpos.integrations.models.encoders import ENCODERS, UNSUPPORTED_ENCODERS
 from mmpos.rotary.hf_models import OTHER_ROTATIONS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
@@ -71,6 +72,9 @@ def test_the_page_lists_every_model_type_once() -> None:
     written = {name: re.findall("`([^`]+)`", write()) for name, write in model_tables.QUOTES.items()}
     rows = model_tables.supported().splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
+    rows = model_tables.encoders().splitlines()[2:]
+    assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row)) == sorted(ENCODERS)
+    assert sorted(written["refused encoders"]) == sorted(UNSUPPORTED_ENCODERS)
     assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)
     assert sorted(written["rotations"]) == sorted(OTHER_ROTATIONS)
 

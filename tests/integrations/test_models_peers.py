@@ -1,4 +1,4 @@
-"""Settings of models, and the code of Transformers beside them: ids, rotations, encoders."""
+"""Settings of models, and the code of Transformers beside them: ids and rotations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 import torch
 from model_configs import CONFIGS, EXPECTED, LAYER_TYPES, TEXT, config_of, settings_of
 from tolerance import EXACT, assert_within, cos_sin, rotations
-from transformers.vision_utils import get_vision_position_ids
 
 import mmpos
 import mmpos.rotary
 from mmpos.integrations.models import TEXT_TYPES, ModelSettings
-from mmpos.integrations.models.from_config import ENCODER_ORDERS
 from mmpos.rotary import Rotary, apply_rotary
 
 MROPE = [name for name, (scheme, _, _) in EXPECTED.items() if scheme.axes == 3 and not scheme.clips]
@@ -120,10 +118,7 @@ def turned(settings_rotary: Rotary, positions: Any, module: Any, cos: Any, sin: 
     ours, _ = apply_rotary(q, None, positions, rotary, layout="bhsd")
     assert ours is not None
     turn = q[..., : rotary.rotary_dim]
-    if apply == "apply_rotary_pos_emb_vision":
-        theirs = getattr(module, apply)(*[turn[0].transpose(0, 1)] * 2, cos, sin)[0].transpose(0, 1)[None]
-    else:
-        theirs = getattr(module, apply)(turn, turn, cos, sin)[0]
+    theirs = getattr(module, apply)(turn, turn, cos, sin)[0]
     assert_within(ours[..., : rotary.rotary_dim], theirs, rotations(theirs, cos_sin()))  # of the same float32 angles
     assert torch.equal(ours[..., rotary.rotary_dim :], q[..., rotary.rotary_dim :])
 
@@ -169,40 +164,6 @@ def test_serving_engines_turn_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis(
     angles = [[int(ids[j // 16]) * base ** (-j / 64) for j in range(64)] for ids in positions.dense().T]
     cos, sin = mmpos.rotary.cos_sin(settings.rotary, positions)
     assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)
-
-
-@pytest.mark.parametrize("encoder", sorted(ENCODER_ORDERS.keys() - {"pixtral"}))
-def test_positions_and_rotations_are_those_of_the_encoder(encoder: str) -> None:
-    model = encoder.removesuffix("_encoder").removesuffix("_vision")
-    settings, config, module = settings_of(model), config_of(model), modeling(model)
-    vision = getattr(config, "thinker_config", config).vision_config
-    assert settings.vision_scheme is not None
-    assert settings.vision_rotary is not None
-    grids = [(1, 4, 6), (2, 2, 8)]
-    documents = [[mmpos.Grid.from_thw(grid)] for grid in grids]
-    positions = mmpos.place(mmpos.SegmentTable.from_documents(documents), settings.vision_scheme)
-    side = 1 if model == "paddleocr_vl" else vision.spatial_merge_size
-    theirs = get_vision_position_ids(torch.tensor(grids), side)
-    np.testing.assert_array_equal(positions.dense().T, theirs)
-    cos, sin = rotation_of(module, vision=True)(vision)(torch.zeros(1), theirs)
-    turned(settings.vision_rotary, positions, module, cos, sin, "apply_rotary_pos_emb_vision")
-
-
-def test_positions_and_rotations_are_those_of_pixtral() -> None:
-    settings, module = settings_of("mistral3"), modeling("pixtral")
-    small = {"hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = CONFIGS["pixtral"](**small, patch_size=16, image_size=96)
-    encoder = module.PixtralVisionModel(config)
-    seen: list[Any] = []
-    encoder.patch_positional_embedding.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
-    encoder(torch.zeros(2, 3, 64, 80), image_sizes=[(48, 80), (64, 32)])
-    assert settings.vision_scheme is not None
-    assert settings.vision_rotary is not None
-    documents = [[mmpos.Grid(3, 5)], [mmpos.Grid(4, 2)]]
-    positions = mmpos.place(mmpos.SegmentTable.from_documents(documents), settings.vision_scheme)
-    np.testing.assert_array_equal(positions.dense().T, seen[0])
-    cos, sin = encoder.patch_positional_embedding(torch.zeros(1), seen[0])
-    turned(settings.vision_rotary, positions, module, cos[None], sin[None], "apply_rotary_pos_emb")
 
 
 @pytest.mark.parametrize("model", sorted(TEXT_TYPES - {"deepseek_v3", "gemma3_text", "lfm3", "mistral4"} | {"emu3"}))

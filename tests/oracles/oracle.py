@@ -50,7 +50,7 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
     for i, part in enumerate(document):
         if isinstance(part, Text):
             ids += [_id(*[cursor + k] * axes) for k in range(part.length)]
-            cursor += part.length
+            cursor += part.length if scheme != "grid-2d" else 0
         else:
             image = {"image": sum(isinstance(one, Grid) for one in document[:i])} if scheme == "xd-rope" else {}
             placed, cursor = _GRIDS[scheme](part, cursor, **params, **image)
@@ -158,15 +158,17 @@ def _naive_2d(grid: Grid, cursor: int) -> Grown:
     return ids, last + max(grid.height, grid.width) + 1
 
 
-def _grid_2d(grid: Grid, cursor: int, order: str = "raster", spatial_merge_size: int = 1) -> Grown:
+def _grid_2d(
+    grid: Grid, cursor: int, order: str = "raster", spatial_merge_size: int = 1, axes: int = 2, first: int = 0
+) -> Grown:
     side = spatial_merge_size if order == "merged" else 1
     ids = []
-    for _ in range(grid.frames):
+    for frame in range(grid.frames):
         for top in range(0, grid.height, side if order == "merged" else 1):
             for left in range(0, grid.width, side):
                 for i in range(top, top + side):
                     for j in range(left, left + side):
-                        ids.append(_id(cursor + i, cursor + j))
+                        ids.append(_id(*[cursor + first + index for index in (frame, i, j)][-axes:]))
     return ids, cursor
 
 
@@ -317,6 +319,15 @@ CASES = (
         resumable=False,
         side=2,
     ),
+    Case(
+        Grid2D(order="merged", spatial_merge_size=2, axes=3),
+        "grid-2d",
+        {"order": "merged", "spatial_merge_size": 2, "axes": 3},
+        text=False,
+        resumable=False,
+        side=2,
+    ),
+    Case(Grid2D(axes=3, first=1), "grid-2d", {"axes": 3, "first": 1}, text=False, resumable=False),
     Case("mrope", "mrope", {}),
     Case("mrope-qwen3", "mrope-qwen3", {}, frames=False),
     Case("mrope-transformers", "mrope-transformers", {}),

@@ -54,7 +54,7 @@ def frequencies(rotary: Rotary) -> list[Any]:
     pairs, seen = len(axes), [0] * rotary.axes
     for j, axis in enumerate(axes):
         exponent = Fraction(j, pairs)
-        if rotary.allocation == "axial":
+        if rotary.allocation == "axial" or rotary.axes_dim is not None:
             exponent = Fraction(seen[axis], axes.count(axis))
         elif rotary.allocation == "pixtral":
             exponent = Fraction(2 * seen[axis] + axis, pairs)
@@ -205,6 +205,8 @@ ROTARIES: Mapping[str, Rotary] = {
     "axial": Rotary(24, allocation="axial"),
     "axial 3": Rotary(24, axes=3, allocation="axial"),
     "axial by axis": Rotary(24, allocation="axial", axes_dim=[4, 14, 6]),
+    "axial in turn": Rotary(16, allocation=[1, 0] * 4, axes_dim=[8, 8]),
+    "axial, columns first": Rotary(20, allocation=[1] * 4 + [0] * 6, axes_dim=[12, 8], pairing="adjacent"),
     "pixtral": Rotary(16, allocation="pixtral"),
     "vector": Rotary(12, allocation=[1, 1, 0, 1, 0, 0]),
     "inv_freq": Rotary(8, inv_freq=[0.3, 2.5, 0.0, -1.25]),

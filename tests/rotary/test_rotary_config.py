@@ -96,6 +96,16 @@ def test_equal_channels_for_every_axis_are_plain_axial() -> None:
     assert Rotary(96, allocation="axial", axes_dim=(32, 32, 32)) == Rotary(96, axes=3, allocation="axial")
 
 
+def test_the_pairs_of_each_axis_of_a_vector_take_its_full_ladder_in_their_order() -> None:
+    rows, columns = Rotary(12, theta=100.0, axes=1), Rotary(8, theta=400.0, axes=1)
+    rotary = Rotary(20, theta=[100.0, 400.0], allocation=[1, 0, 0, 1, 0, 1, 0, 0, 1, 0], axes_dim=[12, 8])
+    for axis, ladder in enumerate((rows, columns)):
+        assert rotary.turns[rotary.pair_axis == axis].tolist() == ladder.turns.tolist()
+    assert not rotary.shares_ladder
+    in_blocks = Rotary(24, allocation=[0] * 6 + [1] * 6, axes_dim=[12, 12])
+    assert in_blocks.turns.tolist() == Rotary(24, allocation="axial").turns.tolist()
+
+
 def test_pixtral_is_even_frequencies_of_rows_then_odd_ones_of_columns() -> None:
     rotary, plain = Rotary(64, allocation="pixtral"), Rotary(64, axes=1)
     assert rotary.pair_axis.tolist() == [0] * 16 + [1] * 16
@@ -165,7 +175,14 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"allocation": [0.0] * 8}, "allocation[0]: got 0.0, want an integer"),
         ({"allocation": "axial", "axes": 3}, "allocation 'axial': got 8 pairs, want a multiple of axes=3, or axes_dim"),
         ({"axes_dim": [8, 8]}, "axes_dim: got [8, 8], want None for allocation 'interleaved'"),
-        ({"axes_dim": [8, 8], "allocation": [0, 1] * 4}, "axes_dim: got [8, 8], want None for allocation (0, 1,"),
+        (
+            {"axes_dim": [10, 6], "allocation": [0, 1] * 4},
+            "allocation: got [0, 1, 0, 1, 0, 1, 0, 1], want as many pairs of each axis as axes_dim [10, 6]",
+        ),
+        (
+            {"axes_dim": [8, 8], "allocation": [2, 0] * 4},
+            "allocation: got [2, 0, 2, 0, 2, 0, 2, 0], want as many pairs",
+        ),
         ({"axes_dim": [4, 8], "allocation": "axial"}, "axes_dim: got [4, 8], want channels that sum to 16, those that"),
         ({"axes_dim": [3, 13], "allocation": "axial"}, "axes_dim[0]: got 3, want an even number"),
         ({"axes_dim": [0, 16], "allocation": "axial"}, "axes_dim[0]: got 0, want >= 2"),
@@ -266,6 +283,7 @@ ROTARIES = [
     Rotary(16, theta=[1e4, 0.1 + 1e6], rotary_dim=12, pairing="adjacent", precision="hf"),
     Rotary(16, allocation="sections", mrope_section=(2, 3, 3)),
     Rotary(16, allocation="axial", axes_dim=(4, 10, 2)),
+    Rotary(16, allocation=[1, 0] * 4, axes_dim=(8, 8)),
     Rotary(16, allocation=(0, 0, 1, 2, 0, 0, 1, 2), inv_freq=[0.1] * 8),
     Rotary(128, allocation="mrope-interleaved"),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
@@ -683,9 +701,8 @@ def test_layers_with_a_head_of_their_own_need_a_layer_type() -> None:
 def test_rotations_that_rotary_does_not_describe_are_refused_by_model_type() -> None:
     assert refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it turns the other way round"
     vision = text_of("gemma4_vision", hidden_size=768, num_attention_heads=12)
-    assert refused(vision) == (
-        "model_type: got 'gemma4_vision', want another: it pairs channels within the half of each axis"
-    )
+    reason = "it turns each half of a head as a head of its own, one by rows, one by columns"
+    assert refused(vision) == f"model_type: got 'gemma4_vision', want another: {reason}"
 
 
 def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:

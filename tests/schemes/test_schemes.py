@@ -160,6 +160,21 @@ def test_merged_order_keeps_the_patches_of_a_block_together() -> None:
     assert exact(positions) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
 
 
+def test_three_axes_of_grid_2d_count_frames_too() -> None:
+    for scheme in (Grid2D(axes=3), Grid2D("merged", 1, axes=3)):
+        frames = [[(t, 0, 0), (t, 0, 1), (t, 1, 0), (t, 1, 1)] for t in (0, 1)]
+        assert exact(placed([Grid(2, 2, frames=2)], scheme)) == [*frames[0], *frames[1]]
+    merged = exact(placed([Grid(2, 4, frames=2)], Grid2D("merged", 2, axes=3)))
+    assert [position[0] for position in merged] == [0] * 8 + [1] * 8
+
+
+def test_class_tokens_stand_at_the_start_of_patches_that_count_from_one() -> None:
+    before = placed([Text(1), Text(1), Grid(2, 2), Grid(1, 2)], Grid2D("merged", 1, first=1))
+    assert exact(before) == [(0, 0), (0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 1), (1, 2)]
+    after = placed([Grid(1, 2), Text(1)], Grid2D(first=1), 4)
+    assert exact(after) == [(5, 5), (5, 6), (4, 4)]
+
+
 def test_merged_order_is_the_raster_order_permuted() -> None:
     grid = Grid(6, 9, frames=2)
     merged = placed([grid], Grid2D(order="merged", spatial_merge_size=3)).dense()

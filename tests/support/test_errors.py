@@ -223,6 +223,8 @@ PLACING: list[Refusal] = [
     (lambda: XDRope(first_image=-1), "XDRope.first_image: got -1, want >= 0"),
     (lambda: Grid2D(order="z"), "Grid2D.order: got 'z', want one of 'raster', 'merged'"),  # type: ignore[arg-type]
     (lambda: Grid2D(spatial_merge_size=0), "Grid2D.spatial_merge_size: got 0, want >= 1"),
+    (lambda: Grid2D(axes=4), "Grid2D.axes: got 4, want <= 3"),
+    (lambda: Grid2D(first=2), "Grid2D.first: got 2, want <= 1"),
     (lambda: MRopeTransformers(tokens_per_second=0), "MRopeTransformers.tokens_per_second: got 0, want >= 1"),
     (
         lambda: MRopeQwen25(tokens_per_second=2.5),  # type: ignore[arg-type]
@@ -442,6 +444,10 @@ UNSUPPORTED: list[Refusal] = [
     (
         lambda: placed([Grid(1, 1), Text(1)], "grid-2d"),
         "documents[0][1]: got text, want grids only in scheme 'grid-2d'",
+    ),
+    (
+        lambda: placed([Text(2), Grid(3, 2)], Grid2D(first=1)),
+        "grid-2d: got a text of 2 tokens, want class tokens, each Text(1)",
     ),
     (
         lambda: placed([Grid(3, 2)], Grid2D(order="merged", spatial_merge_size=2)),

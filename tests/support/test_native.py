@@ -339,14 +339,13 @@ def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.
     positions.dense()
     positions.rationals()
     timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label
-    cut = [] if timed or case.name == "grid-2d" else ["columns"]  # pieces are put together in numpy
-    merged = ["columns"] if case.label == "grid-2d" else cut
+    cut = [] if timed or "order=merged" in case.label else ["columns"]  # pieces are put together in numpy
     assert [name for name, _ in recorder.answers] == [
         "documents",
         "sound",
         "split",
         "cursors",
-        *merged,
+        *cut,
         *["expand"] * 2,
     ]
     assert [name for name, answer in recorder.answers if answer is None or answer is False] == []

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.integrations.models.encoders import ENCODERS
 from mmpos.integrations.models.image_file import ImageFile
 from mmpos.integrations.models.settings import ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, SECTIONS
 from mmpos.schemes import (
-    Grid2D,
     MRopeQwen25,
     MRopeTransformers,
     RopeTieV2,
@@ -27,7 +27,7 @@ from mmpos.schemes import (
 )
 from mmpos.support.checks import one_of
 
-__all__ = ["ENCODER_ORDERS", "MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
+__all__ = ["MODEL_TYPES", "TEXT_TYPES", "UNSUPPORTED_TYPES", "ModelType", "from_hf_config"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -225,20 +225,6 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 )
 """Every model type that from_hf_config knows."""
 
-Order = Literal["raster", "merged"]
-
-_MERGED_ENCODERS = _names("""
-    cohere_compass_vision ernie4_5_vl_moe_vision glm4v_vision glm4v_moe_vision glm_ocr_vision qwen2_vl_vision
-    qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen3_5_vision qwen3_5_moe_vision qwen3_omni_moe_vision_encoder
-    qwen3_vl_vision qwen3_vl_moe_vision qwen4_exp_vision
-""")
-_RASTER_ENCODERS = _names("paddleocr_vl_vision pixtral")
-
-ENCODER_ORDERS: Mapping[str, Order] = MappingProxyType(
-    {name: "merged" if name in _MERGED_ENCODERS else "raster" for name in sorted(_MERGED_ENCODERS | _RASTER_ENCODERS)}
-)
-"""Vision encoders that turn by rows and columns, and the order of their patches."""
-
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "minicpmv4_7": "its thumbnails are stretched over the canvas of their slices",
@@ -419,8 +405,7 @@ def _encoder(known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
-    if vision.model_type in ENCODER_ORDERS:
-        order = ENCODER_ORDERS[vision.model_type]
-        side = 1 if order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
-        settings |= {"vision_scheme": Grid2D(order, side), "vision_rotary": Rotary(**hf_arguments(vision))}
+    if vision.model_type in ENCODERS:
+        encoder = ENCODERS[vision.model_type]
+        settings |= {"vision_scheme": encoder.scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
     return settings

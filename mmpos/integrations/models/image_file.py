@@ -12,15 +12,40 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.hf_config import read_json
 from mmpos.support.checks import finite, integer
 
-__all__ = ["IMAGE_TYPES", "ImageFile"]
+__all__ = ["IMAGE_TYPES", "OTHER_IMAGE_TYPES", "ImageFile"]
+
+_QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "temporal_patch_size": 2}
 
 IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        "Qwen2VLImageProcessor": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "temporal_patch_size": 2},
+        "CohereCompassImageProcessor": _QWEN,
+        "Qwen2VLImageProcessor": _QWEN,
+        "MiniMaxM3VLImageProcessor": {**_QWEN, "longest_edge": 672 * 672},
         "Ernie4_5_VLMoeImageProcessor": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 6177},
     }
 )
 """Image processors of Transformers that resize as ImageProcessor does, and the defaults of their classes."""
+
+_SMALL = "enlarges images with a side below one token in another way"
+
+OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("Glm46VImageProcessor", "Glm4vImageProcessor", "GlmgaImageProcessor"),
+            f"{_SMALL} and halves its limits",
+        ),
+        "PaddleOCRVLImageProcessor": _SMALL,
+        "PixtralImageProcessor": "rounds sides up, below a longest edge",
+        "Kimi_K25ImageProcessor": "pads images to whole tokens",
+        "MuseGlimmerImageProcessor": "resamples by Lanczos to the nearest ratio of sides",
+        "Llama4ImageProcessor": "cuts images into tiles",
+        "Step3p7ImageProcessor": "cuts images into tiles",
+    }
+)
+"""Image processors of models whose encoder is known, and what each does that ImageProcessor does not."""
+
+_UNREAD_SIZES = {"MiniMaxM3VLImageProcessor": [672, 672]}
+"""A size that a class takes for none, since files have it by mistake."""
 
 _FIXED = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
 """Fields with one value that ImageProcessor follows: resample 3 is bicubic."""
@@ -64,12 +89,14 @@ class ImageFile:
             InvalidInputError: sizes differ from those of the config, or a field has no such value.
         """
         kind = self.values.get("image_processor_type")
-        defaults = IMAGE_TYPES.get(str(kind).removesuffix("Fast").removesuffix("Pil"))
+        processor = str(kind).removesuffix("Fast").removesuffix("Pil")
+        defaults = IMAGE_TYPES.get(processor)
         if defaults is None:
             got = "none" if kind is None else repr(kind)
             want = ", ".join(sorted(IMAGE_TYPES))
+            other = OTHER_IMAGE_TYPES.get(processor, "is not known to resize as ImageProcessor does")
             raise UnsupportedError(
-                f"{self.path}: image_processor_type: got {got}, which is not known to resize as ImageProcessor does, "
+                f"{self.path}: image_processor_type: got {got}, which {other}, "
                 f"want one of {want}, or mean, std, min_pixels and max_pixels told"
             )
         for name, value in _FIXED.items():
@@ -84,6 +111,8 @@ class ImageFile:
                 raise InvalidInputError(f"{self.path}: {name}: got {own!r}, want {size} as config.json has it")
         arguments: dict[str, Any] = {}
         limits = self._get("size", defaults)
+        if limits == _UNREAD_SIZES.get(processor):
+            limits = defaults
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             value = self._get(name, limits.get(edge) if isinstance(limits, Mapping) else None)
             if value is None:

@@ -38,10 +38,11 @@ class Scheme(_message.Message):
     SECONDS_PER_CHUNK_FIELD_NUMBER: _builtins.int
     COUNTING_FIELD_NUMBER: _builtins.int
     FIRST_IMAGE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, such as "rope-tie"."""
     axes: _builtins.int
-    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm and rope-tie-v2: 2 or 3; of xd-rope: 3 or more."""
+    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2 and grid-2d: 2 or 3; of xd-rope: 3 or more."""
     rounding: _builtins.str
     """Rounding of rope-tie-v2: "floor"."""
     stride: _builtins.int
@@ -58,6 +59,8 @@ class Scheme(_message.Message):
     """Over which xd-rope counts images: "document" or "batch"."""
     first_image: _builtins.int
     """Images before the first one in xd-rope."""
+    first: _builtins.int
+    """Id of the first row and column in grid-2d: 0, or 1 where class tokens may stand at 0."""
     @_builtins.property
     def tokens_per_second(self) -> _table_pb2.Rational:
         """Ids per second in mrope-qwen2.5, tmrope and tmrope-qwen3 (any rational) and mrope-transformers (whole)."""
@@ -81,10 +84,11 @@ class Scheme(_message.Message):
         seconds_per_chunk: _table_pb2.Rational | None = ...,
         counting: _builtins.str | None = ...,
         first_image: _builtins.int | None = ...,
+        first: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first_image", b"first_image", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first_image", b"first_image", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_axes", b"_axes", "_counting", b"_counting", "_delta", b"_delta", "_engine", b"_engine", "_first", b"_first", "_first_image", b"_first_image", "_order", b"_order", "_rounding", b"_rounding", "_seconds_per_chunk", b"_seconds_per_chunk", "_spatial_merge_size", b"_spatial_merge_size", "_stride", b"_stride", "_tokens_per_second", b"_tokens_per_second", "axes", b"axes", "counting", b"counting", "delta", b"delta", "engine", b"engine", "first", b"first", "first_image", b"first_image", "name", b"name", "order", b"order", "rounding", b"rounding", "seconds_per_chunk", b"seconds_per_chunk", "spatial_merge_size", b"spatial_merge_size", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__axes: _TypeAlias = _typing.Literal["axes"]  # noqa: Y015
     _WhichOneofArgType__axes: _TypeAlias = _typing.Literal["_axes", b"_axes"]  # noqa: Y015
@@ -94,6 +98,8 @@ class Scheme(_message.Message):
     _WhichOneofArgType__delta: _TypeAlias = _typing.Literal["_delta", b"_delta"]  # noqa: Y015
     _WhichOneofReturnType__engine: _TypeAlias = _typing.Literal["engine"]  # noqa: Y015
     _WhichOneofArgType__engine: _TypeAlias = _typing.Literal["_engine", b"_engine"]  # noqa: Y015
+    _WhichOneofReturnType__first: _TypeAlias = _typing.Literal["first"]  # noqa: Y015
+    _WhichOneofArgType__first: _TypeAlias = _typing.Literal["_first", b"_first"]  # noqa: Y015
     _WhichOneofReturnType__first_image: _TypeAlias = _typing.Literal["first_image"]  # noqa: Y015
     _WhichOneofArgType__first_image: _TypeAlias = _typing.Literal["_first_image", b"_first_image"]  # noqa: Y015
     _WhichOneofReturnType__order: _TypeAlias = _typing.Literal["order"]  # noqa: Y015
@@ -116,6 +122,8 @@ class Scheme(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delta) -> _WhichOneofReturnType__delta | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__engine) -> _WhichOneofReturnType__engine | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first) -> _WhichOneofReturnType__first | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_image) -> _WhichOneofReturnType__first_image | None: ...
     @_typing.overload

@@ -97,7 +97,7 @@ def call(draw: random.Random) -> Any:
         return lambda: rerotate(pages, where, positions, positions, rotary, k_scale=scales, implementation="triton")
     if kind == "backward":
         norm = norm_of(q, k, torch.ones(dim), weights[1], 1e-6, 0.0, order)
-        rotation = _arguments(q[None], positions, rotary, None, True, "triton", False, options.get("cos_sin"))
+        rotation = _arguments(q[None], k[None], positions, rotary, None, True, "triton", False, options.get("cos_sin"))
         wanted = [draw.random() < 0.5 for _ in range(4)]
         return lambda: norm_rotate_backward(q[None], k[None], q[None], k[None], wanted, *norm, *rotation)
     if kind == "apply":

@@ -142,6 +142,8 @@ ROTARIES = [
     Rotary(128, allocation="mrope-interleaved"),
     Rotary(128, allocation="sections", mrope_section=[16, 24, 24]),
     Rotary(8, allocation=[0, 1, 0, 1], pairing="adjacent", precision="hf"),
+    Rotary(8, allocation=[1, 2, -1, -1]),
+    Rotary(8, axes=4, allocation="heads", head_axes=[0, 0, 1, -1]),
     Rotary(128, allocation="axial", axes_dim=[16, 56, 56], pairing="adjacent"),
     Rotary(16, rotary_dim=8, inv_freq=[1, 0.5, 0.25, 0.125]),
     Rotary(64, scaling=LongRoPE([1.0] * 32, [2.0] * 32, 100, 4), length=200),

@@ -76,7 +76,9 @@ def call(draw: random.Random) -> Any:
     table = mmpos.place(mmpos.SegmentTable.from_documents([parts]), scheme=scheme)
     ids = (torch.zeros(2, tokens, dtype=each) for each in (torch.int32, torch.int64, torch.float64))
     positions = often(draw, DevicePositions.from_table(table), *ids)
-    rotary = Rotary(dim, pairing=often(draw, "half", "adjacent"), precision=often(draw, "exact", "hf"))
+    by_head: Any = {"allocation": "heads", "axes": 2, "head_axes": [head % 2 for head in range(k_heads)]}
+    kinds: Any = {"pairing": often(draw, "half", "adjacent"), "precision": often(draw, "exact", "hf")}
+    rotary = Rotary(dim, **kinds, **often(draw, {}, {} if q_heads % k_heads else by_head))
     q, k = heads(draw, tokens, q_heads, dim, dtype), heads(draw, tokens, k_heads, dim, dtype)
     weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
     options: Any = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))

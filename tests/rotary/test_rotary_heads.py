@@ -139,8 +139,8 @@ def test_views_of_a_padded_batch_turn_in_every_layout_also_in_place_and_backward
     for x, out in zip((q, k), apply_rotary(q, k, table, rotary, conjugate=True, **options), strict=True):
         assert_rotated(out, x, table, rotary, layout=layout, conjugate=True)
     want = apply_rotary(q, k, table, rotary, **options)
-    for x, out in zip(apply_rotary(q, k, table, rotary, inplace=True, **options), want, strict=True):
-        assert_same_bits(x, out)
+    for turned, expected in zip(apply_rotary(q, k, table, rotary, inplace=True, **options), want, strict=True):
+        assert_same_bits(turned, expected)
     assert torch.equal(fused[:, :, 6:], before[:, :, 6:])
 
 

@@ -69,8 +69,8 @@ def scores(encoding: Known, positions: IntArray) -> Float64Array:
     if isinstance(encoding, Rotation):
         # One query and one key, which are nothing special.
         q, k = np.random.default_rng(0).standard_normal((2, 1, *encoding.shape)).repeat(len(positions), axis=1)
-        rows = (encoding.rotate(x, positions).reshape(len(positions), -1, x.shape[-1]) for x in (q, k))
-        return np.einsum("qhd,khd->hqk", *rows)
+        q, k = (encoding.rotate(x, positions).reshape(len(positions), -1, x.shape[-1]) for x in (q, k))
+        return np.einsum("qhd,khd->hqk", q, k)
     return encoding.bias(positions, positions)
 
 

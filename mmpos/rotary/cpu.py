@@ -114,8 +114,10 @@ def rotate(
         return True
     groups = [(tensors, angles)]
     if rotation.head_groups:
-        parts_of = zip(*(np.split(x, rotation.head_groups, axis=2) for x in tensors), strict=True)
-        groups = [(heads, _of_group(angles, group)) for group, heads in enumerate(parts_of)]
+        axes = rotation.pair_axis.numpy()
+        starts = np.flatnonzero((axes[1:] != axes[:-1]).any(axis=1)) + 1  # neighbours that turn alike go together
+        cut = zip(*(np.split(x, starts * (x.shape[2] // len(axes)), axis=2) for x in tensors), strict=True)
+        groups = [(heads, _of_group(angles, group)) for group, heads in zip([0, *starts], cut, strict=True)]
     weights = (w for x, w in zip((q, k), norm.weights(), strict=True) if x.shape[2])
     scaling = None if norm is NONE else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     threads = torch.get_num_threads()  # asked once: another thread may set it

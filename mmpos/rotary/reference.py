@@ -189,7 +189,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
 
     def cos_sin_of(block: Tensor) -> tuple[Tensor, Tensor]:
         if rotation.cache_rows:
-            return cos_sin_from_cache(block >> 32, axis, rotation.frequencies)
+            return cos_sin_from_cache(block[:-1] >> 32, axis, rotation.frequencies)
         if rotation.as_hf:
             return cos_sin_as_hf(block, axis, rotation.frequencies)
         return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
@@ -259,19 +259,19 @@ def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[T
     """Read (tokens, *pair_axis) float32 cos and sin from a cache; NaN for an id that the cache has no row of.
 
     Args:
-        ids: (axes + 1, tokens) int64, those of ``fixed_ids``.
-        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair.
+        ids: (axes, tokens) int64.
+        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair; −1 for the row of id 0.
         cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
     """
     missing = (ids < 0) | (ids >= cache.shape[0])
-    ids, axis_of_column = ids.masked_fill(missing, 0), torch.cat((pair_axis, pair_axis), -1) % ids.shape[0]
+    ids, axis_of_column = ids.masked_fill(missing, 0), torch.cat((pair_axis, pair_axis), -1)
 
     def rows(axis: int) -> Tensor:
         read = cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
         return read if pair_axis.dim() == 1 else read.unsqueeze(1)
 
     # Whole rows, one axis after the other, are read faster than single elements.
-    values = rows(0)
+    values = torch.where(axis_of_column < 0, cache[0].to(torch.float32), rows(0))
     for axis in range(1, ids.shape[0]):
         values = torch.where(axis_of_column == axis, rows(axis), values)
     cos, sin = values.chunk(2, dim=-1)
